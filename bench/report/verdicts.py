@@ -31,9 +31,10 @@ def headline(workload: WorkloadReport) -> str:
 def _verdict(rows: list[Figures]) -> str:
     """Of one memory: the best block scheme against the best tree of those that refused nothing.
 
-    A scheme that hits nothing is compared only where all of its side hit nothing.
+    A scheme that hits nothing is compared only where all of its side hit nothing, and one with a
+    tier, which has more memory, never.
     """
-    served = [row for row in rows if not row.refused]
+    served = [row for row in rows if not row.refused and "+" not in row.scheme]
     sides = [[r for r in served if r.scheme.startswith(kind)] for kind in ("hash-", "radix-")]
     if not all(sides):
         best = max(served, key=lambda row: row.hit_tokens, default=None)
@@ -91,6 +92,8 @@ def _reasons(workload: WorkloadReport, rows: list[Figures]) -> Iterator[str]:
             f"these are {given:,} tokens, not {share:,.0f}: all schemes get the same memory, in "
             f"whole pages, and at least two of the largest."
         )
+    if tiers := [row.scheme for row in rows if "+" in row.scheme]:
+        yield f"{', '.join(tiers)} has memory below it that others have not, and loads take no time."
     if any(row.refused for row in rows):
         yield (
             f"refused requests do not fit into {given:,} tokens less a page (the longest needs "
