@@ -369,7 +369,7 @@ async def test_a_response_is_found_where_it_is_kept_by_its_salt_only(world: Worl
 
 async def test_explain_asks_the_replica_that_the_prompt_would_go_to(world: World) -> None:
     for salt in ("a", "b"):
-        body, replicas = {"prompt": "one two three " * 9, "cache_salt": salt}, set()
+        body, replicas = {"prompt": "one two three " * 9, "cache_salt": salt}, set[Any]()
         for _ in range(2):
             answer = await world.ask("/v1/completions", {**body, "max_tokens": 1})
             told = await world.ask("/v1/explain", body)

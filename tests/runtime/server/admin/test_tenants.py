@@ -144,8 +144,8 @@ def test_the_prefixes_of_a_salt_are_not_there_for_another(
             )
             assert_error(theirs, 404, "no prefix named 'mine' is pinned")
             assert theirs.text.replace("mine", "nope") == nobodys.text
-        for path in (COMPLETIONS, EXPLAIN, CHAT):
-            asked = {"prefix": "mine", "cache_salt": salt, **SAID[path]}
+        for path, kind in (*zip(SAID, SAID, strict=True), (EXPLAIN, CHAT)):
+            asked = {"prefix": "mine", "cache_salt": salt, **SAID[kind]}
             assert_error(user.post(path, json=asked), 404, "no prefix named 'mine' is pinned")
         again = {"name": "mine", "prompt": "y " * 40, "cache_salt": salt}
         assert user.post(PREFIXES, json=again).status_code == 200
