@@ -93,7 +93,7 @@ def _reasons(workload: WorkloadReport, rows: list[Figures]) -> Iterator[str]:
             f"whole pages, and at least two of the largest."
         )
     if tiers := [row.scheme for row in rows if "+" in row.scheme]:
-        yield f"{', '.join(tiers)} has memory below it that others have not, and loads take no time."
+        yield f"{', '.join(tiers)} has more memory, below it, from which loads take no time."
     if any(row.refused for row in rows):
         yield (
             f"refused requests do not fit into {given:,} tokens less a page (the longest needs "

@@ -99,6 +99,7 @@ def test_a_reset_forgets_the_disk_too(tmp_path: Path) -> None:
     with open_llm(tmp_path) as llm:
         llm.chat([{"role": "user", "content": "a secret"}], GREEDY)
         llm.reset_prefix_cache()
+        assert not [*llm.inputs.conversations.history.texts()]
         assert ask(llm, TABLE)[1] == 0
         llm.reset_prefix_cache()
     left = [path for path in tmp_path.rglob("*") if path.is_file()]
