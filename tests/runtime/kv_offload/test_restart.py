@@ -99,7 +99,8 @@ def test_a_reset_forgets_the_disk_too(tmp_path: Path) -> None:
     with open_llm(tmp_path) as llm:
         llm.chat([{"role": "user", "content": "a secret"}], GREEDY)
         llm.reset_prefix_cache()
-        assert not [*llm.inputs.conversations.history.texts()]
+        turns = llm.inputs.conversations
+        assert turns is not None and not turns.history.texts()
         assert ask(llm, TABLE)[1] == 0
         llm.reset_prefix_cache()
     left = [path for path in tmp_path.rglob("*") if path.is_file()]
