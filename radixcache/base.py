@@ -424,7 +424,8 @@ class PrefixCache(ABC):
         """A step was cut off by an exception: roll back, and end every lease but those of pins.
 
         If a change of the cache itself was cut off, so that nobody knows what it holds, all is
-        forgotten: pins too, but not the statistics. May be cut off itself, and called again.
+        forgotten: pins too, but not the statistics, nor what is in tiers below. May be cut off
+        itself, and called again.
         """
         if not self.broken:
             try:

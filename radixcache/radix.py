@@ -49,8 +49,8 @@ class RadixCache(PrefixCache):
         self._in_flight: dict[RadixLease, int] = {}
         """Leases that stand on in-flight tokens, and where each was last written; in order."""
         self._pins = {}
-        if self.lower is not None:
-            self.lower.clear()
+        for tier in () if self.lower is None else self.lower.chain():
+            tier.recover([])
 
     # -- look-ups ------------------------------------------------------------------------------
 
@@ -438,6 +438,8 @@ class RadixCache(PrefixCache):
     def _forget_cached(self) -> None:
         for node in self._tree:
             self.pool.drop(node.pages)
+        if self.lower is not None:
+            self.lower.clear()
         self._forget_all()
 
     def _emit_about(self, kind: type[Stored] | type[Evicted], node: Node, start: int) -> None:

@@ -202,7 +202,8 @@ class Loads:
         except OutOfPages:
             return 0, 0
         finally:
-            self._cache.release(lease)
+            if not self._cache.broken:  # else that is what is told
+                self._cache.release(lease)
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence was admitted, or has ended."""

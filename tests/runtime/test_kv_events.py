@@ -162,8 +162,12 @@ class Told(Contract):
 
 @pytest.mark.parametrize("examples", [8, pytest.param(150, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("page_size", [3, pytest.param(2, marks=pytest.mark.exhaustive), 16])
-@pytest.mark.parametrize(("kind", "slots"), [(RadixCache, 0), (RadixCache, 5), (HashBlockCache, 0)])
-def test_routers_agree_with_the_cache(kind: Any, slots: int, page_size: int, examples: int):
+@pytest.mark.parametrize(
+    ("kind", "slots"), [(RadixCache, ()), (RadixCache, (5,)), (HashBlockCache, ())]
+)
+def test_routers_agree_with_the_cache(
+    kind: Any, slots: tuple[int, ...], page_size: int, examples: int
+):
     members = {"kind": staticmethod(kind), "page_size": page_size, "slots": slots}
     told = type("Told", (Told,), members)
     counts = run_examples(told, max_examples=examples, derandomize=True, phases=[Phase.generate])
