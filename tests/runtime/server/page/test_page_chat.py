@@ -210,7 +210,7 @@ def test_a_browser_without_room_says_so_chats_and_keeps_the_others(page: Page):
 
 
 def test_an_answer_that_was_cut_goes_on(page: Page):
-    sampling(page, max_tokens="4", temperature="0")
+    sampling(page, max_tokens="4")
     page.ask(QUESTION)
     page.driver.refresh()
     page.until(lambda: page.texts(".continue") == ["cut at 4 tokens, continue"])
@@ -226,7 +226,7 @@ def test_an_answer_that_was_cut_goes_on(page: Page):
     prompt, cached, _ = numbers(page.texts(".assistant .usage")[-1])
     assert prompt - cached < 4
     last = page.run("return sent.at(-1)")
-    assert last["messages"][-1]["role"] == "assistant" and last["temperature"] == 0
+    assert last["messages"][-1]["role"] == "assistant"
     assert (last["continue_final_message"], last["add_generation_prompt"]) == (True, False)
 
 
