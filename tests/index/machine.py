@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from radixcache import (
     RadixCache,
     Stored,
 )
-from radixcache.tier import LowerTier
 from tests.index.model import (
     ENDLESS,
     KV,
@@ -33,10 +31,10 @@ from tests.index.model import (
     Event,
     Kind,
     Request,
-    Store,
     TreeModel,
     as_event,
     names_of,
+    tiers_below,
 )
 
 
@@ -45,8 +43,7 @@ class Machine:
 
     Args:
         counts: is told how often what happened.
-        slots: of each tier below the pool; if the last one holds all that is ever evicted, nothing
-            is lost, else saves and loads fail at random.
+        slots: of each tier below; with `ENDLESS` nothing is lost, else saves and loads may fail.
     """
 
     def __init__(
@@ -79,14 +76,8 @@ class Machine:
         self.failing = False
         self.cache.events.append(self.hear)
         self.gone: set[tuple[int, ...]] = set()  # evicted into a tier
-        self.stores: list[Store] = []
-        for _ in slots:
-            above = self.stores[-1] if self.stores else self.kv
-            self.stores.append(Store(above, None if ENDLESS in slots else Random(0)))
-        tier = None
-        for count, store in zip(reversed(slots), reversed(self.stores), strict=True):
-            tier = self.cache.lower = LowerTier(count, page_size, store, below=tier)
-        self.tiers = [] if tier is None else [*tier.chain()]
+        self.tiers, self.stores = tiers_below(self.kv, slots, page_size, ENDLESS not in slots)
+        self.cache.lower = self.tiers[0] if slots else None
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -223,11 +214,11 @@ class Machine:
 
     def load(self, request: Request) -> None:
         """What the first tier that goes on has of the prompt, in pages of the request's own."""
-        start = len(request.tokens)
         if not self.tiers or request.namespace is not None or request in self.flight:
             return
         for tier, store in zip(self.tiers, self.stores, strict=True):
             store.settle()
+            start = len(request.tokens)
             pages, end = tier.find(np.array(request.prompt[:-1], np.int32), start)
             if pages:
                 break
@@ -237,8 +228,7 @@ class Machine:
         loads = bool(pages) and request.tokens == request.prompt[:start]
         if pages and store.fails():
             pages[0].state, loads = "lost", False
-        loads = loads and self.make_room(request, end)
-        if loads:
+        if loads := loads and self.make_room(request, end):
             loaded = np.concatenate([store.slots[page.slot] for page in pages])
             names = names_of(None, request.prompt)[first * self.page_size : end]
             assert loaded[: len(names)].tolist() == names
@@ -249,12 +239,11 @@ class Machine:
     def find_evicted(self) -> None:
         """Tiers with room for all have all that was evicted, but what the pool has."""
         self.counts["pages in a second tier"] += any(map(len, self.tiers[1:]))
-        if any(tier.num_slots == ENDLESS for tier in self.tiers):
-            for path in self.gone:
-                end = self.model.written(None, path)
-                for tier in len(path) * self.tiers:
-                    end = tier.find(np.array(path, np.int32), end)[1]
-                assert end == len(path), "an evicted page is lost"
+        for path in self.gone if ENDLESS in [tier.num_slots for tier in self.tiers] else ():
+            end = self.model.written(None, path)
+            for tier in len(path) * self.tiers:
+                end = tier.find(np.array(path, np.int32), end)[1]
+            assert end == len(path), "an evicted page is lost"
 
     def release(self, request: Request) -> bool:
         """The lease ends and content stays; refused while the step writes for it."""

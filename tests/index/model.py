@@ -28,6 +28,7 @@ from radixcache import (
 )
 from radixcache.pages import Pages
 from radixcache.stored import StoredPage, StoredPages
+from radixcache.tier import LowerTier
 
 NAMESPACES: tuple[Hashable, ...] = (None, "tenant")
 SENTINEL = 1_000_000
@@ -104,6 +105,19 @@ class Store:
 
     def clear(self) -> None:
         self.slots.clear()
+
+
+def tiers_below(
+    kv: KV, slots: Sequence[int], page_size: int, fails: bool
+) -> tuple[list[LowerTier], list[Store]]:
+    """Tiers of so many slots, one below the other, and their stores."""
+    stores: list[Store] = []
+    for _ in slots:
+        stores.append(Store(stores[-1] if stores else kv, Random(0) if fails else None))
+    tier = None
+    for count, store in zip(reversed(slots), reversed(stores), strict=True):
+        tier = LowerTier(count, page_size, store, below=tier)
+    return [] if tier is None else [*tier.chain()], stores
 
 
 @dataclass(eq=False)
