@@ -225,7 +225,7 @@ def cache(args: argparse.Namespace) -> int:
     track = partial(tqdm, desc="Pages", unit="page", leave=False, disable=not sys.stderr.isatty())
     count, spoilt = files.verify(folder, track)
     what = f"{spoilt:,} of them spoilt, to be computed again" if spoilt else "all are right"
-    print(f"{count:,} pages were read: {what}")
+    print(f"{count:,} pages were read: {what}" if count else f"{folder} holds no pages")
     _note_use(folder)
     return 1 if spoilt else 0
 

@@ -152,13 +152,17 @@ def _is_branch(part: int | str) -> bool:
     return isinstance(part, str) and "[" in part
 
 
+_OTHERS = {path: ["/v1/cache/flush"] for path in ("/reset_prefix_cache", "/flush_cache")}
+"""What vLLM and SGLang call a route."""
+
+
 def install(app: FastAPI) -> None:
     """Answer every error of `app` in the shape of the API that was asked."""
 
     async def handle(request: Request, error: Exception) -> JSONResponse:
         path = request.url.path
         if isinstance(error, HTTPException) and error.status_code == 404:
-            near = get_close_matches(path[:64], app.openapi()["paths"], 1, 0.75)
+            near = _OTHERS.get(path) or get_close_matches(path[:64], app.openapi()["paths"], 1, 0.75)
             hint = f": did you mean {near[0]}?" if near else ""
             error = ApiError(404, f"there is nothing at {path[:64]!r}{hint}")
         return as_api_error(error).response_at(path)

@@ -225,6 +225,7 @@ def test_what_is_wrong_a_thousand_times_is_complained_of_once(kind: Any, body: d
         ("GET", "/v2/x", 404, "there is nothing at '/v2/x'"),
         ("POST", "/v1/chat/completion", 404, "did you mean /v1/chat/completions?"),
         ("POST", "/messages", 404, "did you mean /v1/messages?"),
+        ("POST", "/reset_prefix_cache", 404, "did you mean /v1/cache/flush?"),
         ("GET", COMPLETIONS, 405, "the method must be POST"),
         ("GET", "/v1/models/other/model", 404, "'other/model' is not served here"),
         ("GET", "/v1/cache?row=3", 400, "there is no query parameter 'row' here"),
