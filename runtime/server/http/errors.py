@@ -162,7 +162,8 @@ def install(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> JSONResponse:
         path = request.url.path
         if isinstance(error, HTTPException) and error.status_code == 404:
-            near = _OTHERS.get(path) or get_close_matches(path[:64], app.openapi()["paths"], 1, 0.75)
+            paths = app.openapi()["paths"]
+            near = _OTHERS.get(path) or get_close_matches(path[:64], paths, 1, 0.75)
             hint = f": did you mean {near[0]}?" if near else ""
             error = ApiError(404, f"there is nothing at {path[:64]!r}{hint}")
         return as_api_error(error).response_at(path)
