@@ -40,7 +40,7 @@ help:  ## list these targets
 demo: $(VENV)/.stamp-runtime  ## three users chat about two documents, with the cache on and off
 	@$(BIN)/radixcache demo $(ARGS)
 
-test: $(VENV)/.stamp-dev  ## run the tests, in up to four processes (3 minutes on two cores)
+test: $(VENV)/.stamp-dev  ## run the tests, in up to four processes (3 to 5 minutes on two cores)
 	@$(BIN)/python -m pytest $(PROCESSES) $(ARGS)
 
 test-gpu: $(VENV)/.stamp-dev $(GPU)/.stamp  ## the GPU path, on a CPU: FlashInfer's own Python over pretended kernels; Triton's interpreter (3 minutes)
