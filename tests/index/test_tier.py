@@ -107,6 +107,16 @@ def test_a_page_that_was_loaded_goes_first_and_is_not_written_twice() -> None:
     assert found(tier, [1, 2, 3, 4]) == 4
 
 
+def test_a_page_that_was_loaded_in_part_is_no_copy() -> None:
+    cache, tier, _ = tier_of(4)
+    put(cache, [1, 2, 3, 4, 5, 6, 7, 8])
+    cache.evict(8)
+    load(cache, tier, [1, 2, 3])
+    tier.demote(np.array([9] * 4, np.int32), 0, np.arange(2, dtype=np.int32))  # two must go
+    assert found(tier, [1, 2, 3, 4, 5, 6], start=2) == 6 and found(tier, [1, 2]) == 0
+    tier.check()
+
+
 def test_many_runs_within_each_other_are_looked_at() -> None:
     size = 600
     tier = LowerTier(size * (size + 1) // 2, 1, Slots())
