@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from operator import itemgetter
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -133,8 +132,10 @@ class Loads:
         start, size = lease.num_tokens, self._pool.page_size
         if sequence.request.namespace is not None or sequence.scoring is not None:
             return False
-        found = ((level, *level.tier.find(sequence.tokens[:-1], start)) for level in self.levels)
-        level, pages, end = next(filter(itemgetter(1), found), (self.levels[0], [], start))
+        for level in self.levels:
+            pages, end = level.tier.find(sequence.tokens[:-1], start)
+            if pages:
+                break
         if not pages or self._tries.get(sequence, 0) == _TRIES:
             return False
         store, page_bytes = level.store, self._pool.page_bytes

@@ -194,14 +194,13 @@ def engine_metrics(llm: LLM) -> list[Metric]:
         "evicted_pages": ("Pages evicted.", stats.evicted_pages),
         "copied_pages": ("Half-filled pages copied at a branch.", stats.copied_pages),
     }
-    lower = []
-    for level in [] if llm.offload is None else llm.offload.levels:
+    lower, levels = [], [] if llm.offload is None else llm.offload.levels
+    if levels:
+        told = "Hit tokens that came up from host memory or disk."
+        counters["loaded_tokens"] = told, stats.loaded_tokens
+    for level in levels:
         tier, medium = level.tier, level.tier.medium
         where = _MEDIA[medium]
-        counters["loaded_tokens"] = (
-            "Hit tokens that came up from host memory or disk.",
-            stats.loaded_tokens,
-        )
         for name, count in level.store.counters._asdict().items():
             counters[f"{medium}_{name}"] = (_LOWER[name].format(where), count)
         evicted = f"KV pages that {where} had no room for.", tier.num_evicted
