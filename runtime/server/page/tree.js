@@ -22,11 +22,22 @@ export function showTree(news) {
   const used = `${format.format(stats.pages - stats.free_pages)} of ${count(stats.pages, "page")} in use`;
   const nodes = stats.cached_nodes > 1 ? ` in ${count(stats.cached_nodes, "node")}` : "";
   $("pages").textContent = `${count(stats.cached_tokens, "token")}${nodes}; ${used}; ${format.format(stats.evicted_tokens)} evicted`
-    + stats.tiers.map(inTier).join("");
+    + stats.tiers.map((tier) => `; ${inTier(tier)}`).join("");
+  const pool = { medium: "pool", pages: stats.pages, used_pages: stats.pages - stats.free_pages };
+  $("tiers").replaceChildren(...(stats.tiers.length ? [pool, ...stats.tiers] : []).map(meter));
   show();
 }
 
-const inTier = (tier) => `; ${format.format(tier.used_pages)} of ${count(tier.pages, "page")} ${tier.medium === "disk" ? "on disk" : "in host memory"}`;
+const WHERE = { pool: "in the pool", host: "in host memory", disk: "on disk" };
+const inTier = (tier) => `${format.format(tier.used_pages)} of ${count(tier.pages, "page")} ${WHERE[tier.medium]}`;
+
+/** A tier as a bar that is as long as it has pages, and filled as far as they are used. */
+function meter(tier) {
+  const bar = make("div", { className: tier.medium, title: inTier(tier) }, make("i"));
+  bar.style.flexGrow = tier.pages;
+  bar.firstChild.style.width = `${(100 * tier.used_pages) / tier.pages}%`;
+  return bar;
+}
 
 function show() {
   if (!view) return;

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from radixcache.runtime.server.http import static
 from tests.runtime.server import http
 from tests.runtime.server.live import LiveServer, live
 from tests.runtime.server.page.browser import Page
+from tests.runtime.server.test_lifecycle import forked
 from tests.runtime.server.test_loading import loading, served
 
 QUESTION, ANSWER = (
@@ -242,3 +245,20 @@ def test_it_shows_how_far_a_model_is_loaded_and_then_goes_on_by_itself(window: P
             assert page.text("#model") == "tabletalk" and page.one("#send").is_enabled()
             assert not page.one("#loading").is_displayed()
             page.driver.get("about:blank")
+
+
+def test_tiers_are_bars_and_what_was_loaded_has_a_shade(window: Page, tmp_path: Path):
+    flags = "--kv-dir", f"{tmp_path}/kv", "--kv-dir-size", "12MB", "--kv-cache-memory-bytes", "6MB"
+    with forked(tmp_path, *flags) as (_, url):
+        for name in cycle("abc"):
+            message = {"role": "user", "content": f"{name} " + "what is this " * 200}
+            body = {"model": "tabletalk", "messages": [message], "max_tokens": 1}
+            assert http.post(f"{url}/v1/chat/completions", json=body).status_code == 200
+            if http.get(f"{url}/v1/cache").json()["stats"]["loaded_tokens"]:
+                break
+        window.open(url)
+        window.until(lambda: window.all("#hits rect.loaded"))
+        pool, disk = window.all("#tiers div")
+        assert str(disk.get_attribute("title")) in window.text("#pages")
+        assert pool.size["width"] < disk.size["width"]
+        assert 0 < window.one("#tiers .disk i").size["width"] < disk.size["width"]
