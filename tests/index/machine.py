@@ -234,7 +234,7 @@ class Machine:
             assert loaded[: len(names)].tolist() == names
             self.publish(request, request.prompt[start:end], True)
             self.counts[f"loads from tier {self.stores.index(store)}"] += 1
-        tier.end_load(pages, loads * (end - first * self.page_size))
+        tier.end_load(pages, loads * (len(request.tokens) - first * self.page_size))
 
     def find_evicted(self) -> None:
         """Tiers with room for all have all that was evicted, but what the pool has."""
