@@ -16,9 +16,11 @@ from radixcache.runtime.server.api.response_store import ResponseStore, StoreDep
 from radixcache.runtime.server.http.bodies import BodyRoute, on_thread
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.protocol.fields import CacheSalt
-from radixcache.runtime.server.protocol.responses import Item, ResponsesRequest, merge
+from radixcache.runtime.server.protocol.responses import ResponsesRequest, merge
+from radixcache.runtime.server.protocol.turn import call_of
 from radixcache.runtime.server.serving import Backend, BackendDep, client_of
 from radixcache.runtime.tokens.tokenizer import Message
+from radixcache.runtime.tokens.tool_calls import for_template
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -159,8 +161,16 @@ class _Response(BlockExchange[ResponsesRequest]):
             response["prompt_cache_diagnostics"] = self._diagnose(past, output.num_cached_tokens)
         response["radixcache"] = self.extension()
         if response["store"]:
-            said = merge([Item(**item).as_message() for item in response["output"]])
-            conversation = [*self.conversation, *said]
+            said = answers.said(0)  # what is cut within a call is content
+            answer = for_template(
+                {
+                    "role": "assistant",
+                    "content": said.content,
+                    "reasoning_content": said.reasoning or None,
+                    "tool_calls": [call_of(*call) for call in said.calls] or None,
+                }
+            )
+            conversation = [*self.conversation, answer]
             past = StoredResponse(answers.turn, answers.prompt.tokens, conversation, response)
             self.store.keep(response["id"], past)
         return response

@@ -121,9 +121,14 @@ def test_an_answer_follows_a_schema(api: Api):
     assert {*json.loads(answer.text)} == {"city"}
 
 
-def test_an_answer_that_is_cut_says_so(api: Api, scripted: LiveServer):
+CALL: dict[str, Any] = {"tools": [WEATHER], "choice": "required"}
+
+
+@pytest.mark.parametrize("asked", [{"max_tokens": 3}, {"max_tokens": 32, **CALL}])
+def test_an_answer_that_is_cut_says_so(api: Api, scripted: LiveServer, asked: dict[str, Any]):
+    """Also within a call."""
     # Chat's stream helper of the stock client raises where an answer is cut and may be parsed.
-    body = {**api.body(user("Hi"), max_tokens=3), "stream": api.stream}
+    body = {**api.body(user("Hi"), **asked), "stream": api.stream}
     reason = {Chat: "length", Responses: "max_output_tokens", Messages: "max_tokens"}[type(api)]
     told = rf'"(finish_reason|reason|stop_reason)":\s?"{reason}"'
     text = scripted.post(api.path, body).text
