@@ -94,11 +94,6 @@ class Backend:
         return name or self.names[0]
 
     @property
-    def door(self) -> RequestTracker:
-        """What takes requests in; the same name at the ingress of several replicas."""
-        return self.jobs
-
-    @property
     def notes(self) -> list[str]:
         """For whoever starts the server: whose layers run where, and who may listen."""
         sampling = self.completion_defaults.describe()

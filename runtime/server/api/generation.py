@@ -42,8 +42,7 @@ async def finish(job: Job, request: Request) -> list[RequestOutput]:
     """The outputs of a job, which is aborted if the client hangs up in the meantime."""
 
     async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
+        await hung_up(request.receive)
         job.end(ApiError(499, "the client has hung up"))
 
     watcher = asyncio.create_task(watch())
@@ -52,6 +51,12 @@ async def finish(job: Job, request: Request) -> list[RequestOutput]:
     finally:
         watcher.cancel()
         job.end()
+
+
+async def hung_up(receive: Receive) -> None:
+    """Wait until the client has; the body of its request is read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class Exchange(ABC, Generic[B]):
