@@ -23,7 +23,7 @@ from radixcache.runtime.server.protocol.fields import (
     join_texts,
 )
 from radixcache.runtime.server.protocol.response_format import FormatOptions, sampled
-from radixcache.runtime.server.protocol.tools import Function
+from radixcache.runtime.server.protocol.tools import Function, OfFunctions
 from radixcache.runtime.server.protocol.turn import Turn, TurnRequest, call_of
 from radixcache.runtime.server.protocol.unsupported import OTHERS_IN_RESPONSES
 from radixcache.runtime.tokens.tokenizer import Message
@@ -85,13 +85,11 @@ class Item(OneOf):
                 return {"role": role, "content": join_texts(self.content)}
 
 
-class ResponseFunctionTool(Function):
+class ResponseFunctionTool(Function, OfFunctions):
     refused: ClassVar = {
         "function": Unsupported("send name, description and parameters beside `type`"),
         "input_schema": Unsupported("send it as parameters"),
     }
-
-    type: Literal["function"]
 
 
 class ResponseNamedTool(StrictModel):

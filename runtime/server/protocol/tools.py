@@ -100,15 +100,18 @@ class Function(StrictModel):
         return Tool(self.name, parameters, self.description, bool(self.strict))
 
 
-class FunctionTool(StrictModel):
-    """A tool; functions are the only kind there is."""
+class OfFunctions(StrictModel):
+    """Functions are the only kind of tools there is; whoever sends another is told first."""
 
+    type: Literal["function"]
+
+
+class FunctionTool(OfFunctions):
     refused: ClassVar[Mapping[str, Unsupported]] = {
         **dict.fromkeys(Function.model_fields, Unsupported("it belongs into `function`")),
         "input_schema": Unsupported("send it as function.parameters"),
     }
 
-    type: Literal["function"]
     function: Function
 
     def as_tool(self) -> Tool:
