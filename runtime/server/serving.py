@@ -138,9 +138,6 @@ class Backend:
         """What logprobs call a token: its text, or its id if that was asked for."""
         return f"token_id:{token}" if body.return_tokens_as_token_ids else self.token_text(token)
 
-    def now(self) -> int:
-        return int(time.time())
-
     async def encode_chat(
         self, messages: list[Message], cache_salt: str | None, client: Hashable, **how: Any
     ) -> TokenisedText:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -128,7 +129,7 @@ def head_of(body: GenerationRequest, backend: Backend, prefix: str, kind: str) -
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,
-        "created": backend.now(),
+        "created": int(time.time()),
         "model": backend.check_model(body.model),
     }
 
@@ -239,24 +240,20 @@ def prompt_logprobs(
     """The log-probabilities of the prompt's tokens as vLLM has them, if they were asked for."""
     if body.prompt_logprobs is None:
         return None
-    told: list[JSON | None] = []
-    for top in output.prompt_logprobs or []:
-        if top is None:
-            told.append(None)
-            continue
+
+    def describe(top: dict[int, float]) -> JSON:
         likeliest = sorted(top, key=lambda token: -top[token])[: body.prompt_logprobs]
         ranks = {token: rank for rank, token in enumerate(likeliest, 1)}
-        told.append(
-            {
-                str(token): {
-                    "logprob": clamp(logprob),
-                    "rank": ranks.get(token),
-                    "decoded_token": backend.token_text(token),
-                }
-                for token, logprob in top.items()
+        return {
+            str(token): {
+                "logprob": clamp(logprob),
+                "rank": ranks.get(token),
+                "decoded_token": backend.token_text(token),
             }
-        )
-    return told
+            for token, logprob in top.items()
+        }
+
+    return [None if top is None else describe(top) for top in output.prompt_logprobs or []]
 
 
 def clamp(logprob: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -75,7 +76,7 @@ def _begin(body: ResponsesRequest, backend: Backend) -> JSON:
     return {
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",
-        "created_at": backend.now(),
+        "created_at": int(time.time()),
         "status": "in_progress",
         "error": None,
         "incomplete_details": None,
