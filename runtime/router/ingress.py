@@ -276,7 +276,9 @@ class Ingress:
             work = self._pin(scope, fields, body) if pins else self._answer_all(scope, body)
             # Who hangs up must not leave it done on some of them.
             name, messages = await asyncio.shield(self._spawn(work))
-            await send_all(messages, name, send)
+            relay = _Relay(send)
+            for message in messages:
+                await relay.pass_on(message, name)
         else:
             await self._answer_one(scope, path, fields, body, send)
 
@@ -410,12 +412,6 @@ class Ingress:
         ask = {**with_salt(scope, fields), "method": "GET", "path": f"/v1/responses/{before}"}
         answers = await self.ask_all(ask, b"")
         return next((n for n, found in answers.items() if found[0]["status"] == 200), None), scope
-
-
-async def send_all(messages: list[Message], replica: str, send: Send) -> None:
-    relay = _Relay(send)
-    for message in messages:
-        await relay.pass_on(message, replica)
 
 
 def portable(scope: Scope) -> Scope:

@@ -5,14 +5,17 @@ const NAME = "radixcache.conversations.2"; // another form of value will have an
 const MOST = 50; // the latest; fewer, if the browser has no room for them
 
 const place = () => (sessionStorage.getItem("key") ? sessionStorage : localStorage);
+const areText = (...values) => values.every((value) => typeof value === "string");
 
 /**
  * All that are kept, {id, title, system, changed, turns}, the latest first. A turn is behind that of
- * the index `before`, -1 for none, and is `shown`, or one beside it is.
+ * the index `before`, -1 for none, and is `shown`, or one beside it is. What is no conversation,
+ * whoever wrote it there, is passed over.
  */
 export function kept() {
   try {
-    return JSON.parse(place().getItem(NAME)).sort((a, b) => b.changed - a.changed);
+    const all = JSON.parse(place().getItem(NAME)).filter(isConversation);
+    return all.sort((a, b) => b.changed - a.changed);
   } catch {
     return [];
   }
@@ -59,6 +62,12 @@ function write(conversations) {
       if (list.length < 2) return false;
     }
   }
+}
+
+function isConversation(value) {
+  const isTurn = (turn, index) => areText(turn?.role, turn?.content) && turn.before < index;
+  return areText(value?.id, value?.title, value?.system) && Number.isFinite(value.changed)
+    && Array.isArray(value.turns) && value.turns.every(isTurn);
 }
 
 // The turns of a conversation as a tree. What is edited or computed anew stands beside what was there

@@ -154,7 +154,7 @@ def test_a_branch_opens_and_is_found_by_its_text_which_is_no_markup(page: Page, 
     page.one("#next").click()
     page.until(lambda: page.texts("#found") == ["2 of 26"] and page.all(".node.here"))
     page.one("#find-text").send_keys(Keys.ESCAPE)
-    page.until(lambda: not page.all(".searched, .here") and page.texts("#found") == [""])
+    page.until(lambda: not page.all(".way, .here") and page.texts("#found") == [""])
 
     (one,) = [node for node in page.all(".node") if IMAGE_TAG in node.accessible_name]
     one.click()
