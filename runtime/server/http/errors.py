@@ -136,10 +136,6 @@ def _describe_validation(error: RequestValidationError) -> ApiError:
     where, message = ".".join(names), first["msg"].removeprefix("Value error, ")
     for other in dict.fromkeys(e["msg"] for e in others if e["msg"] != first["msg"]):
         message += f" or {other.removeprefix('Input should be ')}"
-    if first["type"] == "too_long" and first["ctx"]["max_length"] == 0:
-        message = "not supported"
-    if first["type"] == "json_invalid":
-        where, message = "", f"the body is not JSON: {first['ctx']['error']}"
     return ApiError(400, f"{where}: {message}" if where else message, where or None)
 
 
