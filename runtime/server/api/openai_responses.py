@@ -115,7 +115,8 @@ class _Response(BlockExchange[ResponsesRequest]):
 
     def step(self, step: Step) -> Iterator[JSON]:
         index, part = step.place, step.part
-        item = self._item(index, part, "in_progress" if step.kind == "open" else "completed")
+        ended = "incomplete" if self.is_cut else "completed"
+        item = self._item(index, part, "in_progress" if step.kind == "open" else ended)
         place: JSON = {"output_index": index, "item_id": item["id"]}
         if part.kind != "call":
             place["content_index"] = 0
