@@ -13,6 +13,11 @@ import pytest
 
 from radixcache import LLM
 from radixcache.runtime.server.http import access
+from radixcache.runtime.server.protocol.anthropic import MessagesRequest
+from radixcache.runtime.server.protocol.openai import ChatRequest
+from radixcache.runtime.server.protocol.responses import ResponsesRequest
+from radixcache.runtime.server.protocol.turn import TurnRequest
+from radixcache.runtime.tokens.tool_calls import Tool
 from tests.runtime.server import http
 from tests.runtime.server.api.apis import (
     NUM_TURNS,
@@ -101,6 +106,20 @@ def test_a_call_that_must_come_does(api: Api, choice: str):
     assert answer.end == ("stop" if isinstance(api, Chat) and choice == "weather" else "tools")
     if isinstance(api, Chat) and not api.stream:
         assert answer.whole.choices[0].message.content is None
+
+
+@pytest.mark.parametrize("parameters", [{}, SCHEMA])
+@pytest.mark.parametrize("more", [{}, {"description": "d", "strict": True}])
+@pytest.mark.parametrize(
+    ("kind", "of"),
+    [(ChatRequest, Chat), (ResponsesRequest, Responses), (MessagesRequest, Messages)],
+)
+def test_a_tool_is_the_same_to_the_model_whoever_offers_it(
+    kind: type[TurnRequest], of: type[Api], parameters: dict[str, Any], more: dict[str, Any]
+):
+    tools = [{"name": "f", "parameters": parameters, **more}]
+    wanted = Tool("f", parameters or {"type": "object", "properties": {}}, **more)
+    assert kind(**of("", False).body(user("Hi"), tools=tools)).offered == (wanted,)
 
 
 def test_calls_come_one_by_one_or_not_at_all(api: Api):
