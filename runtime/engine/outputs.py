@@ -45,25 +45,31 @@ class RequestMetrics:
 
 
 @dataclass(frozen=True)
-class CompletionOutput:
+class Delta:
+    """What one completion gained since the last delta of it; the fields of `CompletionOutput`."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: int | str | None
+    logprobs: list[dict[int, float]] | None
+
+
+@dataclass(frozen=True)
+class CompletionOutput(Delta):
     """One completion of a prompt.
 
     Attributes:
         text: everything so far, without special tokens and stop strings.
-        new_text: what `text` gained since the last output of the same stream.
         token_ids: every generated token, an end token included.
         finish_reason: "stop", "length", "abort", "error", or None while it runs.
         stop_reason: the string or token id that stopped it, None for the model's end token.
         logprobs: for each token, the log-probabilities asked for.
+        new_text: what `text` gained since the last output of the same stream.
     """
 
-    index: int
-    text: str
     new_text: str
-    token_ids: list[int]
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    logprobs: list[dict[int, float]] | None = None
 
     @property
     def repetition(self) -> int | None:
@@ -82,18 +88,6 @@ def find_repetition(tokens: Sequence[int] | Tokens) -> int | None:
             if np.array_equal(tail[period:], tail[:-period]):
                 return period
     return None
-
-
-@dataclass(frozen=True)
-class Delta:
-    """What one completion gained since the last delta of it; the fields of `CompletionOutput`."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None
-    stop_reason: int | str | None
-    logprobs: list[dict[int, float]] | None
 
 
 @dataclass(frozen=True)

@@ -142,18 +142,9 @@ class Sequence:
 
     def output(self) -> CompletionOutput:
         """The state of this completion."""
-        text, detokenizer = "", self.detokenizer
-        if detokenizer is not None:
-            text = detokenizer.take(finished=self.finish_reason is not None)
-        return CompletionOutput(
-            index=self.index,
-            text=detokenizer.shown if detokenizer else "",
-            new_text=text,
-            token_ids=self.generated.tolist(),
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-            logprobs=None if self.request.params.logprobs is None else self.logprobs,
-        )
+        new_text = self._take_text()
+        text = self.detokenizer.shown if self.detokenizer else ""
+        return CompletionOutput(**vars(self._since(0, text)), new_text=new_text)
 
     @property
     def has_delta(self) -> bool:
@@ -165,9 +156,15 @@ class Sequence:
         """What came since the last call: O(new tokens), where `output` is O(all)."""
         start, self._num_taken = self._num_taken, len(self.generated)
         self._end_taken = self.finish_reason is not None
+        return self._since(start, self._take_text())
+
+    def _take_text(self) -> str:
+        return self.detokenizer.take(self.finish_reason is not None) if self.detokenizer else ""
+
+    def _since(self, start: int, text: str) -> Delta:
         return Delta(
             index=self.index,
-            text=self.detokenizer.take(self._end_taken) if self.detokenizer else "",
+            text=text,
             token_ids=self.generated[start:].tolist(),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,

@@ -18,6 +18,7 @@ from uuid import uuid4
 from weakref import WeakValueDictionary
 
 from starlette.datastructures import MutableHeaders
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from radixcache.base import Tokens
@@ -27,7 +28,7 @@ from radixcache.runtime.router.pins import Pin, Pins, deletion, key_of, salt_of,
 from radixcache.runtime.router.policy import Router, Standing, preference
 from radixcache.runtime.router.prompts import Body, Prompts, parse
 from radixcache.runtime.router.replica import END, STARTED, Computed, Description
-from radixcache.runtime.server.api.generation import event
+from radixcache.runtime.server.api.generation import event, hung_up
 from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http.bodies import on_thread
 from radixcache.runtime.server.http.errors import ApiError
@@ -141,11 +142,6 @@ class Ingress:
         return [*self.options.served_model_name] or [BUNDLED_MODEL.name]
 
     @property
-    def door(self) -> Ingress:
-        """What takes requests in; the same name at a server alone."""
-        return self
-
-    @property
     def alive(self) -> bool:
         """Whether any replica runs."""
         return bool(self.replicas)
@@ -250,14 +246,15 @@ class Ingress:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        body = await _read(receive)
+        try:
+            body = await Request(scope, receive).body()
+        except ClientDisconnect:
+            return
         if self.draining:
             raise ApiError(503, "the server is shutting down")
-        if body is None:
-            return
         self._open += 1
         work = asyncio.ensure_future(self._serve(portable(scope), body, send))
-        hang_up = asyncio.ensure_future(_hang_up(receive))
+        hang_up = asyncio.ensure_future(hung_up(receive))
         try:
             await asyncio.wait({work, hang_up}, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -279,7 +276,9 @@ class Ingress:
             work = self._pin(scope, fields, body) if pins else self._answer_all(scope, body)
             # Who hangs up must not leave it done on some of them.
             name, messages = await asyncio.shield(self._spawn(work))
-            await send_all(messages, name, send)
+            relay = _Relay(send)
+            for message in messages:
+                await relay.pass_on(message, name)
         else:
             await self._answer_one(scope, path, fields, body, send)
 
@@ -413,29 +412,6 @@ class Ingress:
         ask = {**with_salt(scope, fields), "method": "GET", "path": f"/v1/responses/{before}"}
         answers = await self.ask_all(ask, b"")
         return next((n for n, found in answers.items() if found[0]["status"] == 200), None), scope
-
-
-async def _read(receive: Receive) -> bytes | None:
-    """The whole body; None if the client hangs up."""
-    parts, more = [], True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        more = message.get("more_body", False)
-    return b"".join(parts)
-
-
-async def _hang_up(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def send_all(messages: list[Message], replica: str, send: Send) -> None:
-    relay = _Relay(send)
-    for message in messages:
-        await relay.pass_on(message, replica)
 
 
 def portable(scope: Scope) -> Scope:

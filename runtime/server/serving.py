@@ -94,11 +94,6 @@ class Backend:
         return name or self.names[0]
 
     @property
-    def door(self) -> RequestTracker:
-        """What takes requests in; the same name at the ingress of several replicas."""
-        return self.jobs
-
-    @property
     def notes(self) -> list[str]:
         """For whoever starts the server: whose layers run where, and who may listen."""
         sampling = self.completion_defaults.describe()
@@ -142,9 +137,6 @@ class Backend:
     def token_name(self, token: int, body: GenerationRequest) -> str:
         """What logprobs call a token: its text, or its id if that was asked for."""
         return f"token_id:{token}" if body.return_tokens_as_token_ids else self.token_text(token)
-
-    def now(self) -> int:
-        return int(time.time())
 
     async def encode_chat(
         self, messages: list[Message], cache_salt: str | None, client: Hashable, **how: Any

@@ -6,9 +6,9 @@ import asyncio
 import hashlib
 import secrets
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import asdict
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Response
 
@@ -20,11 +20,9 @@ from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.protocol.answers import (
     CacheHit,
     CacheHits,
-    CacheNamespace,
     CacheNode,
     CachePrefix,
     CachePrefixList,
-    CacheStatistics,
     CacheView,
     DeletedPrefix,
     RecentRequest,
@@ -35,8 +33,6 @@ from radixcache.runtime.tokens.tokenizer import Tokenizer
 from radixcache.snapshot import MAX_DEPTH, ROOT, CachedNode, Look, Picture
 
 router = APIRouter(dependencies=[ADMINISTRATOR])
-
-T = TypeVar("T")
 
 _KEY = secrets.token_bytes(32)
 """So that nobody who sees a digest finds what it is of by trying."""
@@ -92,24 +88,24 @@ async def view_cache(
     response.headers["ETag"] = tag
     response.headers["Cache-Control"] = "no-cache"
 
-    def tell(tokenizer: Tokenizer | None) -> Any:
-        namespaces = [
-            CacheNamespace(namespace=name_of_salt(salt), tree=_node(root, tokenizer))
-            for salt, root in picture.roots.items()
-        ]
-        return namespaces, [_node(node, tokenizer) for node in picture.above]
+    counts = {"cached_nodes": picture.num_nodes, "cached_tokens": picture.num_tokens}
 
-    namespaces, above = await _with_tokenizer(backend, tell)
-    return CacheView(
-        kind=type(cache).__name__,
-        stats=CacheStatistics(
-            **stats, cached_nodes=picture.num_nodes, cached_tokens=picture.num_tokens
-        ),
-        above=above,
-        namespaces=namespaces,
-        more=picture.more,
-        recent=recent,
-    )
+    def tell(tokenizer: Tokenizer | None) -> dict[str, Any]:
+        return {
+            "kind": type(cache).__name__,
+            "stats": {**stats, **counts},
+            "above": [_node(node, tokenizer) for node in picture.above],
+            "namespaces": [
+                {"namespace": name_of_salt(salt), "tree": _node(root, tokenizer)}
+                for salt, root in picture.roots.items()
+            ],
+            "more": picture.more,
+            "recent": recent,
+        }
+
+    if backend.llm.tokenizer is None or backend.options.hide_texts:
+        return tell(None)
+    return await backend.tokenize(tell)
 
 
 def _statistics(backend: Backend) -> dict[str, Any]:
@@ -156,13 +152,6 @@ async def flush_cache(backend: BackendDep) -> dict[str, bool]:
             "are deleted",
         ) from None
     return {"flushed": True}
-
-
-async def _with_tokenizer(backend: Backend, tell: Callable[[Tokenizer | None], T]) -> T:
-    """What `tell` says, with a tokenizer if prompts may be shown and there is one."""
-    if backend.llm.tokenizer is None or backend.options.hide_texts:
-        return tell(None)
-    return await backend.tokenize(tell)
 
 
 def _node(node: CachedNode, tokenizer: Tokenizer | None) -> CacheNode:

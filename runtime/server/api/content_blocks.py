@@ -59,7 +59,7 @@ class BlockExchange(Exchange[B]):
         self.answers = answers
         self.store = store
         self.parts: list[Part] = []
-        self._is_open = self._has_begun = False
+        self.is_cut = self._is_open = self._has_begun = False
 
     @abstractmethod
     def finish(self, output: RequestOutput) -> JSON:
@@ -85,6 +85,7 @@ class BlockExchange(Exchange[B]):
 
     def last(self, outputs: list[RequestOutput]) -> Iterator[JSON]:
         self.answers.remember(outputs[0])
+        self.is_cut = outputs[0].outputs[0].finish_reason == "length"
         for step in self._close():
             yield from self.step(step)
         yield from self.end(self.finish(outputs[0]))

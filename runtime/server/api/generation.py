@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -42,8 +43,7 @@ async def finish(job: Job, request: Request) -> list[RequestOutput]:
     """The outputs of a job, which is aborted if the client hangs up in the meantime."""
 
     async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
+        await hung_up(request.receive)
         job.end(ApiError(499, "the client has hung up"))
 
     watcher = asyncio.create_task(watch())
@@ -52,6 +52,12 @@ async def finish(job: Job, request: Request) -> list[RequestOutput]:
     finally:
         watcher.cancel()
         job.end()
+
+
+async def hung_up(receive: Receive) -> None:
+    """Wait until the client has; the body of its request is read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class Exchange(ABC, Generic[B]):
@@ -123,7 +129,7 @@ def head_of(body: GenerationRequest, backend: Backend, prefix: str, kind: str) -
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,
-        "created": backend.now(),
+        "created": int(time.time()),
         "model": backend.check_model(body.model),
     }
 
@@ -234,24 +240,20 @@ def prompt_logprobs(
     """The log-probabilities of the prompt's tokens as vLLM has them, if they were asked for."""
     if body.prompt_logprobs is None:
         return None
-    told: list[JSON | None] = []
-    for top in output.prompt_logprobs or []:
-        if top is None:
-            told.append(None)
-            continue
+
+    def describe(top: dict[int, float]) -> JSON:
         likeliest = sorted(top, key=lambda token: -top[token])[: body.prompt_logprobs]
         ranks = {token: rank for rank, token in enumerate(likeliest, 1)}
-        told.append(
-            {
-                str(token): {
-                    "logprob": clamp(logprob),
-                    "rank": ranks.get(token),
-                    "decoded_token": backend.token_text(token),
-                }
-                for token, logprob in top.items()
+        return {
+            str(token): {
+                "logprob": clamp(logprob),
+                "rank": ranks.get(token),
+                "decoded_token": backend.token_text(token),
             }
-        )
-    return told
+            for token, logprob in top.items()
+        }
+
+    return [None if top is None else describe(top) for top in output.prompt_logprobs or []]
 
 
 def clamp(logprob: float) -> float:

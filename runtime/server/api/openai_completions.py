@@ -11,7 +11,7 @@ import numpy as np
 from fastapi import APIRouter, Request
 
 from radixcache.base import TokensLike, as_tokens
-from radixcache.runtime.engine.outputs import Delta, RequestOutput
+from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestOutput
 from radixcache.runtime.server.api.generation import (
     JSON,
     STREAM_RESPONSE,
@@ -97,36 +97,31 @@ class _Completion(Chunks[CompletionRequest]):
         """Where the next token of each choice begins in its text; choices that have begun."""
 
     def whole(self, outputs: list[RequestOutput]) -> JSON:
-        body, choices = self.body, list[JSON]()
-        for number, output in enumerate(outputs):
-            for completion in output.outputs:
-                tokens: list[int] = completion.token_ids
-                logprobs: Logprobs | None = completion.logprobs
-                if logprobs is not None and body.echo:
-                    tokens = output.prompt_token_ids + tokens
-                    logprobs = [*(output.prompt_logprobs or []), *logprobs]
-                choice = {
-                    "index": len(choices),
-                    "text": (self._echoes[number] if self._echoes else "") + completion.text,
-                    "logprobs": _logprobs(self.backend, body, tokens, logprobs),
-                    "finish_reason": completion.finish_reason,
-                    "stop_reason": completion.stop_reason,
-                    "prompt_logprobs": prompt_logprobs(self.backend, body, output),
-                    "token_ids": None,
-                    "prompt_token_ids": None,
-                }
-                if body.return_token_ids:
-                    choice["token_ids"] = completion.token_ids
-                    choice["prompt_token_ids"] = output.prompt_token_ids
-                choices.append(choice)
+        choices = [
+            {
+                "prompt_logprobs": prompt_logprobs(self.backend, self.body, output),
+                "token_ids": None,
+                "prompt_token_ids": None,
+                **self._choice(number, completion),
+            }
+            for number, output in enumerate(outputs)
+            for completion in output.outputs
+        ]
         more = {"usage": usage(self.backend, outputs)}
-        more["radixcache"] = extension(self.backend, self.job, body)
+        more["radixcache"] = extension(self.backend, self.job, self.body)
         return {**self.head, "choices": choices, **more}
 
     def of(self, prompt: int, delta: Delta) -> Iterator[JSON]:
-        index = prompt * self._n + delta.index
-        text, tokens = delta.text, delta.token_ids
-        logprobs: Logprobs | None = delta.logprobs
+        choice = self._choice(prompt, delta)
+        logprobs, ids = choice["logprobs"], choice.get("token_ids")
+        if choice["text"] or delta.finish_reason or (logprobs and logprobs["tokens"]) or ids:
+            yield self.chunk(choice)
+
+    def _choice(self, prompt: int, gained: Delta | CompletionOutput) -> JSON:
+        """What a completion gained, behind what is echoed if it begins."""
+        index = prompt * self._n + gained.index
+        text, tokens = gained.text, gained.token_ids
+        logprobs: Logprobs | None = gained.logprobs
         ids: JSON = {"token_ids": tokens} if self.body.return_token_ids else {}
         if index not in self._offsets:
             self._offsets[index] = 0
@@ -142,16 +137,14 @@ class _Completion(Chunks[CompletionRequest]):
         shown = _logprobs(self.backend, self.body, tokens, logprobs, self._offsets[index])
         if shown is not None:
             self._offsets[index] += sum(len(self.backend.token_text(token)) for token in tokens)
-        if text or delta.finish_reason or ((shown or ids) and tokens):
-            choice = {
-                "index": index,
-                "text": text,
-                "logprobs": shown,
-                "finish_reason": delta.finish_reason,
-                "stop_reason": delta.stop_reason,
-                **ids,
-            }
-            yield self.chunk(choice)
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": shown,
+            "finish_reason": gained.finish_reason,
+            "stop_reason": gained.stop_reason,
+            **ids,
+        }
 
 
 def _logprobs(

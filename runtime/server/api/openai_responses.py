@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -16,9 +17,11 @@ from radixcache.runtime.server.api.response_store import ResponseStore, StoreDep
 from radixcache.runtime.server.http.bodies import BodyRoute, on_thread
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.protocol.fields import CacheSalt
-from radixcache.runtime.server.protocol.responses import Item, ResponsesRequest, merge
+from radixcache.runtime.server.protocol.responses import ResponsesRequest, merge
+from radixcache.runtime.server.protocol.turn import call_of
 from radixcache.runtime.server.serving import Backend, BackendDep, client_of
 from radixcache.runtime.tokens.tokenizer import Message
+from radixcache.runtime.tokens.tool_calls import for_template
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -73,7 +76,7 @@ def _begin(body: ResponsesRequest, backend: Backend) -> JSON:
     return {
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",
-        "created_at": backend.now(),
+        "created_at": int(time.time()),
         "status": "in_progress",
         "error": None,
         "incomplete_details": None,
@@ -112,7 +115,8 @@ class _Response(BlockExchange[ResponsesRequest]):
 
     def step(self, step: Step) -> Iterator[JSON]:
         index, part = step.place, step.part
-        item = self._item(index, part, "in_progress" if step.kind == "open" else "completed")
+        ended = "incomplete" if self.is_cut else "completed"
+        item = self._item(index, part, "in_progress" if step.kind == "open" else ended)
         place: JSON = {"output_index": index, "item_id": item["id"]}
         if part.kind != "call":
             place["content_index"] = 0
@@ -159,8 +163,16 @@ class _Response(BlockExchange[ResponsesRequest]):
             response["prompt_cache_diagnostics"] = self._diagnose(past, output.num_cached_tokens)
         response["radixcache"] = self.extension()
         if response["store"]:
-            said = merge([Item(**item).as_message() for item in response["output"]])
-            conversation = [*self.conversation, *said]
+            said = answers.said(0)  # what is cut within a call is content
+            answer = for_template(
+                {
+                    "role": "assistant",
+                    "content": said.content,
+                    "reasoning_content": said.reasoning or None,
+                    "tool_calls": [call_of(*call) for call in said.calls] or None,
+                }
+            )
+            conversation = [*self.conversation, answer]
             past = StoredResponse(answers.turn, answers.prompt.tokens, conversation, response)
             self.store.keep(response["id"], past)
         return response

@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 
 from fastapi import Depends, Request
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from radixcache.runtime.server.args import ServerArgs
@@ -110,13 +109,13 @@ def _bounded(receive: Receive, limit: int) -> Receive:
             message = await asyncio.wait_for(receive(), deadline - loop.time())
         except asyncio.TimeoutError:
             late = f"the request's body did not come within {BODY_SECONDS:g} seconds"
-            raise HTTPException(408, late, _CLOSE) from None
+            raise ApiError(408, late, headers=_CLOSE) from None
         except asyncio.CancelledError:  # who serves ends what has not even come
-            raise HTTPException(503, "the server is shutting down", _CLOSE) from None
+            raise ApiError(503, "the server is shutting down", headers=_CLOSE) from None
         is_whole = not message.get("more_body", False)
         size += len(message.get("body", b""))
         if size > limit:
-            raise HTTPException(413, _TOO_LARGE.format(limit))
+            raise ApiError(413, _TOO_LARGE.format(limit))
         return message
 
     return receive_bounded

@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from email.message import Message
 from typing import Any
 
 from fastapi import Request, Response
@@ -14,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
-from radixcache.runtime.server.http.errors import ApiError
+from radixcache.runtime.server.http.errors import ApiError, as_api_error
 
 MAX_VALUES = 1_000_000
 """JSON values of a body, about: reading as many takes a tenth of a second."""
@@ -62,39 +61,31 @@ class BodyRoute(APIRoute):
         if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
             return handle
 
-        async def read_and_handle(request: Request) -> Response:
-            if _is_json(request.headers.get("content-type")):
-                body = await request.body()
-                if len(body) > SMALL:
-                    request = _Read(request, body, await on_thread(_check, kind, body))
-                elif body:
-                    request = _Read(request, body, _check(kind, body))
-            return await handle(request)
+        async def check_and_handle(request: Request) -> Response:
+            return await handle(_Checked(request, kind))
 
-        return read_and_handle
+        return check_and_handle
 
 
-class _Read(Request):
-    def __init__(self, request: Request, body: bytes, checked: BaseModel) -> None:
+class _Checked(Request):
+    """A request whose JSON is a body of this kind."""
+
+    def __init__(self, request: Request, kind: type[BaseModel]) -> None:
         super().__init__(request.scope, request.receive)
-        self._body = body
-        self._checked = checked
+        self._kind = kind
 
     async def json(self) -> Any:
-        return self._checked
+        body = await self.body()
+        if len(body) > SMALL:
+            return await on_thread(_check, self._kind, body)
+        return _check(self._kind, body)
 
 
 def _check(kind: type[BaseModel], body: bytes) -> BaseModel:
+    """`ApiError` for whatever is wrong: of all else, FastAPI says that it cannot parse it."""
     value = read_json(body)
     try:
         return kind.model_validate(value)
     except ValidationError as error:
         errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]
-        raise RequestValidationError(errors) from None
-
-
-def _is_json(content_type: str | None) -> bool:
-    message = Message()
-    message["content-type"] = content_type or ""
-    kind, _, subtype = message.get_content_type().partition("/")
-    return kind == "application" and (subtype == "json" or subtype.endswith("+json"))
+        raise as_api_error(RequestValidationError(errors)) from None

@@ -43,7 +43,7 @@ _ANTHROPIC_KINDS = {
 }
 
 
-class ApiError(Exception):
+class ApiError(HTTPException):
     """What a client is told instead of an answer."""
 
     def __init__(
@@ -56,13 +56,17 @@ class ApiError(Exception):
     ) -> None:
         if len(message) > MAX_MESSAGE:  # some tell what the client has sent
             message = f"{message[:MAX_MESSAGE]} ..."
-        super().__init__(message)
+        if status in (429, 503):
+            headers = headers or {"Retry-After": "1"}
+        super().__init__(status, message, headers)
         self.status = status
         self.message = message
         self.kind = _KINDS.get(status, "invalid_request_error")
         self.param = param
         self.code = "rate_limit_exceeded" if status == 429 else code
-        self.headers = headers or ({"Retry-After": "1"} if status in (429, 503) else None)
+
+    def __str__(self) -> str:
+        return self.message
 
     @classmethod
     def unauthorized(cls, key: str) -> ApiError:
@@ -132,10 +136,6 @@ def _describe_validation(error: RequestValidationError) -> ApiError:
     where, message = ".".join(names), first["msg"].removeprefix("Value error, ")
     for other in dict.fromkeys(e["msg"] for e in others if e["msg"] != first["msg"]):
         message += f" or {other.removeprefix('Input should be ')}"
-    if first["type"] == "too_long" and first["ctx"]["max_length"] == 0:
-        message = "not supported"
-    if first["type"] == "json_invalid":
-        where, message = "", f"the body is not JSON: {first['ctx']['error']}"
     return ApiError(400, f"{where}: {message}" if where else message, where or None)
 
 
@@ -161,12 +161,12 @@ def install(app: FastAPI) -> None:
 
     async def handle(request: Request, error: Exception) -> JSONResponse:
         path = request.url.path
-        if isinstance(error, HTTPException) and error.status_code == 404:
+        if type(error) is HTTPException and error.status_code == 404:
             paths = app.openapi()["paths"]
             near = _OTHERS.get(path) or get_close_matches(path[:64], paths, 1, 0.75)
             hint = f": did you mean {near[0]}?" if near else ""
             error = ApiError(404, f"there is nothing at {path[:64]!r}{hint}")
         return as_api_error(error).response_at(path)
 
-    for kind in (ApiError, RadixCacheError, RequestValidationError, HTTPException, Exception):
+    for kind in (RadixCacheError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, handle)

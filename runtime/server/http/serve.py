@@ -38,10 +38,10 @@ def configure(app: ASGIApp, log_level: str = "warning") -> uvicorn.Config:
 
 
 def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> None:
-    """Serve an app until a signal ends it; its `state.backend` is a `Backend` or an `Ingress`."""
+    """Serve an app until a signal ends it; its `state` has a `backend` and a `door`."""
     announce(app.state.backend, listener)
     server = Server(configure(app), shutdown_timeout)
-    server.door = app.state.backend.door
+    server.door = app.state.door
     server.run([listener])
 
 

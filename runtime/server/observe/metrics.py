@@ -15,7 +15,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
-from prometheus_client.registry import Collector
 
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.server.protocol.answers import RecentRequest
@@ -151,17 +150,12 @@ class Metrics:
 
 def exposition(families: Iterable[Metric]) -> bytes:
     """Families in Prometheus' text format."""
-    registry = CollectorRegistry()
-    registry.register(_Families([*families]))
-    return generate_latest(registry)
+    return generate_latest(_Families(families))
 
 
-class _Families(Collector):
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
+class _Families(list[Metric]):
     def collect(self) -> list[Metric]:
-        return self._families
+        return self
 
 
 def _renamed(family: Metric, name: str, model_name: str) -> Metric:

@@ -17,7 +17,6 @@ export function showList(current, running, actions) {
     busy: running.some(({ id }) => id === conversation.id),
   }));
   list.querySelector("ul").replaceChildren(...items);
-  list.classList.toggle("empty", !items.length);
 }
 
 function item({ id, title, changed }, { pick, rename, remove }, { shown, busy }) {

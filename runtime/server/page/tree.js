@@ -89,8 +89,6 @@ function show() {
     element.ariaLevel = box.level;
     element.ariaLabel = node.isFold ? facts(box) : `${facts(box)}: ${node.text}`;
   });
-  tree.classList.toggle("empty", !placed.length);
-  tree.classList.toggle("searched", placed.some((box) => mark(box)));
   if (focused && document.activeElement === document.body) {
     boxes.get(boxes.has(focused.key) ? focused.key : focused.parent?.key)?.focus();
   }

@@ -84,13 +84,12 @@ function endOf({ content, calls, reply }, goOn) {
 /** Let a question be written anew; `edit` is called with what it says then. */
 function rewrite(turn, edit) {
   const field = make("textarea", { value: turn.content, ariaLabel: "Message to send instead" });
-  const restore = () => { form.replaceWith(turn.text); turn.article.classList.remove("edited"); };
+  const restore = () => form.replaceWith(turn.text);
   const resend = (event) => { event.preventDefault(); if (field.value.trim() && edit(field.value)) restore(); };
   const form = make("form", { onsubmit: resend }, field, make("button", { className: "main" }, "Send"), button("Cancel", restore));
   sendsOnEnter(field, resend);
   field.addEventListener("keydown", (event) => event.key === "Escape" && restore());
   turn.text.replaceWith(form);
-  turn.article.classList.add("edited");
   field.focus();
 }
 

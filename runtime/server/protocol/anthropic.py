@@ -30,7 +30,7 @@ from radixcache.runtime.server.protocol.fields import (
 )
 from radixcache.runtime.server.protocol.response_format import FormatOptions, sampled
 from radixcache.runtime.server.protocol.responses import merge_system
-from radixcache.runtime.server.protocol.turn import Turn, TurnRequest, call_of, make_tool
+from radixcache.runtime.server.protocol.turn import Turn, TurnRequest, call_of
 from radixcache.runtime.server.protocol.unsupported import OTHERS_IN_MESSAGES
 from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
@@ -130,6 +130,10 @@ class ClientTool(StrictModel):
     strict: bool | None = None
     cache_control: CacheControl | None = None
 
+    def as_tool(self) -> Tool:
+        parameters = self.input_schema or {"type": "object", "properties": {}}
+        return Tool(self.name, parameters, self.description, bool(self.strict))
+
 
 class ClientToolChoice(StrictModel):
     type: Literal["auto", "any", "tool", "none"]
@@ -218,12 +222,6 @@ class CountRequest(TurnRequest, StrictModel):
             continue_final=goes_on,
             ask=not goes_on,
             cache_salt=self.cache_salt,
-        )
-
-    @property
-    def offered(self) -> tuple[Tool, ...]:
-        return tuple(
-            make_tool(t.name, t.input_schema, t.description, t.strict) for t in self.tools or ()
         )
 
     @property

@@ -10,7 +10,6 @@ from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.server.protocol.fields import (
     NO_MEDIA,
     Items,
-    Json,
     List,
     MaxTokens,
     Metadata,
@@ -19,16 +18,16 @@ from radixcache.runtime.server.protocol.fields import (
     StrictModel,
     Temperature,
     Text,
-    ToolName,
     TopP,
     Unsupported,
     join_texts,
 )
 from radixcache.runtime.server.protocol.response_format import FormatOptions, sampled
-from radixcache.runtime.server.protocol.turn import Turn, TurnRequest, call_of, make_tool
+from radixcache.runtime.server.protocol.tools import Function, OfFunctions
+from radixcache.runtime.server.protocol.turn import Turn, TurnRequest, call_of
 from radixcache.runtime.server.protocol.unsupported import OTHERS_IN_RESPONSES
 from radixcache.runtime.tokens.tokenizer import Message
-from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
+from radixcache.runtime.tokens.tool_calls import ToolChoice, for_template
 
 JSON = dict[str, Any]
 
@@ -86,17 +85,11 @@ class Item(OneOf):
                 return {"role": role, "content": join_texts(self.content)}
 
 
-class ResponseFunctionTool(StrictModel):
+class ResponseFunctionTool(Function, OfFunctions):
     refused: ClassVar = {
         "function": Unsupported("send name, description and parameters beside `type`"),
         "input_schema": Unsupported("send it as parameters"),
     }
-
-    type: Literal["function"]
-    name: ToolName
-    description: Text | None = None
-    parameters: Json | None = None
-    strict: bool | None = None
 
 
 class ResponseNamedTool(StrictModel):
@@ -205,12 +198,6 @@ class ResponsesRequest(TurnRequest, StrictModel):
             cache_salt=self.cache_salt,
             stream=bool(self.stream),
             explain=bool(self.explain or self.compared),
-        )
-
-    @property
-    def offered(self) -> tuple[Tool, ...]:
-        return tuple(
-            make_tool(t.name, t.parameters, t.description, t.strict) for t in self.tools or ()
         )
 
     @property

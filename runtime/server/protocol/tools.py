@@ -19,7 +19,7 @@ from radixcache.runtime.server.protocol.fields import (
     Unsupported,
     join_texts,
 )
-from radixcache.runtime.server.protocol.turn import TurnRequest, make_tool
+from radixcache.runtime.server.protocol.turn import TurnRequest
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
 
 
@@ -87,24 +87,35 @@ class ChatMessage(StrictModel):
 
 
 class Function(StrictModel):
-    """A function that the model may call; `parameters` is a JSON schema of an object."""
+    """A function that the model may call; `parameters` is a JSON schema of an object, and without
+    them it takes none."""
 
     name: ToolName
     description: Text | None = None
     parameters: Json | None = None
     strict: bool | None = None
 
+    def as_tool(self) -> Tool:
+        parameters = self.parameters or {"type": "object", "properties": {}}
+        return Tool(self.name, parameters, self.description, bool(self.strict))
 
-class FunctionTool(StrictModel):
-    """A tool; functions are the only kind there is."""
 
+class OfFunctions(StrictModel):
+    """Functions are the only kind of tools there is; whoever sends another is told first."""
+
+    type: Literal["function"]
+
+
+class FunctionTool(OfFunctions):
     refused: ClassVar[Mapping[str, Unsupported]] = {
         **dict.fromkeys(Function.model_fields, Unsupported("it belongs into `function`")),
         "input_schema": Unsupported("send it as function.parameters"),
     }
 
-    type: Literal["function"]
     function: Function
+
+    def as_tool(self) -> Tool:
+        return self.function.as_tool()
 
 
 class FunctionName(Body):
@@ -141,11 +152,6 @@ class ToolFields(TurnRequest):
     include_reasoning: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-
-    @property
-    def offered(self) -> tuple[Tool, ...]:
-        functions = [tool.function for tool in self.tools or ()]
-        return tuple(make_tool(f.name, f.parameters, f.description, f.strict) for f in functions)
 
     @property
     def choice(self) -> ToolChoice:

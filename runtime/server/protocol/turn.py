@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,10 +60,11 @@ class TurnRequest(Body):
     """The body of such a request, which may offer tools."""
 
     cache_salt: Salt | None = None
+    tools: Sequence[Any] | None = None
 
     @property
     def offered(self) -> tuple[Tool, ...]:
-        raise NotImplementedError
+        return tuple(tool.as_tool() for tool in self.tools or ())
 
     @property
     def choice(self) -> ToolChoice:
@@ -86,13 +87,6 @@ class TurnRequest(Body):
         if choice.mode == "required" and not names:
             raise ValueError("tool_choice needs tools")
         return self
-
-
-def make_tool(
-    name: str, parameters: dict[str, Any] | None, description: str | None, strict: bool | None
-) -> Tool:
-    """A function that the model is told of; without parameters it takes none."""
-    return Tool(name, parameters or {"type": "object", "properties": {}}, description, bool(strict))
 
 
 def call_of(call_id: str | None, name: str | None, arguments: str | None) -> dict[str, Any]:

@@ -13,6 +13,11 @@ import pytest
 
 from radixcache import LLM
 from radixcache.runtime.server.http import access
+from radixcache.runtime.server.protocol.anthropic import MessagesRequest
+from radixcache.runtime.server.protocol.openai import ChatRequest
+from radixcache.runtime.server.protocol.responses import ResponsesRequest
+from radixcache.runtime.server.protocol.turn import TurnRequest
+from radixcache.runtime.tokens.tool_calls import Tool
 from tests.runtime.server import http
 from tests.runtime.server.api.apis import (
     NUM_TURNS,
@@ -103,6 +108,20 @@ def test_a_call_that_must_come_does(api: Api, choice: str):
         assert answer.whole.choices[0].message.content is None
 
 
+@pytest.mark.parametrize("parameters", [{}, SCHEMA])
+@pytest.mark.parametrize("more", [{}, {"description": "d", "strict": True}])
+@pytest.mark.parametrize(
+    ("kind", "of"),
+    [(ChatRequest, Chat), (ResponsesRequest, Responses), (MessagesRequest, Messages)],
+)
+def test_a_tool_is_the_same_to_the_model_whoever_offers_it(
+    kind: type[TurnRequest], of: type[Api], parameters: dict[str, Any], more: dict[str, Any]
+):
+    tools = [{"name": "f", "parameters": parameters, **more}]
+    wanted = Tool("f", parameters or {"type": "object", "properties": {}}, **more)
+    assert kind(**of("", False).body(user("Hi"), tools=tools)).offered == (wanted,)
+
+
 def test_calls_come_one_by_one_or_not_at_all(api: Api):
     question = user("Oslo and Rome?")
     one = api.ask(question, tools=[WEATHER], parallel=False)
@@ -121,15 +140,20 @@ def test_an_answer_follows_a_schema(api: Api):
     assert {*json.loads(answer.text)} == {"city"}
 
 
-def test_an_answer_that_is_cut_says_so(api: Api, scripted: LiveServer):
+CALL: dict[str, Any] = {"tools": [WEATHER], "choice": "required"}
+
+
+@pytest.mark.parametrize("asked", [{"max_tokens": 3}, {"max_tokens": 32, **CALL}])
+def test_an_answer_that_is_cut_says_so(api: Api, scripted: LiveServer, asked: dict[str, Any]):
+    """Also within a call."""
     # Chat's stream helper of the stock client raises where an answer is cut and may be parsed.
-    body = {**api.body(user("Hi"), max_tokens=3), "stream": api.stream}
+    body = {**api.body(user("Hi"), **asked), "stream": api.stream}
     reason = {Chat: "length", Responses: "max_output_tokens", Messages: "max_tokens"}[type(api)]
     told = rf'"(finish_reason|reason|stop_reason)":\s?"{reason}"'
     text = scripted.post(api.path, body).text
     assert re.search(told, text)
-    # The whole response, and its last item.
-    assert text.count('"status":"incomplete"') == 2 * isinstance(api, Responses)
+    # The whole response, and its last item; in a stream, that has ended before.
+    assert text.count('"status":"incomplete"') == (2 + api.stream) * isinstance(api, Responses)
 
 
 def test_salts_share_nothing(api: Api, fresh: str):

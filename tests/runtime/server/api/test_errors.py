@@ -95,6 +95,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # Tools and their results.
     (CHAT, {"tools": [tool("f"), tool("f")]}, "two tools have the same name"),
     (CHAT, {"tools": [tool("a b")]}, "tools.0.function.name: String should match"),
+    (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
     (CHAT, {"tools": [tool("f", parameters={"x": "x" * (1 << 20)})]}, "JSON schemas in all tools"),
     (CHAT, {"tool_choice": "required"}, "tool_choice needs tools"),
     (CHAT, {"messages": [called("{")]}, "an object as JSON text"),

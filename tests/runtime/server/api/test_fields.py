@@ -134,14 +134,16 @@ def test_prompt_logprobs_are_those_of_the_embedded_runtime(server: LiveServer, p
 
 @both
 def test_ids_of_tokens_beside_texts(server: LiveServer, path: str) -> None:
-    whole = server.post(path, body(path, return_token_ids=True)).json()
+    stop = ["\n", " Nora Lund is here", "The age of Nora Holm is here"]  # so that text is held back
+    asked = body(path, return_token_ids=True, stop=stop)
+    whole = server.post(path, asked).json()
     first = whole["choices"][0]
     prompt = (whole if path == CHAT else first)["prompt_token_ids"]
     assert len(prompt) == whole["usage"]["prompt_tokens"]
     assert len(first["token_ids"]) == whole["usage"]["completion_tokens"]
     said = server.post("/detokenize", {"tokens": first["token_ids"]}).json()["prompt"]
     assert said.startswith((ANSWER, " The age of Nora Lund is 30."))
-    lines = server.post(path, body(path, return_token_ids=True, stream=True)).text.split("\n\n")
+    lines = server.post(path, {**asked, "stream": True}).text.split("\n\n")
     chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     streamed = [t for c in chunks for t in c["choices"][0].get("token_ids", [])]
     assert streamed == first["token_ids"]

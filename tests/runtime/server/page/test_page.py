@@ -154,7 +154,7 @@ def test_a_branch_opens_and_is_found_by_its_text_which_is_no_markup(page: Page, 
     page.one("#next").click()
     page.until(lambda: page.texts("#found") == ["2 of 26"] and page.all(".node.here"))
     page.one("#find-text").send_keys(Keys.ESCAPE)
-    page.until(lambda: not page.all(".searched, .here") and page.texts("#found") == [""])
+    page.until(lambda: not page.all(".way, .here") and page.texts("#found") == [""])
 
     (one,) = page.all(f".node[aria-label*='{IMAGE_TAG}']")
     one.click()
@@ -214,7 +214,7 @@ def test_a_server_with_keys_asks_for_them(window: Page):
     with live(llm, api_key="secret", admin_key="boss") as server:
         window.driver.get(server.url)
         send_key("clé…")
-        window.until(lambda: "no characters but ASCII's" in window.text("#trouble"))
+        assert window.all("#key-text:invalid")  # it would be no header, so it is not sent
         send_key("secret")
         window.until(lambda: "the server's admin key is needed" in window.text("#trouble"))
         numbers(window.ask(QUESTION))
