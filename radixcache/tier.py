@@ -138,6 +138,18 @@ class LowerTier:
                 break
         return found, end
 
+    def search(self, tokens: Tokens, start: int) -> tuple[LowerTier, list[StoredPage], int]:
+        """As `find`, in the first tier from this one on down that goes on from the prefix."""
+        above, tier = list[LowerTier](), self
+        while not (found := tier.find(tokens, start))[0] and tier.below is not None:
+            above.append(tier)
+            tier = tier.below
+        pages, end = found
+        for page in pages:
+            for other in above:  # pages that left the pool together may begin with this one there
+                other._page(page.key)
+        return tier, pages, end
+
     def _child(self, digest: blake2b, piece: Tokens) -> tuple[StoredPage | None, int]:
         """The page after the prefix of `digest` that begins with most of `piece`, and with how many
         tokens. `digest` goes on by `piece`, if any page begins with its first token."""

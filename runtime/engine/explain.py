@@ -263,8 +263,8 @@ class Explainer:
             no_state = Miss("no_state", hit, min(kv, last), len(tokens))
             return [no_state, *self.explain(tokens, kv, namespace)]
         lower = self.cache.lower if namespace is None else None
-        for tier in () if lower is None else lower.chain():
-            pages, end = tier.find(tokens[:last], hit)
+        if lower is not None:
+            tier, pages, end = lower.search(tokens[:last], hit)
             if end > hit:
                 cost = self.cost(tier.medium, len(pages), end - hit)
                 below = Miss(_BELOW[tier.medium], hit, end, len(tokens), cost=cost)

@@ -132,10 +132,8 @@ class Loads:
         start, size = lease.num_tokens, self._pool.page_size
         if sequence.request.namespace is not None or sequence.scoring is not None:
             return False
-        for level in self.levels:
-            pages, end = level.tier.find(sequence.tokens[:-1], start)
-            if pages:
-                break
+        tier, pages, end = self.levels[0].tier.search(sequence.tokens[:-1], start)
+        (level,) = (level for level in self.levels if level.tier is tier)
         if not pages or self._tries.get(sequence, 0) == _TRIES:
             return False
         store, page_bytes = level.store, self._pool.page_bytes

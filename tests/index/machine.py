@@ -75,7 +75,7 @@ class Machine:
         """Of each eviction, pages that were free before, and pages that it touched."""
         self.failing = False
         self.cache.events.append(self.hear)
-        self.gone: set[tuple[int, ...]] = set()  # evicted into a tier
+        self.gone: set[tuple[int, ...]] = set()  # evicted into a tier with a slot that nobody reads
         self.tiers, self.stores = tiers_below(self.kv, slots, page_size, ENDLESS not in slots)
         self.cache.lower = self.tiers[0] if slots else None
 
@@ -216,12 +216,11 @@ class Machine:
         """What the first tier that goes on has of the prompt, in pages of the request's own."""
         if not self.tiers or request.namespace is not None or request in self.flight:
             return
-        for tier, store in zip(self.tiers, self.stores, strict=True):
+        for store in self.stores:
             store.settle()
-            start = len(request.tokens)
-            pages, end = tier.find(np.array(request.prompt[:-1], np.int32), start)
-            if pages:
-                break
+        start = len(request.tokens)
+        tier, pages, end = self.tiers[0].search(np.array(request.prompt[:-1], np.int32), start)
+        store = self.stores[self.tiers.index(tier)]
         first, last = start // self.page_size, -(-end // self.page_size)
         assert len(pages) == (last - first if end > start else 0)
         tier.begin_load(pages)
@@ -241,8 +240,8 @@ class Machine:
         self.counts["pages in a second tier"] += any(map(len, self.tiers[1:]))
         for path in self.gone if ENDLESS in [tier.num_slots for tier in self.tiers] else ():
             end = self.model.written(None, path)
-            for tier in len(path) * self.tiers:
-                end = tier.find(np.array(path, np.int32), end)[1]
+            for _ in path:
+                end = self.tiers[0].search(np.array(path, np.int32), end)[2]
             assert end == len(path), "an evicted page is lost"
 
     def release(self, request: Request) -> bool:
@@ -424,9 +423,10 @@ class Machine:
             self.stats.evicted_tokens += len(event.tokens) - event.start
             self.stats.evicted_pages += self.kind is HashBlockCache
         if isinstance(self.model, TreeModel):
-            tokens = event.tokens.tolist()
+            tokens, tiers = event.tokens.tolist(), self.tiers[:1]
             self.model.forget(event.namespace, tokens, event.start, self.failing)
-            if event.namespace is None and not self.failing:
+            takes = [t for t in tiers if sum(p.readers > 0 for p in t.in_order()) < t.num_slots]
+            if takes and event.namespace is None and not self.failing:
                 self.gone.add(tuple(tokens))
         else:
             self.heard.append(as_event(event))

@@ -199,6 +199,21 @@ def test_what_makes_room_by_going_further_down_may_hold_the_page_that_comes() ->
     assert found(tier, text) == 4 and found(below, text, 4) == 6
 
 
+def test_what_left_together_goes_on_from_a_page_that_is_further_down_as_well() -> None:
+    text = np.array([1, 2, 3, 4], np.int32)
+    disk = LowerTier(8, 1, Slots())
+    host = LowerTier(8, 1, Slots(), "host", below=disk)
+    disk.demote(text[:2], 0, np.arange(2, dtype=np.int32))
+    host.demote(text, 1, np.arange(3, dtype=np.int32))
+    tier, pages, end = host.search(text, 0)
+    assert (tier, len(pages), end) == (disk, 2, 2)
+    tier, pages, end = host.search(text, end)
+    assert (tier, len(pages), end) == (host, 2, 4)
+    tier, pages, end = host.search(text, 4)
+    assert (pages, end) == ([], 4)
+    host.check()
+
+
 @pytest.mark.parametrize("state", ["writing", "lost"])
 def test_what_is_not_there_is_not_found_and_may_come_again(state: str) -> None:
     cache, tier, _ = tier_of(2)
