@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -17,27 +18,13 @@ def conditions() -> str:
 def held_bytes(pid: int) -> int:
     """Memory of a process and its descendants: a page that n processes map counts as 1/n in each.
 
-    `ProcessLookupError` if the process is gone.
+    `OSError` if the process is gone.
     """
-    if not Path(f"/proc/{pid}").exists():
-        raise ProcessLookupError(f"no process {pid}")
-    children: dict[int, list[int]] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            children.setdefault(int(_stat(int(folder.name))[1]), []).append(int(folder.name))
-        except OSError:  # ended meanwhile
-            continue
-    total, todo = 0, [pid]
-    while todo:
-        one = todo.pop()
-        todo += children.get(one, [])
-        try:
-            lines = Path(f"/proc/{one}/smaps_rollup").read_text().splitlines()
-        except OSError:
-            continue
-        total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return total
-
-
-def _stat(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    process = Path(f"/proc/{pid}")
+    lines = (process / "smaps_rollup").read_text().splitlines()
+    held = sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    for children in process.glob("task/*/children"):
+        for child in children.read_text().split():
+            with suppress(OSError):  # ended meanwhile
+                held += held_bytes(int(child))
+    return held
