@@ -7,8 +7,6 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from radixcache.bench.replay.figures import Figures
 from radixcache.bench.report.results import WorkloadReport
 
@@ -95,14 +93,11 @@ def few(workload: WorkloadReport) -> list[str]:
 
 
 def plots(workload: WorkloadReport) -> Iterator[Plot]:
-    """Of one workload: its hit rates, what each turn prefills, and its times."""
-    timed = workload.level("engine")
+    """Of one workload: its hit rates, and what each turn prefills."""
     rows = workload.main_rows
     yield _hit_rates(workload, rows)
     if any(len(row.computed_by_turn) > 1 for row in rows):
         yield _by_turn(workload, rows)
-    if timed:
-        yield _ttfts(workload, timed)
 
 
 def _hit_rates(workload: WorkloadReport, rows: list[Figures]) -> Plot:
@@ -168,31 +163,6 @@ def _by_turn(workload: WorkloadReport, rows: list[Figures]) -> Plot:
     ]
     note = "Prompt tokens computed for a request, mean over the conversations: lower is better."
     return Plot("Prefilled tokens by turn", note, _spec(workload, layers, points=points))
-
-
-def _ttfts(workload: WorkloadReport, rows: list[Figures]) -> Plot:
-    shares = np.linspace(0, 1, 101)
-    points = [
-        {"scheme": row.scheme, "memory": row.memory, "share": float(share), "ms": float(time)}
-        for row in rows
-        if row.engine is not None
-        for share, time in zip(
-            shares, 1000 * np.quantile(row.engine.ttfts, shares, method="higher"), strict=True
-        )
-    ]
-    x = {**_axis("ms", "time to first token, ms", "~g"), "scale": {"type": "log", "nice": False}}
-    y = _axis("share", "share of requests", ".0%")
-    tips = [_tip("scheme"), _tip("share", "share of requests", ".0%"), _tip("ms", "ms", ",.1f")]
-    looks = _looks(workload)
-    line = {"x": x, "y": y, "color": looks["color"], "strokeDash": looks["strokeDash"]}
-    line["order"] = {"field": "share", "type": "quantitative"}
-    near = {"x": x, "y": y, "detail": {"field": "scheme"}, "tooltip": tips}
-    layers = [
-        _layer("points", _LINE | {"interpolate": "step-after"}, line, _HERE),
-        _layer("points", _POINT | {"opacity": 0}, near, _HERE),
-    ]
-    note = "How many requests had their first token by then: further left is better."
-    return Plot("Time to first token", note, _spec(workload, layers, points=points))
 
 
 _SHOWN = "indexof(shown, datum.scheme) >= 0"

@@ -59,7 +59,6 @@ def figures(scheme, computed, *, memory="30%", **more):
         hit_tokens=10_000 - computed,
         computed_tokens=computed,
         preemptions=0,
-        evicted_tokens=0,
         computed_by_turn=[1.0],
         seconds=1.0,
     )
@@ -239,11 +238,7 @@ def test_the_page_shows_the_figures_of_the_json(whole, page):
         by_title = dict(zip(head, found, strict=False))
         assert (by_title["memory"], by_title["scheme"]) == (row["memory"], row["scheme"])
         assert by_title["hit"] == f"{row['hit_rate']:.1%}"
-        names = {
-            "prefilled": "computed_tokens",
-            "evicted": "evicted_tokens",
-            "cache µs": "cache_us",
-        }
+        names = {"prefilled": "computed_tokens", "cache µs": "cache_us"}
         assert all(by_title[title] == f"{row[name]:,.0f}" for title, name in names.items())
 
 

@@ -18,17 +18,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from bench.peers.index.worker import CONTENDERS
 from bench.peers.process import Failed, Worker
 from bench.peers.report import comparison
 from radixcache.bench.machine import conditions
 from radixcache.bench.tables import console
 
-LIBRARIES = {"ours": ".venv", "sglang": ".venv-sglang", "vllm": ".venv-vllm"}
-
 PAGES = (1, 16)
 """Page sizes; vLLM appears once, in the rows of the last."""
-
-CONTENDERS = ("ours", "ours-token", "sglang-rust", "sglang-python", "vllm")
 
 
 class Row(NamedTuple):
@@ -107,9 +104,11 @@ class Workers:
         if fresh and contender in self.kept:
             self.kept.pop(contender).close()
         if contender not in self.kept:
-            command = "bench.peers.index.worker", contender
             try:
-                worker = Worker(LIBRARIES[library], "bench-index", *command, GOMP_SPINCOUNT="1000")
+                worker = Worker(
+                    CONTENDERS[contender].venv, "bench-index", "bench.peers.index.worker", contender,
+                    GOMP_SPINCOUNT="1000",
+                )  # fmt: skip
             except Failed as failed:
                 self.left_out.add(library)
                 print(f"{library} is left out: {failed}.", flush=True)
