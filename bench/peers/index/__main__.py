@@ -104,11 +104,11 @@ class Workers:
         if fresh and contender in self.kept:
             self.kept.pop(contender).close()
         if contender not in self.kept:
+            command = "bench.peers.index.worker", contender
             try:
                 worker = Worker(
-                    CONTENDERS[contender].venv, "bench-index", "bench.peers.index.worker", contender,
-                    GOMP_SPINCOUNT="1000",
-                )  # fmt: skip
+                    CONTENDERS[contender].venv, "bench-index", *command, GOMP_SPINCOUNT="1000"
+                )
             except Failed as failed:
                 self.left_out.add(library)
                 print(f"{library} is left out: {failed}.", flush=True)
