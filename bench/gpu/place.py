@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +74,7 @@ class Place:
     Attributes:
         out: the folder of the results.
         with_flashinfer: whether it runs there; else plain torch alone.
-        ceilings: what the device reaches at best: "bytes/s", "flop/s".
+        bandwidth: bytes a second that the device reaches at best; 0 if not measured.
     """
 
     device: torch.device
@@ -83,7 +83,7 @@ class Place:
     out: Path
     with_flashinfer: bool
     make_triton: Callable[..., AttentionBackend] = make_triton
-    ceilings: dict[str, float] = field(default_factory=dict)
+    bandwidth: float = 0.0
 
     def make_backend(self, *kinds: LayerKind, dtype: torch.dtype | None = None) -> AttentionBackend:
         if not self.with_flashinfer:

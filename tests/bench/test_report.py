@@ -325,6 +325,7 @@ def test_a_report_of_a_hybrid_model_has_a_row_for_each_rule(capsys):
         ("--schemes radix-1 chat:turns=2", "name it before --schemes, not after"),
         ("nothing", "no workload 'nothing'"),
         ("--states 1", "--states must be from 2 to 1048576, not 1"),
+        ("--states 0", "--states must be from 2 to 1048576, not 0"),
         ("--states 9 --level both", "--states are simulated: --level index alone"),
         ("--states 9 --schemes hash-16", "--schemes goes without --states only"),
     ],
