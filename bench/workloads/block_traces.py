@@ -60,11 +60,7 @@ def load_trace(
             case {"chat_id": int() | str() as name, "input_length": length, "output_length": n}:
                 parent = record.get("parent_chat_id")
                 block, scale = 16, 1
-            case {
-                "session_id": int() | str() as name,
-                "input_length": length,
-                "output_length": said,
-            }:
+            case {"session_id": int() | str() as name, "input_length": length, "output_length": n}:
                 parent = name
             case {"timestamp": _, "input_length": length, "output_length": n, "hash_ids": _}:
                 pass
