@@ -49,8 +49,8 @@ def load_trace(
     """
     trace = _Trace(path, hash_block, vocabulary)
     for number, (where, record) in enumerate(read_records(path, limit)):
-        name = parent = None
-        block, scale = 512, 1000
+        name: int | str | None = None
+        parent, block, scale = None, 512, 1000
         match record:
             case {"requests": [*requests]}:
                 scope = number if record.get("hash_id_scope") == "local" else None

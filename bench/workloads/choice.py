@@ -52,8 +52,8 @@ def choose(args: argparse.Namespace, vocabulary: int) -> list[Workload]:
         encode = train_encoder(text[at : at + 4096] for at in range(0, len(text), 4096))
     else:
         encode = partial(tokenizer.encode, special=False)
-    as_sent = tokenizer is not None and args.format == "requests"
-    renderer = Templated(tokenizer) if as_sent else Joined(encode)
+    as_sent = tokenizer if args.format == "requests" else None
+    renderer = Templated(as_sent) if as_sent is not None else Joined(encode)
     return [*chosen, load_texts(args.file, args.format, renderer, limit=args.limit)]
 
 

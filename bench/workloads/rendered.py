@@ -41,7 +41,7 @@ class Joined:
         )
 
     def render(
-        self, prompt: str | Sequence[Message], tools: list[Any] | None, answer: Message | None
+        self, prompt: str | Sequence[Message], tools: list[Any], answer: Message | None
     ) -> Rendered:
         said = [prompt] if isinstance(prompt, str) else [*map(spoken, prompt)]
         if tools:
@@ -61,7 +61,7 @@ class Templated:
         self._history = TokenHistory(tokenizer)
 
     def render(
-        self, prompt: str | Sequence[Message], tools: list[Any] | None, answer: Message | None
+        self, prompt: str | Sequence[Message], tools: list[Any], answer: Message | None
     ) -> Rendered:
         said = spoken(answer) if answer else ""
         if isinstance(prompt, str):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ class Asked:
     prompt: Any
     answer: Message | None = None
     length: int = ANSWER
-    tools: list[Any] | None = None
+    tools: list[Any] = field(default_factory=list)
     model: str = ""
     moment: float | None = None
     after: int | None = None
@@ -135,7 +135,7 @@ def read_messages(path: Path, limit: int | None) -> list[Asked]:
         match record:
             case {"messages": [*turns]} if turns:
                 messages = [_message(where, turn) for turn in turns]
-                chats.append(Asked(where, messages, tools=record.get("tools")))
+                chats.append(Asked(where, messages, tools=record.get("tools") or []))
             case _:
                 raise InvalidRequest(f'{where}: not a chat: say {{"messages": [...]}}')
     return _in_rounds(chats)

@@ -49,6 +49,7 @@ class SGLang:
 def load() -> tuple[Engine, str]:
     name, model, tokens, block, plugin = sys.argv[1:6]
     options: dict[str, Any]
+    told: dict[str, Any]
     if name == "sglang":
         options = {"max_total_tokens": int(tokens), "page_size": int(block)}
         told = {"radix_cache_backend": "radixcache"}

@@ -8,6 +8,7 @@ from bench.peers.index import __main__ as index
 from bench.peers.index.cases import CASES
 from bench.peers.index.ours import Ours
 from bench.peers.index.trace_t import HitCount, Replayed, Request, TraceT, replay
+from bench.peers.index.worker import CONTENDERS
 from bench.peers.process import Contender
 
 SMALL = [
@@ -77,8 +78,8 @@ def test_every_case_gives_rounds_of_our_index(case, params, page_size):
 
 
 def test_rows_are_run_in_turns_and_a_library_that_is_not_installed_is_named(monkeypatch, capsys):
-    missing = Contender(".venv-of-nobody", "nothing", "Nothing")
-    monkeypatch.setitem(index.CONTENDERS, "sglang-rust", missing)
+    nobodys = Contender(".venv-of-nobody", "nothing", "Nothing")
+    monkeypatch.setitem(CONTENDERS, "sglang-rust", nobodys)
     row = index.Row("match 300", "match", 2, {"length": 300, "node": 64})
     workers = index.Workers(["vllm"])
     results = index.run(row, 1, 0, workers)
