@@ -57,12 +57,12 @@ def load_trace(
                 trace.start(where, record, 64, scope)
                 _add_session(trace, where, requests, None)
                 continue
-            case {"chat_id": int() | str() as name, "input_length": length, "output_length": n}:
+            case {"chat_id": int() | str() as name, "output_length": _}:
                 parent = record.get("parent_chat_id")
                 block, scale = 16, 1
-            case {"session_id": int() | str() as name, "input_length": length, "output_length": n}:
+            case {"session_id": int() | str() as name, "output_length": _}:
                 parent = name
-            case {"timestamp": _, "input_length": length, "output_length": n, "hash_ids": _}:
+            case {"timestamp": _, "output_length": _, "hash_ids": _}:
                 pass
             case _:
                 raise InvalidRequest(
@@ -73,13 +73,12 @@ def load_trace(
         trace.start(where, record, block)
         after = trace.last.get(parent) if isinstance(parent, int | str) else None
         at, begin = record.get("timestamp"), 0.0
-        if at is None:
+        if at is None and name is not None:
             at = record.get("delay", 0)
             begin = trace.workload.arrivals[after].at if after is not None else 0.0
-        ids = record.get("hash_ids")
-        trace.last[name] = trace.add(
-            where, length, n, ids, at=at, begin=begin, scale=scale, after=after
-        )
+        sizes = record.get("input_length"), record["output_length"]
+        ids, when = record.get("hash_ids"), {"at": at, "begin": begin, "scale": scale}
+        trace.last[name] = trace.add(where, *sizes, ids, **when, after=after)
     return trace.finished()
 
 
