@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from argparse import Namespace
 from io import StringIO
 from types import SimpleNamespace
@@ -141,8 +142,11 @@ def test_answers_that_are_not_those_of_transformers_are_counted():
 def test_memory_is_that_of_the_process():
     assert held_bytes(os.getpid()) > 50_000_000  # torch alone is more
     alone = held_bytes(os.getpid())
-    with subprocess.Popen(["sleep", "60"]) as child:
-        assert held_bytes(os.getpid()) - alone > held_bytes(child.pid) / 2
+    code = "held = b'x' * 200_000_000; print(flush=True); input()"
+    words, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe) as child:
+        assert child.stdout is not None and child.stdout.readline()
+        assert held_bytes(os.getpid()) - alone > 150_000_000, "its children count"
         child.kill()
 
 
