@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -142,11 +143,12 @@ def measure(args: argparse.Namespace) -> Report:
     model = _load_model(args) if args.level != "index" else None
     token_bytes = args.token_bytes or (model.bytes_per_token if model else _TOKEN_BYTES)
     vocabulary = model.vocab_size if model else 1 << 15
+    serving = _serving(args)
     found = compare(
-        choose(args, vocabulary), schemes, memories, _serving(args), token_bytes=token_bytes,
+        choose(args, vocabulary), schemes, memories, serving, token_bytes=token_bytes,
         with_index=args.level != "engine", model=model, repeats=args.repeats,
     )  # fmt: skip
-    return Report(_settings(args, token_bytes, vocabulary, model), [*found])
+    return Report(_settings(args, serving, token_bytes, vocabulary, model), [*found])
 
 
 def _check_order(args: argparse.Namespace) -> None:
@@ -178,23 +180,23 @@ def _check(args: argparse.Namespace) -> None:
             raise InvalidRequest(
                 f"--{name.replace('_', '-')} must be from {_LEAST:g} to {_MOST:g}, not {value:g}"
             )
-    if args.states is not None and not 2 <= args.states <= _MOST_STATES:
-        raise InvalidRequest(f"--states must be from 2 to {_MOST_STATES}, not {args.states}")
-    if args.states is not None and args.level != "index":
-        raise InvalidRequest("--states are simulated: --level index alone")
-    if args.speculate and args.level == "index":
-        raise InvalidRequest("--speculate needs a model: --level engine or both")
-    if args.seed < 0:
-        raise InvalidRequest(f"--seed must be at least 0, not {args.seed}")
-    if (args.file is None) != (args.format is None):
-        raise InvalidRequest("--file and --format go together")
-    _check_unused(args)
-    if args.arrivals == "poisson" and args.rate is None:
-        raise InvalidRequest("--arrivals poisson needs a --rate")
-    if args.arrivals == "trace" and (args.format not in TRACES or args.workloads):
-        raise InvalidRequest(
-            f"--arrivals trace needs a file with times, alone: --format {' or '.join(TRACES)}"
-        )
+    as_in_file = args.format in TRACES and not args.workloads
+    times = f"--arrivals trace needs a file with times, alone: --format {' or '.join(TRACES)}"
+    wrong = [
+        (args.states is not None and not 2 <= args.states <= _MOST_STATES,
+         f"--states must be from 2 to {_MOST_STATES}, not {args.states}"),
+        (args.states and args.level != "index", "--states are simulated: --level index alone"),
+        (args.speculate and args.level == "index",
+         "--speculate needs a model: --level engine or both"),
+        (args.seed < 0, f"--seed must be at least 0, not {args.seed}"),
+        ((args.file is None) != (args.format is None), "--file and --format go together"),
+        *_unused(args),
+        (args.arrivals == "poisson" and args.rate is None, "--arrivals poisson needs a --rate"),
+        (args.arrivals == "trace" and not as_in_file, times),
+    ]  # fmt: skip
+    for is_wrong, why in wrong:
+        if is_wrong:
+            raise InvalidRequest(why)
     if (page := _page(args)) is not None:
         check_page(page)
     places = {"--file": args.file, "--json": args.json, "--report": page}
@@ -211,18 +213,17 @@ def _check(args: argparse.Namespace) -> None:
             raise InvalidRequest(f"{other} and {flag} are one file: {place}")
 
 
-def _check_unused(args: argparse.Namespace) -> None:
-    """Refuse flags that would change nothing, and that somebody must have meant to."""
-    unused = [
+def _unused(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
+    """Flags that would change nothing, and that somebody must have meant to."""
+    for name, default, is_unused, where in (
         ("hash_block", None, args.format not in TRACES, "with a trace"),
         ("limit", None, args.file is None, "with a --file"),
         ("rate", None, args.arrivals != "poisson", "with --arrivals poisson"),
         ("speed", 1, args.arrivals != "trace", "with --arrivals trace"),
         ("schemes", ["default"], args.states is not None, "without --states"),
-    ]
-    for name, default, is_unused, where in unused:
-        if is_unused and getattr(args, name) != default:
-            raise InvalidRequest(f"--{name.replace('_', '-')} goes {where} only")
+    ):
+        is_wrong = is_unused and getattr(args, name) != default
+        yield is_wrong, f"--{name.replace('_', '-')} goes {where} only"
 
 
 def _serving(args: argparse.Namespace) -> Serving:
@@ -262,18 +263,17 @@ def _load_model(args: argparse.Namespace) -> PagedModel:
 
 
 def _settings(
-    args: argparse.Namespace, token_bytes: int, vocabulary: int, model: PagedModel | None
+    args: argparse.Namespace,
+    serving: Serving,
+    token_bytes: int,
+    vocabulary: int,
+    model: PagedModel | None,
 ) -> dict[str, Any]:
-    arrivals = {
-        "closed": f"closed loop of {args.concurrency}",
-        "poisson": f"Poisson, {args.rate} a second",
-        "trace": "as recorded" + (f", {args.speed:g} times as fast" if args.speed != 1 else ""),
-    }[args.arrivals]
     settings = {
         "command": shlex.join(["radixcache", *sys.argv[1:]]),
         "radixcache": __version__,
         "level": args.level,
-        "arrivals": arrivals,
+        "arrivals": str(serving.arrivals),
         "schedule": args.schedule_policy,
         "tokens a step": args.max_num_batched_tokens,
         "seed": args.seed,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
+from tqdm import tqdm
 
 from radixcache.bench.replay.index_level import Serving, run_index
 from radixcache.bench.report.results import WorkloadReport
@@ -42,10 +42,16 @@ def compare(
     """
     runs = (with_index + (repeats + 1) * (model is not None)) * len(schemes) * len(memories)
     requests = sum(len(workload.arrivals) for workload in workloads)
-    with _progress(requests * (1 + runs)) as (says, tick):
+    with tqdm(
+        total=requests * (1 + runs),
+        bar_format="{desc:<34.34} {percentage:3.0f} % |{bar}| {remaining} left",
+        leave=False,
+        dynamic_ncols=True,
+        disable=not sys.stderr.isatty(),
+    ) as bar:
         for workload in workloads:
-            says(f"bounds, {workload.name}")
-            trie = build_trie(workload, progress=tick)
+            bar.set_description_str(f"bounds, {workload.name}")
+            trie = build_trie(workload, progress=bar.update)
             found = WorkloadReport(
                 workload.name,
                 workload.shape,
@@ -64,29 +70,16 @@ def compare(
                 found.optimal_hits[tokens] = optimal_hits(trie, tokens)
                 where, rows = f"{memory.text}, {workload.name}", found.rows
                 for scheme in schemes if with_index else ():
-                    says(f"{scheme.name}, {where}")
-                    rows.append(run_index(workload, scheme, tokens, serving, memory.text, tick))
+                    bar.set_description_str(f"{scheme.name}, {where}")
+                    rows.append(
+                        run_index(workload, scheme, tokens, serving, memory.text, bar.update)
+                    )
                 if model is not None:
                     from radixcache.bench.replay.engine_level import run_engine
 
-                    says(f"engine, {where}")
+                    bar.set_description_str(f"engine, {where}")
                     rows += run_engine(
                         workload, schemes, tokens, serving, model,
-                        repeats=repeats, memory=memory.text, progress=tick,
+                        repeats=repeats, memory=memory.text, progress=bar.update,
                     )  # fmt: skip
             yield found
-
-
-@contextmanager
-def _progress(requests: int) -> Iterator[tuple[Callable[[str], object], Callable[[], object]]]:
-    """One bar for everything, where a terminal shows it: what is running, how much is left."""
-    from tqdm import tqdm
-
-    with tqdm(
-        total=requests,
-        bar_format="{desc:<34.34} {percentage:3.0f} % |{bar}| {remaining} left",
-        leave=False,
-        dynamic_ncols=True,
-        disable=not sys.stderr.isatty(),
-    ) as bar:
-        yield bar.set_description_str, bar.update

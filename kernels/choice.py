@@ -37,13 +37,14 @@ def choose_backend(
     if device.type not in ("cuda", "xpu"):
         return TorchBackend(device)
     reasons = []
-    for make in (_flashinfer, _triton):
+    for make in (make_flashinfer, make_triton):
         start = time.perf_counter()
         try:
             backend = make(device, dtype, kinds)
             try_out(backend, device, dtype, kinds)
         except Exception as error:  # whatever a missing kernel, compiler or driver raises
-            reasons.append(explain_failure(error) if make is _flashinfer else _first_line(error))
+            say = explain_failure if make is make_flashinfer else _first_line
+            reasons.append(say(error))
         else:
             if reasons:
                 _log.warning("attention runs in Triton: %s", reasons[0])
@@ -57,7 +58,7 @@ def choose_backend(
     return TorchBackend(device)
 
 
-def _flashinfer(
+def make_flashinfer(
     device: torch.device, dtype: torch.dtype, kinds: Sequence[LayerKind]
 ) -> AttentionBackend:
     from radixcache.kernels.flashinfer_backend import FlashInferBackend
@@ -68,7 +69,7 @@ def _flashinfer(
     return (FlashInferMLABackend if is_mla else FlashInferBackend)(device, dtype, kinds)
 
 
-def _triton(
+def make_triton(
     device: torch.device, dtype: torch.dtype, kinds: Sequence[LayerKind]
 ) -> AttentionBackend:
     from radixcache.kernels.triton_backend import TritonBackend

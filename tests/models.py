@@ -9,10 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-import transformers
-from packaging import version
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -20,11 +17,6 @@ from transformers import (
     AutoModelForImageTextToText,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-)
-
-continuous_batching = pytest.mark.skipif(
-    version.parse(transformers.__version__) < version.parse("5.23"),
-    reason="before 5.23, transformers' own batching wants psutil, and other options",
 )
 
 VOCAB_SIZE = 260  # 256 bytes, then BOS, EOS, and two ids that no text gives

@@ -18,11 +18,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from radixcache.bench.gpu.report import Report, Row, failed, read_rows, table
 
@@ -30,26 +33,19 @@ if TYPE_CHECKING:
     from radixcache.bench.gpu.place import Place
 
 
-class Section(NamedTuple):
-    """A module with a function `run(place, report)`."""
-
-    call: int
-    """Of the two, of at most nine minutes each, that a borrowed machine gets."""
-
-    seconds: int
-
-
 SECTIONS = {
-    "environment": Section(1, 70),
-    "equality": Section(1, 85),
-    "speed": Section(1, 200),
-    "triton": Section(1, 60),
-    "correctness": Section(2, 90),
-    "llm": Section(2, 100),
-    "cascade": Section(2, 95),
-    "profiles": Section(2, 100),  # last: whoever was profiled once is slower from then on
+    "environment": (1, 70),
+    "equality": (1, 85),
+    "speed": (1, 200),
+    "triton": (1, 60),
+    "correctness": (2, 90),
+    "llm": (2, 100),
+    "cascade": (2, 95),
+    "profiles": (2, 100),  # last: whoever was profiled once is slower from then on
 }
-"""In order: what answers most comes first. What does not fit its limit is reported as not run."""
+"""Modules with a function `run(place, report)`, what answers most first; the call, of the two of at
+most nine minutes that a borrowed machine gets; and seconds. What does not fit is reported as not
+run."""
 
 CANNOT_RUN = 2
 _RESERVE = 10  # seconds before a section's limit, in which nothing new begins
@@ -64,30 +60,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("gpu_check"), help="folder to write to")
     parser.add_argument("--torch", action="store_true", help="without FlashInfer")
     parser.add_argument("--rehearse", action="store_true", help="on a pretended GPU")
-    parser.add_argument("--merge", nargs="+", type=Path, metavar="FOLDER",
-                        help="run nothing: merge what these hold into --out")  # fmt: skip
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)  # in this process
     args = parser.parse_args(arguments)
-    if not args.merge and not args.rehearse and (reason := why_not_here()):
-        print(f"the GPU check cannot run here: {reason}", file=sys.stderr)
+    if not args.rehearse and not torch.cuda.is_available():
+        print("the GPU check cannot run here: no CUDA device is visible", file=sys.stderr)
         return CANNOT_RUN
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.section:
-        return run_here(args)
-    if args.merge:
-        return merge(args.out, args.merge)
-    return run_all(args)
+    return run_here(args) if args.section else run_all(args)
 
 
 def run_all(args: argparse.Namespace) -> int:
     """Each section in a process of its own; the environment first, which tells of FlashInfer."""
-    wanted = args.only or [n for n, s in SECTIONS.items() if args.call in (None, s.call)]
+    wanted = args.only or [n for n, (call, _) in SECTIONS.items() if args.call in (None, call)]
     names = [name for name in SECTIONS if name in {"environment", *wanted}]
     options = ["--out", str(args.out)]
     options += [flag for flag in ("--rehearse", "--torch") if vars(args)[flag[2:]]]
     for name in names:
         status = run_apart(name, options, args.out)
-        merge(args.out, [args.out])
+        merge(args.out)
         if name == "environment":
             if status == CANNOT_RUN:
                 return CANNOT_RUN
@@ -104,7 +94,7 @@ def command_of(name: str, options: Sequence[str]) -> list[str]:
 
 def run_apart(name: str, options: Sequence[str], out: Path) -> int:
     """A section in another process; a row says so if it ended badly. Returns its exit status."""
-    rows, limit = out / f"{name}.jsonl", SECTIONS[name].seconds
+    rows, limit = out / f"{name}.jsonl", SECTIONS[name][1]
     rows.unlink(missing_ok=True)
     print(f"\n== {name}", flush=True)
     process = subprocess.Popen(
@@ -128,7 +118,7 @@ def run_apart(name: str, options: Sequence[str], out: Path) -> int:
 
 def run_here(args: argparse.Namespace) -> int:
     logging.basicConfig(format="%(levelname)s %(message)s")
-    name, limit = args.section, SECTIONS[args.section].seconds
+    name, limit = args.section, SECTIONS[args.section][1]
     faulthandler.enable()
     faulthandler.dump_traceback_later(limit, exit=True)  # says where it hangs
     report = Report(name, args.out / f"{name}.jsonl", limit - _RESERVE)
@@ -156,27 +146,15 @@ def _place(args: argparse.Namespace) -> AbstractContextManager[Place]:
     return nullcontext(gpu_place(args.out, with_flashinfer=not args.torch))
 
 
-def why_not_here() -> str:
-    """Empty where there is a GPU to run on."""
-    try:
-        import torch
-    except ImportError as error:
-        return str(error)
-    return "" if torch.cuda.is_available() else "no CUDA device is visible"
-
-
-def merge(out: Path, folders: Sequence[Path]) -> int:
-    """Write what the folders hold into one JSON and one table."""
-    rows = [row for folder in folders for row in read_rows(folder, SECTIONS)]
-    counts = dict.fromkeys(("ok", "FAIL", "met", "missed", "measured", "not run"), 0)
-    for row in rows:
-        if row.status in counts:
-            counts[row.status] += 1
-    summary = ", ".join(f"{count} {status}" for status, count in counts.items())
+def merge(out: Path) -> None:
+    """Write what all sections have found, of earlier calls too, into one JSON and one table."""
+    rows = read_rows(out, SECTIONS)
+    counts = Counter(row.status for row in rows)
+    statuses = ("ok", "FAIL", "met", "missed", "measured", "not run")
+    summary = ", ".join(f"{counts[status]} {status}" for status in statuses)
     found = {"summary": counts, "rows": [asdict(row) for row in rows]}
     (out / "gpu_check.json").write_text(json.dumps(found, indent=1, ensure_ascii=False))
     (out / "gpu_check.md").write_text(f"{table(rows)}\n\n{summary}\n", "utf-8")
-    return int(failed(rows))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from radixcache.bench.gpu.place import Place, load_flashinfer
+from radixcache.bench.gpu.place import Place
 from radixcache.bench.gpu.report import NotRun, Report
 from radixcache.kernels.attention import AttentionBackend, LayerKind
 from radixcache.kernels.choice import try_out
@@ -67,6 +67,7 @@ def run(place: Place, report: Report) -> None:
     for command in COMMANDS:
         report.tell(" ".join(command), "", _output(command))
     report.check("FlashInfer runs", _flashinfer, place)
+    place.with_flashinfer = sys.modules.get("flashinfer") is not None
     for dtype in (place.dtype, *place.sizes.other_dtypes):
         for model, kinds in LAYERS.items():
             for kind in kinds:
@@ -89,14 +90,12 @@ def _output(command: Sequence[str]) -> list[str]:
 
 def _flashinfer(place: Place) -> str:
     """A whole try of the backend, on layers like Llama's; its traceback tells what is wrong."""
-    if "flashinfer" in sys.modules and sys.modules["flashinfer"] is None:
+    if not place.with_flashinfer:
         raise NotRun("it is left out")
-    flashinfer, module = place.kernels or load_flashinfer()
     dim = place.sizes.head_dim
-    kinds = [LayerKind(*place.sizes.heads[0], dim, dim, dim**-0.5)]
-    backend = module.FlashInferBackend(place.device, place.dtype, kinds)
-    try_out(backend, place.device, place.dtype, kinds)
-    return f"{flashinfer.__version__}"
+    kind = LayerKind(*place.sizes.heads[0], dim, dim, dim**-0.5)
+    try_layer(place, place.make_backend, place.dtype, kind)
+    return str(sys.modules["flashinfer"].__version__)
 
 
 def try_layer(

@@ -8,6 +8,7 @@ is the best one there, or tied with it; anything further off is a FAIL.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ CACHES: dict[str, tuple[Cache, int]] = {
 def run(place: Place, report: Report) -> None:
     prompts = _prompts(place.sizes)
     model = random_llama(place, place.sizes.small)
-    judge = Judge(model)
+    judge = Judge(copy.deepcopy(model).float(), NEAR)
     for name, (cache, page_size) in CACHES.items():
         name = f"{name} = plain transformers"
         report.check(name, _ours, place, model, judge, prompts, cache, page_size)
@@ -54,38 +55,43 @@ def _prompts(sizes: Sizes) -> list[Tokens]:
 
 
 class Judge:
-    """Plain transformers in float32."""
+    """Plain transformers in float32.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = copy.deepcopy(model).float()
-        self.model.set_attn_implementation("sdpa")
-        self._known: dict[bytes, tuple[int, float]] = {}  # the same answers come again and again
+    Args:
+        near: the share of their row's range by which two tied logits may differ.
+    """
 
-    def __call__(self, prompts: list[Tokens], answers: list[list[int]]) -> str:
+    def __init__(self, model: PreTrainedModel, near: float) -> None:
+        model.set_attn_implementation("sdpa")
+        self._model, self._near = model, near
+        self._known: dict[bytes, torch.Tensor] = {}  # the same answers come again and again
+
+    @torch.inference_mode()
+    def logits(self, prompt: Sequence[int] | Tokens, answer: list[int]) -> torch.Tensor:
+        """[len(answer), vocabulary] from which each token of the answer was to be chosen."""
+        ids = torch.tensor([[*map(int, prompt), *answer]])
+        key = ids.numpy().tobytes()
+        if key not in self._known:
+            ids, count = ids[:, :-1].to(self._model.device), len(answer)
+            found = self._model(input_ids=ids, use_cache=False, logits_to_keep=count)
+            self._known[key] = found.logits[0].cpu()
+        return self._known[key]
+
+    def __call__(self, prompts: Iterable[Sequence[int] | Tokens], answers: list[list[int]]) -> str:
         """Says how many tokens are its own; AssertionError if one is neither that nor tied."""
         own = count = 0
         for prompt, answer in zip(prompts, answers, strict=True):
-            tokens = np.concatenate([prompt, np.array(answer, np.int32)])
-            key = tokens.tobytes()
-            if key not in self._known:
-                self._known[key] = self._judge(tokens, len(answer))
-            best, worst = self._known[key]
-            assert worst <= NEAR, (
+            found = self.logits(prompt, answer)
+            best, chosen = found.max(-1).values, found.gather(-1, torch.tensor(answer)[:, None])
+            gaps = (best - chosen[:, 0]) / (best - found.min(-1).values)
+            worst = float(gaps.max())
+            assert worst <= self._near, (
                 f"after a prompt of {len(prompt)}, a token's logit is {worst:.2%} of the range "
                 f"below the best one's: {answer}"
             )
-            own, count = own + best, count + len(answer)
+            own, count = own + int((gaps == 0).sum()), count + len(answer)
         ties = f", {count - own} tied" if own < count else ""
         return f"{own} of {count} tokens{ties}"
-
-    @torch.inference_mode()
-    def _judge(self, tokens: Tokens, count: int) -> tuple[int, float]:
-        """How many of the last tokens are the best ones, and how far off the worst of them is."""
-        ids = torch.from_numpy(tokens.astype(np.int64))[None].to(self.model.device)
-        found = self.model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=count).logits[0]
-        best, chosen = found.max(-1).values, found.gather(-1, ids[0, -count:, None])[:, 0]
-        gaps = (best - chosen) / (best - found.min(-1).values)
-        return int((gaps == 0).sum()), float(gaps.max())
 
 
 def _ours(
@@ -105,7 +111,7 @@ def _ours(
             engine.cache.check()
         graphs = [cascade for _, cascade in engine._graphs._replays] if engine._graphs else []
         copies = engine.cache.stats.copied_pages
-    if place.kernels:
+    if place.with_flashinfer:
         assert graphs, "no step ran in a graph"
         assert any(graphs) or cache is NoCache, "no step shared a prefix in two levels"
     assert copies or cache is not RadixCache or page_size == 1, "no page was copied"

@@ -92,7 +92,7 @@ def engine_on(
     The attention backend keeps state for one engine, so each gets one of its own.
     """
     on_pages = paged(model)
-    if place.kernels and on_pages.placement.count("FlashInfer") != 2:
+    if place.with_flashinfer and on_pages.placement.count("FlashInfer") != 2:
         raise RuntimeError(f"something fell back to torch, the log says why: {on_pages.placement}")
     num_pages = -(-num_tokens // page_size) + 2 * max_num_seqs
     index: PrefixCache = cache(PagePool(num_pages, page_size))

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
 from radixcache.bench.gpu.report import NotRun
 from radixcache.kernels.attention import AttentionBackend, LayerKind
+from radixcache.kernels.choice import make_flashinfer, make_triton
 from radixcache.runtime.model import cuda_graphs
 
 Work = Callable[[], Any]
@@ -26,15 +24,14 @@ _FIELDS = (
 )  # fmt: skip
 
 
-def _llama(*values: int) -> dict[str, int]:
+def llama(*values: int) -> dict[str, int]:
     return dict(zip(_FIELDS, values, strict=True))
 
 
-LLAMA_8B = _llama(128_256, 4096, 14_336, 32, 32, 8, 128, 131_072)
+LLAMA_8B = llama(128_256, 4096, 14_336, 32, 32, 8, 128, 131_072)
 """The shape of Llama-3.1-8B."""
 
-_CLEAR = _llama(2048, 512, 1024, 4, 8, 2, 64, 4096)
-_TINY = _llama(256, 64, 64, 2, 4, 2, 16, 1024)
+_CLEAR = llama(2048, 512, 1024, 4, 8, 2, 64, 4096)
 
 
 class Sizes(NamedTuple):
@@ -70,65 +67,28 @@ class Sizes(NamedTuple):
     beyond_l2: int = 200 << 20  # bytes of pages in all layers together
 
 
-FULL = Sizes()
-
-SMALL = Sizes(
-    repeat=1,
-    copy_bytes=1 << 20,
-    matmul=128,
-    head_dims=(16,),
-    shrink=32,
-    far_elements=1 << 14,
-    other_dtypes=(),
-    small=_TINY,
-    stem=70,
-    answer=3,
-    big=_TINY,
-    decode_batches=(1, 3),
-    decode_context=40,
-    steps=2,
-    cached=(64,),
-    question=8,
-    chunk=128,
-    heads=((4, 2), (2, 1)),
-    head_dim=16,
-    rows=(4,),
-    shared=(32, 64),
-    own=8,
-    beyond_l2=1 << 12,
-)
-
-
 @dataclass
 class Place:
     """A device, how to run and time things there, and how big they are.
 
     Attributes:
         out: the folder of the results.
-        kernels: FlashInfer, or the stand-in, and the module that holds `FlashInferBackend`; None
-            where only plain torch runs.
-        triton: makes the backend in Triton; None where there is none.
-        ceilings: what the device reaches at best: "bytes/s", "flop/s".
+        with_flashinfer: whether it runs there; else plain torch alone.
+        bandwidth: bytes a second that the device reaches at best; 0 if not measured.
     """
 
     device: torch.device
     dtype: torch.dtype
     sizes: Sizes
     out: Path
-    kernels: tuple[ModuleType, ModuleType] | None
-    triton: Callable[..., AttentionBackend] | None = None
-    ceilings: dict[str, float] = field(default_factory=dict)
+    with_flashinfer: bool
+    make_triton: Callable[..., AttentionBackend] = make_triton
+    bandwidth: float = 0.0
 
     def make_backend(self, *kinds: LayerKind, dtype: torch.dtype | None = None) -> AttentionBackend:
-        if self.kernels is None:
+        if not self.with_flashinfer:
             raise NotRun("FlashInfer does not run here")
-        module, name = self.kernels[1], "FlashInferBackend"
-        if all(kind.mla for kind in kinds):
-            module = importlib.import_module("radixcache.kernels.flashinfer_mla")
-            name = "FlashInferMLABackend"
-        make: Any = vars(module)[name]
-        backend: AttentionBackend = make(self.device, dtype or self.dtype, kinds)
-        return backend
+        return make_flashinfer(self.device, dtype or self.dtype, kinds)
 
     def randn(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         return torch.randn(*shape, dtype=self.dtype, device=self.device).mul_(scale)
@@ -167,21 +127,7 @@ class Place:
 def gpu_place(out: Path, with_flashinfer: bool) -> Place:
     torch.backends.cuda.matmul.allow_tf32 = False  # the references are float32
     torch.backends.cuda.enable_cudnn_sdp(False)  # in transformers: it makes a plan for every shape
-    device = torch.device("cuda", torch.cuda.current_device())
-    kernels = None
-    if with_flashinfer:
-        with suppress(Exception):  # the section `environment` says what is wrong
-            kernels = load_flashinfer()
-    else:
+    if not with_flashinfer:
         sys.modules["flashinfer"] = None  # type: ignore[assignment]  # so nobody can import it
-    triton = None
-    with suppress(ImportError):
-        triton = importlib.import_module("radixcache.kernels.triton_backend").TritonBackend
-    return Place(device, torch.bfloat16, FULL, out, kernels, triton)
-
-
-def load_flashinfer() -> tuple[ModuleType, ModuleType]:
-    """FlashInfer, and the module of the backend over it; raises whatever FlashInfer does."""
-    import flashinfer
-
-    return flashinfer, importlib.import_module("radixcache.kernels.flashinfer_backend")
+    device = torch.device("cuda", torch.cuda.current_device())
+    return Place(device, torch.bfloat16, Sizes(), out, with_flashinfer)

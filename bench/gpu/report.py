@@ -79,33 +79,30 @@ class Report:
 
     def check(self, name: str, work: Callable[..., str | None], *arguments: object) -> None:
         """A row that is ok unless `work` raises; what it returns is told along."""
-        self._try(name, lambda: [Row(name, "ok", work(*arguments) or "")])
+        self.measure(name, lambda: [Row(name, "ok", work(*arguments) or "")])
 
     def measure(self, name: str, work: Callable[..., Iterable[Row]], *arguments: object) -> None:
         """A row for each figure of `work`."""
-        self._try(name, lambda: work(*arguments))
+        try:
+            if time.monotonic() > self._end:
+                raise NotRun("no time left")
+            for row in work(*arguments):
+                self._add(row)
+        except Exception as error:
+            kind = type(error).__name__
+            if (
+                isinstance(error, NotRun) or kind == "MissingJITCacheError"
+            ):  # a kernel's, in an archive
+                self.tell(name, str(error)[:200], status="not run")
+                return
+            first = str(error).strip().partition("\n")[0][:200]
+            lines = "".join(traceback.format_exception(error)).splitlines()
+            self.tell(name, f"{kind}: {first}", lines, "FAIL")
+            _check_device()
 
     def tell(self, name: str, text: str, lines: Iterable[str] = (), status: str = "note") -> None:
         """A row without a value."""
         self._add(Row(name, status, text, lines=[*lines]))
-
-    def _try(self, name: str, work: Callable[[], Iterable[Row]]) -> None:
-        if time.monotonic() > self._end:
-            self.tell(name, "no time left", status="not run")
-            return
-        try:
-            for row in work():
-                self._add(row)
-        except Exception as error:
-            first = str(error).strip().partition("\n")[0][:200] or type(error).__name__
-            if type(error).__name__ == "MissingJITCacheError":
-                first = "FlashInfer's kernel for it is not there, and may not be built"
-            elif not isinstance(error, NotRun):
-                lines = "".join(traceback.format_exception(error)).splitlines()
-                self.tell(name, f"{type(error).__name__}: {first}", lines, "FAIL")
-                _check_device()
-                return
-            self.tell(name, first, status="not run")
 
     def _add(self, row: Row) -> None:
         row.section = self._section

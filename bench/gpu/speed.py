@@ -50,7 +50,7 @@ def _copy(place: Place) -> Iterator[Row]:
     source.random_()
     target = torch.empty_like(source)
     rate = 2 * len(source) / place.gpu_seconds([lambda: target.copy_(source)])
-    place.ceilings["bytes/s"] = rate
+    place.bandwidth = rate
     yield figure("device-to-device copy", rate / 1e9, "GB/s", note="bytes read and written")
 
 
@@ -59,7 +59,6 @@ def _matmul(place: Place) -> Iterator[Row]:
     a, b = place.randn(size, size), place.randn(size, size)
     out = torch.empty_like(a)
     rate = 2 * size**3 / place.gpu_seconds([lambda: torch.mm(a, b, out=out)] * 3)
-    place.ceilings["flop/s"] = rate
     note = f"{place.dtype}, {size} cubed, random data"
     yield figure("matrix product", rate / 1e12, "TFLOP/s", note=note)
 
@@ -74,7 +73,8 @@ def _decode(place: Place, model: PreTrainedModel, batch: int, page_size: int) ->
             engine.step()
             taken.append(time.perf_counter() - start)
         seconds = statistics.median(taken)
-        floor = floor_seconds(place, model, batch, 1, context, engine.model.bytes_per_token)
+        tokens = batch * (context + 1)
+        floor = floor_seconds(place, model, tokens, engine.model.bytes_per_token)
         where = f"decode, batch {batch} x {context}, page {page_size}"
         note = f"step {seconds * 1e3:.2f} ms, floor {floor * 1e3:.2f} ms"
         limit = AIM if batch <= 64 else None
@@ -115,7 +115,7 @@ def _ttft(place: Place, model: PreTrainedModel, cached: int, page_size: int) -> 
         cold = ask()
         hits = sorted(ask() for _ in range(2 * place.sizes.repeat + 1))
         hit = hits[len(hits) // 2]
-        floor = floor_seconds(place, model, 1, question, cached, engine.model.bytes_per_token)
+        floor = floor_seconds(place, model, cached + question, engine.model.bytes_per_token)
         where = f"TTFT of {question} tokens on {cached} cached, page {page_size}"
         note = f"floor {floor * 1e3:.2f} ms, {hits[0] * 1e3:.2f} to {hits[-1] * 1e3:.2f} ms"
         limit = (AIM * floor + AIM_SECONDS) * 1e3
@@ -124,24 +124,16 @@ def _ttft(place: Place, model: PreTrainedModel, cached: int, page_size: int) -> 
         yield figure(f"{where}: cold over cached", cold / hit, "x", note=note)
 
 
-def floor_seconds(
-    place: Place, model: PreTrainedModel, batch: int, new: int, cached: int, token_bytes: int
-) -> float:
-    """The least time of `batch` sequences with `new` tokens after `cached` ones.
+def floor_seconds(place: Place, model: PreTrainedModel, tokens: int, token_bytes: int) -> float:
+    """The least time of a step: that of reading the weights, and the KV of `tokens`, once.
 
-    The longer of reading weights and KV once, and of all operations, at the rates measured here.
+    With so few new tokens operations take less, on every GPU that there is.
     """
-    if not {"bytes/s", "flop/s"} <= set(place.ceilings):
-        raise NotRun("the ceilings were not measured")
+    if not place.bandwidth:
+        raise NotRun("the bandwidth was not measured")
     every: Any = model
     embedding, head = every.get_input_embeddings().weight, every.get_output_embeddings().weight
-    weights = list(model.parameters())
     # Of the embedding a step takes rows.
-    read = sum(w.numel() * w.element_size() for w in weights if w is not embedding or w is head)
-    matrices = [w for w in weights if w.ndim > 1 and w is not embedding and w is not head]
-    config = model.config
-    seen = new * cached + new * (new + 1) / 2
-    width = config.num_attention_heads * config.head_dim * config.num_hidden_layers
-    flops = 2 * sum(w.numel() for w in matrices) * new + 2 * head.numel() + 4 * seen * width
-    read += batch * (cached + new) * token_bytes
-    return max(read / place.ceilings["bytes/s"], batch * flops / place.ceilings["flop/s"])
+    read = [w for w in model.parameters() if w is not embedding or w is head]
+    weights = sum(w.numel() * w.element_size() for w in read)
+    return (weights + tokens * token_bytes) / place.bandwidth

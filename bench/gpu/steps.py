@@ -33,19 +33,12 @@ class Step:
     """The inputs of one layer in one step. Running it needs copies of the pages."""
 
     batch: PagedBatch
+    kind: LayerKind
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     k_pages: torch.Tensor
     v_pages: torch.Tensor
-    window: int | None = None
-    softcap: float | None = None
-
-    @property
-    def kind(self) -> LayerKind:
-        heads, dim = self.query.shape[1:]
-        rest = (dim**-0.5, self.window, self.softcap)
-        return LayerKind(heads, self.key.shape[1], dim, dim, *rest)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -53,7 +46,7 @@ class Step:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"scale": self.kind.scale, "window": self.window, "softcap": self.softcap}
+        return {name: getattr(self.kind, name) for name in ("scale", "window", "softcap")}
 
 
 def make_batch(rng: np.random.Generator, lens: Lens, page_size: int, share: int = 0) -> PagedBatch:
@@ -108,12 +101,11 @@ def make_step(
         pages.append(side)
     return Step(
         batch,
+        LayerKind(*heads, dim, dim, dim**-0.5, **rules),
         place.randn(tokens, heads[0], dim, scale=2.0),
         place.randn(tokens, heads[1], dim, scale=2.0),
         place.randn(tokens, heads[1], dim),
-        k_pages=pages[0],
-        v_pages=pages[1],
-        **rules,
+        *pages,
     )
 
 

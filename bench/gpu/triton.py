@@ -11,7 +11,7 @@ import torch
 
 from radixcache.bench.gpu.environment import LAYERS, try_layer
 from radixcache.bench.gpu.place import Place
-from radixcache.bench.gpu.report import NotRun, Report, Row, figure
+from radixcache.bench.gpu.report import Report, Row, figure
 from radixcache.bench.gpu.steps import Way, seconds_of_decodes
 from radixcache.kernels.attention import AttentionBackend, LayerKind
 
@@ -31,9 +31,7 @@ def run(place: Place, report: Report) -> None:
 
 
 def _backend(place: Place, kind: LayerKind, dtype: torch.dtype | None = None) -> AttentionBackend:
-    if place.triton is None:
-        raise NotRun("Triton does not run here")
-    return place.triton(place.device, dtype or place.dtype, [kind])
+    return place.make_triton(place.device, dtype or place.dtype, [kind])
 
 
 def _decode(place: Place, rows: int) -> Iterator[Row]:

@@ -10,8 +10,9 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 STAND_INS = ROOT / "bench" / "peers" / "stand_ins"
@@ -20,6 +21,25 @@ STAND_INS = ROOT / "bench" / "peers" / "stand_ins"
 def python_of(venv: str) -> Path:
     """The interpreter of an environment in the repository; of ".venv", the one that runs this."""
     return Path(sys.executable) if venv == ".venv" else ROOT / venv / "bin" / "python"
+
+
+class Contender(NamedTuple):
+    """What is compared: its environment, and the class that drives it there.
+
+    Attributes:
+        options: how the class is called, besides what the benchmark says.
+        on: kinds of models that an engine is compared on.
+    """
+
+    venv: str
+    module: str
+    kind: str
+    options: dict[str, Any] = {}  # noqa: RUF012
+    on: tuple[str, ...] = ("llama",)
+
+    def load(self) -> Any:
+        """The class; imports the library that it drives, whose version it has."""
+        return getattr(import_module(self.module), self.kind)
 
 
 class Failed(Exception):

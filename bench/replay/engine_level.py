@@ -82,7 +82,6 @@ class ScriptedEngine(Engine):
 class Timed:
     outcomes: list[Outcome]
     seconds: float
-    evicted_tokens: int
     accepted_tokens: int
 
 
@@ -123,8 +122,7 @@ def run_engine(
             if repeat:
                 proposer = engine.scheduler.proposer
                 accepted = proposer.num_accepted_tokens.total() if proposer else 0
-                evicted = engine.cache.stats.evicted_tokens
-                timed.append(Timed(outcomes, seconds, evicted, accepted))
+                timed.append(Timed(outcomes, seconds, accepted))
     found = []
     for scheme, timed in zip(schemes, runs, strict=True):
         figures = summarise(
@@ -134,7 +132,6 @@ def run_engine(
             memory_tokens,
             memory=memory,
             level="engine",
-            evicted_tokens=timed[0].evicted_tokens,
             seconds=statistics.median(run.seconds for run in timed),
         )
         if figures.refused < figures.requests:
@@ -146,16 +143,14 @@ def run_engine(
 def _times(workload: Workload, runs: list[Timed]) -> EngineFigures:
     ttfts = [[o.ttft for o in run.outcomes if o.ttft is not None] for run in runs]
     served = workload.prompt_tokens + workload.answer_tokens
-    percentiles = [np.percentile(times, (50, 90, 99)).tolist() for times in ttfts]
+    percentiles = [np.percentile(times, (50, 99)).tolist() for times in ttfts]
     accepted = sum(run.accepted_tokens for run in runs)
     generated = workload.answer_tokens * len(runs)
-    p50, p90, p99 = map(Spread.of, zip(*percentiles, strict=True))
+    p50, p99 = map(Spread.of, zip(*percentiles, strict=True))
     return EngineFigures(
         repeats=len(runs),
         ttft_p50=p50,
-        ttft_p90=p90,
         ttft_p99=p99,
         throughput=Spread.of([served / run.seconds for run in runs]),
         tokens_per_step=generated / (generated - accepted),
-        ttfts=[time for times in ttfts for time in times],
     )

@@ -23,7 +23,6 @@ class Figures:
         hit_tokens, computed_tokens: prompt tokens found, and prefilled (again after a preemption).
         prompt_tokens: of all requests, refused ones included: they hit nothing.
         computed_by_turn: prefilled tokens per request served, for each turn of a conversation.
-        evicted_tokens: dropped to make room.
         empty_share: of the slots in held pages, how many held no token; 64 samples, index level.
         cache_us: processor time in the cache per request, µs; index level only.
         cold: requests that were served and hit nothing.
@@ -43,7 +42,6 @@ class Figures:
     hit_tokens: int
     computed_tokens: int
     preemptions: int
-    evicted_tokens: int
     computed_by_turn: list[float]
     seconds: float
     empty_share: float | None = None
@@ -103,16 +101,13 @@ class EngineFigures:
     Attributes:
         throughput: prompt and generated tokens served per second.
         tokens_per_step: of a request that decodes; more than one where drafts are accepted.
-        ttfts: every time to first token of every repeat.
     """
 
     repeats: int
     ttft_p50: Spread
-    ttft_p90: Spread
     ttft_p99: Spread
     throughput: Spread
     tokens_per_step: float
-    ttfts: list[float]
 
 
 def summarise(

@@ -68,7 +68,6 @@ def run_index(
         memory=memory,
         level="index",
         states=serving.states,
-        evicted_tokens=cache.stats.evicted_tokens,
         seconds=time.perf_counter() - start,
     )
     surveys = scheduler.surveys

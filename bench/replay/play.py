@@ -99,6 +99,13 @@ class Arrivals:
     seed: int = 0
     speed: float = 1.0
 
+    def __str__(self) -> str:
+        if self.as_recorded:
+            return "as recorded" + (f", {self.speed:g} times as fast" if self.speed != 1 else "")
+        if self.rate is not None:
+            return f"Poisson, {self.rate} a second"
+        return f"closed loop of {self.concurrency}"
+
     def due(self, workload: Workload) -> list[float]:
         """The moment at which each request is due, if it waits for no other."""
         if self.as_recorded:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from radixcache import HashBlockCache, PrefixCache, RadixCache
+from radixcache.bench.machine import Stopwatch
 from radixcache.bench.schemes.page_aligned import PageAlignedRadixCache
 from radixcache.runtime.engine.request import Sequence
 from radixcache.runtime.engine.scheduler import Chunk, Scheduler
@@ -79,35 +79,24 @@ _METHODS = ("match", "acquire", "reserve", "publish", "commit", "release")
 class CacheTime:
     """Processor time that a thread spends in a cache, from when this is made.
 
-    It puts itself before the cache's methods. What reading the clock costs is taken off.
+    It puts itself before the cache's methods.
     """
 
     def __init__(self, cache: PrefixCache) -> None:
-        self._total = 0
-        self._calls = 0
-        self._clock_cost = 0
-        nothing = self._timed(lambda: None)
-        costs = []
-        for _ in range(200):
-            self._total = 0
-            nothing()
-            costs.append(self._total)
-        self._clock_cost = sorted(costs)[len(costs) // 2]
-        self._total = self._calls = 0
+        self._watch = Stopwatch()
         for name in _METHODS:
             setattr(cache, name, self._timed(getattr(cache, name)))
 
     @property
     def seconds(self) -> float:
-        return (self._total - self._calls * self._clock_cost) / 1e9
+        return sum(self._watch.ns.values()) / 1e9
 
     def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            start = time.thread_time_ns()
+            self._watch.start()
             try:
                 return method(*args, **kwargs)
             finally:
-                self._total += time.thread_time_ns() - start
-                self._calls += 1
+                self._watch.lap("the cache")
 
         return call

@@ -33,15 +33,13 @@ def _count(value: float | None) -> str:
     return "–" if value is None else f"{value:,.0f}"
 
 
-def _ttft(percent: int, on_page_only: bool = False) -> Column:
+def _ttft(percent: int) -> Column:
     def text(_: WorkloadReport, row: Figures) -> str:
         spread = row.engine and getattr(row.engine, f"ttft_p{percent}")
         return f"{1000 * spread.median:,.1f}" if spread else "–"
 
     note = f"Time to first token in ms that {percent} % of the requests stay within, from when they"
-    return Column(
-        f"TTFT p{percent}", f"{note} were due; median of the repeats.", text, on_page_only
-    )
+    return Column(f"TTFT p{percent}", f"{note} were due; median of the repeats.", text)
 
 
 def _range(row: Figures) -> str:
@@ -83,12 +81,6 @@ INDEX = [
     SCHEME,
     HIT,
     Column(
-        "of unlimited",
-        "Hits relative to those of memory without end, where nothing is ever evicted.",
-        lambda w, r: share(r.hit_tokens, w.unlimited_hits),
-        on_page_only=True,
-    ),
-    Column(
         "of optimum",
         "Hits relative to eviction that knows the future, one request after the other, in the "
         "same memory.",
@@ -97,7 +89,6 @@ INDEX = [
         ),
     ),
     PREFILLED,
-    Column("evicted", "Tokens dropped to make room.", lambda w, r: _count(r.evicted_tokens), True),
     Column(
         "empty slots",
         "Of the slots in pages that are held, how many hold no token; mean of 64 samples.",
@@ -145,7 +136,6 @@ ENGINE = [
     HIT,
     PREFILLED,
     _ttft(50),
-    _ttft(90, on_page_only=True),
     _ttft(99),
     Column(
         "tokens/s",

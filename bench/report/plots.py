@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from radixcache.bench.replay.figures import Figures
 from radixcache.bench.report.results import WorkloadReport
 
 Spec = dict[str, Any]
@@ -38,7 +34,6 @@ _OTHERS = "#cc79a7"
 _DASHES: tuple[list[int], ...] = ([], [6, 2], [2, 2], [8, 2, 2, 2], [5, 3], [12, 3])
 _SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
 _CONFIG = {
-    "background": None,
     "font": "system-ui, sans-serif",
     "view": {"stroke": None},
     "axis": {"gridOpacity": 0.12, "domainOpacity": 0.4, "tickOpacity": 0.4, "titleFontWeight": 400}
@@ -61,8 +56,7 @@ class Plot(NamedTuple):
 
     Attributes:
         note: what it shows, in a sentence.
-        spec: Vega-Lite. The signal `shown` lists what of `styles` is drawn, `memory` names the
-            amount of memory where a plot is of one.
+        spec: Vega-Lite, of what `few` names.
     """
 
     title: str
@@ -86,7 +80,7 @@ def styles(workload: WorkloadReport) -> dict[str, Style]:
 
 
 def few(workload: WorkloadReport) -> list[str]:
-    """What is drawn before anybody has asked for more."""
+    """What is drawn; of many schemes some."""
     names = list(styles(workload))
     schemes = dict.fromkeys(row.scheme for row in workload.rows)
     if len(schemes) > 5 and any(scheme in _FEW for scheme in schemes):
@@ -95,25 +89,29 @@ def few(workload: WorkloadReport) -> list[str]:
 
 
 def plots(workload: WorkloadReport) -> Iterator[Plot]:
-    """Of one workload: its hit rates, what each turn prefills, and its times."""
-    timed = workload.level("engine")
-    rows = workload.main_rows
-    yield _hit_rates(workload, rows)
-    if any(len(row.computed_by_turn) > 1 for row in rows):
-        yield _by_turn(workload, rows)
-    if timed:
-        yield _ttfts(workload, timed)
+    """Of one workload: its hit rates, and what each turn prefills in the most memory."""
+    yield _hit_rates(workload)
+    if any(len(row.computed_by_turn) > 1 for row in workload.main_rows):
+        yield _by_turn(workload)
 
 
-def _hit_rates(workload: WorkloadReport, rows: list[Figures]) -> Plot:
-    total = workload.prompt_tokens
+def still(plot: Plot, width: int = 640, background: str | None = "white") -> str:
+    """The plot as SVG."""
+    import vl_convert
+
+    config = plot.spec["config"] | {"background": background}
+    return vl_convert.vegalite_to_svg(plot.spec | {"width": width, "config": config})
+
+
+def _hit_rates(workload: WorkloadReport) -> Plot:
+    total, names = workload.prompt_tokens, few(workload)
+    rows = [row for row in workload.main_rows if row.scheme in names]
     points = [
         {
             "scheme": row.scheme,
             "memory": row.memory_tokens,
-            "asked": row.memory,
             "share": row.hit_rate,
-            "spoiled": row.spoiled or "no",
+            "spoiled": bool(row.spoiled),
         }
         for row in rows
     ]
@@ -124,32 +122,30 @@ def _hit_rates(workload: WorkloadReport, rows: list[Figures]) -> Plot:
     limit = [{"scheme": UNLIMITED, "share": workload.unlimited_hits / total}]
     x = {**_axis("memory", "KV memory, tokens", "~s"), "scale": {"zero": False}}
     y = {**_axis("share", "share of prompt tokens hit", ".0%"), "scale": {"domainMin": 0}}
-    tips = [_tip("scheme"), _tip("asked", "memory"), _tip("memory", "tokens", ","), _tip("spoiled")]
-    tips[2:2] = [_tip("share", "hit", ".1%")]
-    bound = [_tip("scheme", "bound"), _tip("share", "hit", ".1%")]
-    looks = _looks(workload)
-    colour, shape = looks["color"], looks["shape"]
-    line = {"x": x, "y": y, "color": colour, "strokeDash": looks["strokeDash"]}
-    dots = {"x": x, "y": y, "color": colour, "tooltip": tips}
-    marred = f"{_SHOWN} && datum.spoiled !== 'no'"
+    looks = _looks(workload, names)
+    line = {"x": x, "y": y, "color": looks["color"], "strokeDash": looks["strokeDash"]}
+    dots = {"x": x, "y": y, "color": looks["color"], "shape": looks["shape"]}
     layers = [
-        _layer("limit", _LINE | {"type": "rule"}, {"y": y, "color": colour, "tooltip": bound}),
+        _layer("limit", _LINE | {"type": "rule"}, {"y": y, "color": looks["color"]}),
         _layer("best", _LINE, line),
-        _layer("best", _POINT | {"opacity": 0}, dots | {"tooltip": [*bound, tips[3]]}),
         _layer("points", _LINE, line),
-        _layer("points", _POINT, dots | {"shape": shape}),
-        _layer("points", {"type": "point", "size": 180}, dots, marred),
+        _layer("points", _POINT, dots),
+        _layer("spoiled", {"type": "point", "size": 180}, line | {"strokeDash": {"value": []}}),
     ]
+    spoiled = [point for point in points if point["spoiled"]]
     note = "Every point is a replay."
-    if any(row.refused or row.preemptions for row in rows):
+    if spoiled:
         note += " A ring: requests were refused or preempted, which spoils the figure."
-    data = {"points": points, "best": best, "limit": limit}
-    return Plot("Hit rate over memory", note, _spec(workload, layers, **data))
+    data = {"points": points, "best": best, "limit": limit, "spoiled": spoiled}
+    return Plot("Hit rate over memory", note, _spec(layers, **data))
 
 
-def _by_turn(workload: WorkloadReport, rows: list[Figures]) -> Plot:
+def _by_turn(workload: WorkloadReport) -> Plot:
+    most = max(row.memory_tokens for row in workload.main_rows)
+    rows = [row for row in workload.main_rows if row.memory_tokens == most]
+    rows = [row for row in rows if row.scheme in few(workload)]
     points = [
-        {"scheme": row.scheme, "memory": row.memory, "turn": turn, "tokens": tokens}
+        {"scheme": row.scheme, "turn": turn, "tokens": tokens}
         for row in rows
         for turn, tokens in enumerate(row.computed_by_turn, 1)
     ]
@@ -158,53 +154,25 @@ def _by_turn(workload: WorkloadReport, rows: list[Figures]) -> Plot:
     x = _axis("turn", "turn of the conversation", "d")
     x["axis"]["values"] = list(range(1, turns + 1, step))
     x["scale"] = {"domain": [1, turns], "nice": False, "padding": 8}
-    looks = _looks(workload)
+    looks = _looks(workload, [row.scheme for row in rows])
     dots = {"x": x, "y": _axis("tokens", "tokens prefilled a request", "~s")}
     dots["color"] = looks["color"]
-    tips = [_tip("scheme"), _tip("turn"), _tip("tokens", "prefilled a request", ",.1f")]
     layers = [
-        _layer("points", _LINE, dots | {"strokeDash": looks["strokeDash"]}, _HERE),
-        _layer("points", _POINT, dots | {"shape": looks["shape"], "tooltip": tips}, _HERE),
+        _layer("points", _LINE, dots | {"strokeDash": looks["strokeDash"]}),
+        _layer("points", _POINT, dots | {"shape": looks["shape"]}),
     ]
-    note = "Prompt tokens computed for a request, mean over the conversations: lower is better."
-    return Plot("Prefilled tokens by turn", note, _spec(workload, layers, points=points))
+    note = f"Prompt tokens computed for a request in memory for {rows[0].memory}, mean over the "
+    note += "conversations: lower is better."
+    return Plot("Prefilled tokens by turn", note, _spec(layers, points=points))
 
 
-def _ttfts(workload: WorkloadReport, rows: list[Figures]) -> Plot:
-    shares = np.linspace(0, 1, 101)
-    points = [
-        {"scheme": row.scheme, "memory": row.memory, "share": float(share), "ms": float(time)}
-        for row in rows
-        if row.engine is not None
-        for share, time in zip(
-            shares, 1000 * np.quantile(row.engine.ttfts, shares, method="higher"), strict=True
-        )
-    ]
-    x = {**_axis("ms", "time to first token, ms", "~g"), "scale": {"type": "log", "nice": False}}
-    y = _axis("share", "share of requests", ".0%")
-    tips = [_tip("scheme"), _tip("share", "share of requests", ".0%"), _tip("ms", "ms", ",.1f")]
-    looks = _looks(workload)
-    line = {"x": x, "y": y, "color": looks["color"], "strokeDash": looks["strokeDash"]}
-    line["order"] = {"field": "share", "type": "quantitative"}
-    near = {"x": x, "y": y, "detail": {"field": "scheme"}, "tooltip": tips}
-    layers = [
-        _layer("points", _LINE | {"interpolate": "step-after"}, line, _HERE),
-        _layer("points", _POINT | {"opacity": 0}, near, _HERE),
-    ]
-    note = "How many requests had their first token by then: further left is better."
-    return Plot("Time to first token", note, _spec(workload, layers, points=points))
-
-
-_SHOWN = "indexof(shown, datum.scheme) >= 0"
-_HERE = f"{_SHOWN} && datum.memory === memory"
 _LINE = {"type": "line", "strokeWidth": 2}
 _POINT = {"type": "point", "filled": True, "size": 55, "opacity": 1}
 
 
-def _layer(data: str, mark: Spec, encoding: Spec, only: str = _SHOWN) -> Spec:
-    """One layer, of the data of this name for which the expression `only` holds."""
-    shown = [{"filter": only}]
-    return {"data": {"name": data}, "mark": mark, "encoding": encoding, "transform": shown}
+def _layer(data: str, mark: Spec, encoding: Spec) -> Spec:
+    """One layer, of the data of this name."""
+    return {"data": {"name": data}, "mark": mark, "encoding": encoding}
 
 
 def _axis(name: str, title: str, pattern: str) -> Spec:
@@ -212,48 +180,24 @@ def _axis(name: str, title: str, pattern: str) -> Spec:
     return {"field": name, "type": "quantitative", "axis": axis}
 
 
-def _tip(name: str, title: str | None = None, pattern: str = "") -> Spec:
-    kind = {"type": "quantitative", "format": pattern} if pattern else {"type": "nominal"}
-    return {"field": name, "title": title or name, **kind}
-
-
-def _looks(workload: WorkloadReport) -> dict[str, Spec]:
-    drawn = styles(workload)
-    field = {"field": "scheme", "type": "nominal", "legend": None}
+def _looks(workload: WorkloadReport, names: list[str]) -> dict[str, Spec]:
+    drawn = [styles(workload)[name] for name in names]
+    field = {"field": "scheme", "type": "nominal"}
     return {
-        name: {**field, "scale": {"domain": list(drawn), "range": values}}
+        name: {**field, "scale": {"domain": names, "range": values}}
         for name, values in (
-            ("color", [style.colour for style in drawn.values()]),
-            ("strokeDash", [style.dash or [1, 0] for style in drawn.values()]),
-            ("shape", [style.shape or "circle" for style in drawn.values()]),
+            ("color", [style.colour for style in drawn]),
+            ("strokeDash", [style.dash or [1, 0] for style in drawn]),
+            ("shape", [style.shape or "circle" for style in drawn]),
         )
     }
 
 
-def _spec(workload: WorkloadReport, layers: list[Spec], **data: list[dict[str, Any]]) -> Spec:
-    """A whole plot of this data; one of a single amount of memory shows the largest at first."""
-    most = max(workload.rows, key=lambda row: row.memory_tokens)
-    params = [{"name": "shown", "value": few(workload)}, {"name": "memory", "value": most.memory}]
+def _spec(layers: list[Spec], **data: list[dict[str, Any]]) -> Spec:
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
-        "width": "container",
         "height": 240,
         "config": _CONFIG,
         "datasets": data,
-        "params": params,
         "layer": layers,
     }
-
-
-def still(plot: Plot, width: int = 640) -> str:
-    """The plot as SVG, with its legend below, for where no script runs."""
-    import vl_convert
-
-    spec = json.loads(json.dumps(plot.spec))
-    shown = spec["params"][0]["value"]
-    for layer in spec["layer"]:
-        if "field" in layer["encoding"].get("color", {}):
-            for name in layer["encoding"].keys() & {"color", "strokeDash", "shape"}:
-                layer["encoding"][name]["legend"] = {"values": shown}
-    spec["config"]["background"] = "white"
-    return vl_convert.vegalite_to_svg(spec | {"width": width})

@@ -8,7 +8,7 @@ from typing import Any
 
 from radixcache.bench.replay.figures import Figures
 
-FORMAT = 4
+FORMAT = 5
 """Of the JSON; another number whenever a key that was there is gone."""
 
 

@@ -148,12 +148,8 @@ class FirstBlocksCache(NoCache):
 
     def reserve(self, lease: Any, num_tokens: int) -> None:
         self._mine(lease)
-        refs, size, prompt, have = (
-            self.pool.refs,
-            self.page_size,
-            lease.query_tokens,
-            lease._num_pages,
-        )
+        refs, size = self.pool.refs, self.page_size
+        prompt, have = lease.query_tokens, lease._num_pages
         blocks = -(-prompt // size)
         target = max(have, blocks, -(-num_tokens // size))
         half = lease.half if num_tokens > prompt else None

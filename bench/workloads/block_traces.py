@@ -49,37 +49,36 @@ def load_trace(
     """
     trace = _Trace(path, hash_block, vocabulary)
     for number, (where, record) in enumerate(read_records(path, limit)):
+        name: int | str | None = None
+        parent, block, scale = None, 512, 1000
         match record:
             case {"requests": [*requests]}:
                 scope = number if record.get("hash_id_scope") == "local" else None
                 trace.start(where, record, 64, scope)
                 _add_session(trace, where, requests, None)
-            case {"chat_id": int() | str() as chat, "input_length": length, "output_length": said}:
-                trace.start(where, record, 16)
+                continue
+            case {"chat_id": int() | str() as name, "output_length": _}:
                 parent = record.get("parent_chat_id")
-                after = trace.last.get(parent) if isinstance(parent, int | str) else None
-                ids, at = record.get("hash_ids"), record.get("timestamp", 0)
-                trace.last[chat] = trace.add(where, length, said, ids, at=at, after=after)
-            case {"session_id": int() | str() as name, "input_length": length, "output_length": n}:
-                trace.start(where, record, 512)
-                after, at = trace.last.get(name), record.get("timestamp")
-                begin = 0.0
-                if at is None:
-                    at = record.get("delay", 0)
-                    begin = trace.workload.arrivals[after].at if after is not None else 0.0
-                ids = record.get("hash_ids")
-                trace.last[name] = trace.add(
-                    where, length, n, ids, at=at, begin=begin, scale=1000, after=after
-                )
-            case {"timestamp": at, "input_length": length, "output_length": n, "hash_ids": ids}:
-                trace.start(where, record, 512)
-                trace.add(where, length, n, ids, at=at, scale=1000)
+                block, scale = 16, 1
+            case {"session_id": int() | str() as name, "output_length": _}:
+                parent = name
+            case {"timestamp": _, "output_length": _, "hash_ids": _}:
+                pass
             case _:
                 raise InvalidRequest(
                     f"{where}: not a request of a trace: it has a timestamp, an input_length, an "
                     f'output_length and hash_ids, perhaps a "session_id" or "chat_id"; or '
                     f'"requests"'
                 )
+        trace.start(where, record, block)
+        after = trace.last.get(parent) if isinstance(parent, int | str) else None
+        at, begin = record.get("timestamp"), 0.0
+        if at is None and name is not None:
+            at = record.get("delay", 0)
+            begin = trace.workload.arrivals[after].at if after is not None else 0.0
+        sizes = record.get("input_length"), record["output_length"]
+        ids, when = record.get("hash_ids"), {"at": at, "begin": begin, "scale": scale}
+        trace.last[name] = trace.add(where, *sizes, ids, **when, after=after)
     return trace.finished()
 
 

@@ -6,13 +6,13 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING
 
-from radixcache.bench.workloads import loaders
 from radixcache.bench.workloads.block_traces import load_trace
 from radixcache.bench.workloads.byte_level_bpe import train_encoder
 from radixcache.bench.workloads.generators import generate
 from radixcache.bench.workloads.public_data import PUBLIC, load_public
 from radixcache.bench.workloads.records import read_text
-from radixcache.bench.workloads.requests import Joined, Templated, holds_requests, load_requests
+from radixcache.bench.workloads.rendered import TEXTS, Joined, Templated, load_texts
+from radixcache.bench.workloads.texts import holds_requests
 from radixcache.bench.workloads.workload import Workload
 from radixcache.errors import InvalidRequest
 
@@ -24,12 +24,7 @@ DEFAULT = ("chat", "few-shot", "best-of-n", "documents")
 of one short prompt, and texts so long that only eviction counts."""
 
 TRACES = ("mooncake", "sessions")
-TEXTS = {
-    "sharegpt": loaders.load_sharegpt,
-    "messages": loaders.load_messages,
-    "prompts": loaders.load_prompts,
-}
-FORMATS = (*TRACES, "requests", *TEXTS)
+FORMATS = (*TRACES, *TEXTS)
 
 _TRAINED_ON = 1 << 23
 """Characters of a file from which a tokenizer is trained, in pieces: a word without end is slow."""
@@ -57,12 +52,9 @@ def choose(args: argparse.Namespace, vocabulary: int) -> list[Workload]:
         encode = train_encoder(text[at : at + 4096] for at in range(0, len(text), 4096))
     else:
         encode = partial(tokenizer.encode, special=False)
-    if args.format == "requests":
-        renderer = Joined(encode) if tokenizer is None else Templated(tokenizer)
-        chosen.append(load_requests(args.file, renderer, limit=args.limit))
-    else:
-        chosen.append(TEXTS[args.format](args.file, encode, limit=args.limit))
-    return chosen
+    as_sent = tokenizer if args.format == "requests" else None
+    renderer = Templated(as_sent) if as_sent is not None else Joined(encode)
+    return [*chosen, load_texts(args.file, args.format, renderer, limit=args.limit)]
 
 
 def _tokenizer(args: argparse.Namespace) -> Tokenizer | None:

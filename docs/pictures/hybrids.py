@@ -14,5 +14,4 @@ def take(folder: Path) -> None:
     """Replay and draw it."""
     workload = measure(COMMAND)
     by_turn = next(plot for plot in plots(workload) if plot.title == "Prefilled tokens by turn")
-    by_turn.spec["params"][0]["value"] = [row.scheme for row in workload.rows]
     (folder / "hybrids.svg").write_text(still(by_turn))

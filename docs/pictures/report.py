@@ -15,5 +15,5 @@ def take(folder: Path) -> None:
         written = Path(place, "report.html")
         assert cli.main(["bench", "--report", str(written)]) == 0
         page.driver.get(written.as_uri())
-        page.until(lambda: page.all(".plot svg"))
+        page.until(lambda: page.all("figure svg"))
         shoot_looks(page, folder, "report", "#w2")

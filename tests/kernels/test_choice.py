@@ -68,7 +68,7 @@ def test_without_flashinfer_one_sentence_names_the_extra(gpu, monkeypatch, caplo
 def test_triton_is_taken_where_flashinfer_does_not_run(gpu, monkeypatch, caplog) -> None:
     triton = TorchBackend(GPU)
     monkeypatch.setitem(sys.modules, NAME, None)
-    monkeypatch.setattr(choice, "_triton", lambda *_: triton)
+    monkeypatch.setattr(choice, "make_triton", lambda *_: triton)
     assert choice.choose_backend(GPU, torch.bfloat16, KINDS) is triton
     (record,) = caplog.records
     assert record.getMessage().startswith("attention runs in Triton: FlashInfer is not installed")

@@ -2,7 +2,7 @@
 
     make bench-peers
     make bench-peers ARGS="--quick"
-    make bench-peers ARGS="--only W1 W3 --without vllm --json /tmp/engines.json"
+    make bench-peers ARGS="--only W1 W3 --without vllm"
     make bench-peers ARGS="--model FILE.gguf"     # ours against llama.cpp, on a file of yours
 
 In every round each engine in turn is started in a process of its own, in its own environment,
@@ -14,7 +14,6 @@ out. `docs/benchmarks.md` says what each engine is given.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -144,7 +143,6 @@ def main() -> None:
     peers = [name for name in ENGINES if name != "ours"]
     parser.add_argument("--without", nargs="+", default=[], choices=peers)
     parser.add_argument("--quick", action="store_true", help="short prompts, few requests")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every turn there, too")
     args = parser.parse_args()
 
     sizes = SIZES["quick" if args.quick else "full"]
@@ -163,8 +161,6 @@ def main() -> None:
     versions = {turn.engine: turn.version for turn in turns}
     print(f"\n{', '.join(f'{name} {version}' for name, version in versions.items())}")
     print(conditions())
-    if args.json:
-        args.json.write_text(json.dumps([asdict(turn) for turn in turns]))
 
 
 if __name__ == "__main__":

@@ -20,8 +20,6 @@ VOCAB = 16_384
 KV_BYTES = 256 << 20
 """KV memory of every engine: 32,768 tokens of the Llama."""
 
-MAX_TOKENS = 32_768
-
 THREADS = 2
 
 
@@ -32,11 +30,13 @@ class Request:
     Attributes:
         shared: how many of its first tokens other requests have, too.
         conversation: its number, if it is a turn: it begins with the turn before and its answer.
+        salt: of its cache, where caches are told apart.
     """
 
     tokens: list[int]
     shared: int = 0
     conversation: int | None = None
+    salt: str | None = None
 
 
 class Answer(NamedTuple):

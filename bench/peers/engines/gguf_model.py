@@ -14,18 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
 
 def interleave(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
     """The rows of a query or key projection, [heads * D, hidden], in llama.cpp's order.
@@ -44,6 +32,7 @@ def convert(folder: Path) -> Path:
 
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     path = folder / "model.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_vocab_size(config["vocab_size"])
@@ -64,25 +53,12 @@ def convert(folder: Path) -> Path:
         projection = name.removesuffix(".weight").rpartition(".")[2]
         if projection in heads:
             weight = interleave(weight, heads[projection])
-        writer.add_tensor(gguf_name(name), weight)
+        writer.add_tensor(names.get_name(name, (".weight",)), weight)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def gguf_name(name: str) -> str:
-    """What llama.cpp calls a weight of transformers' Llama."""
-    outer = {
-        "model.embed_tokens.weight": "token_embd.weight",
-        "model.norm.weight": "output_norm.weight",
-        "lm_head.weight": "output.weight",
-    }
-    if name in outer:
-        return outer[name]
-    layer, _, rest = name.removeprefix("model.layers.").partition(".")
-    return f"blk.{layer}.{NAMES[rest.removesuffix('.weight')]}.weight"
 
 
 if __name__ == "__main__":

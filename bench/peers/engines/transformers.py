@@ -1,4 +1,4 @@
-"""transformers: `generate` as it comes, with a KV cache kept by hand, and continuous batching."""
+"""transformers: `generate` as it comes, and with a KV cache kept by hand."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ import torch
 import transformers
 from transformers import (
     AutoModelForCausalLM,
-    ContinuousBatchingConfig,
     DynamicCache,
     GenerationConfig,
     StoppingCriteria,
     StoppingCriteriaList,
 )
 
-from bench.peers.engines.cases import MAX_TOKENS, Answer, Request
-
-PAGE = 256  # of continuous batching, its default
+from bench.peers.engines.cases import Answer, Request
 
 
 class Transformers:
@@ -103,61 +100,6 @@ class TransformersKept(Transformers):
         cache = DynamicCache()
         self.model(torch.tensor([prefix]), past_key_values=cache, logits_to_keep=1)
         return cache
-
-
-class TransformersBatch(Transformers):
-    """Continuous batching, its loop kept running from request to request: the manager behind
-    `generate_batch`, which would start a thread for every call."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.manager = self._start()
-
-    def _start(self) -> Any:
-        config = greedy(16)
-        config.eos_token_id = -1
-        manager = self.model.init_continuous_batching(
-            config,
-            ContinuousBatchingConfig(
-                num_blocks=MAX_TOKENS // PAGE,
-                max_batch_tokens=2048,
-                auto_switch_to_flash=False,  # else it looks for flash attention, over the network
-            ),
-        )
-        manager.start()
-        self.is_new = True
-        return manager
-
-    def generate(self, requests: list[Request], max_tokens: int) -> list[Answer]:
-        start = time.perf_counter()
-        self.is_new = False
-        names = self.manager.add_requests(
-            [request.tokens for request in requests],
-            max_new_tokens=max_tokens,
-            record_timestamps=True,
-        )
-        found: dict[str, Any] = {}
-        while len(found) < len(names):
-            result = self.manager.get_result(timeout=1)
-            if result is not None and result.is_finished():
-                found[result.request_id] = result
-            elif result is None and not self.manager.is_running():
-                raise RuntimeError("its generation loop has ended")
-        answers = []
-        for name in names:
-            result = found[name]
-            if result.error:
-                raise RuntimeError(result.error)
-            first = result.timestamps[0] - start
-            answers.append(Answer(first, result.generated_tokens, None))
-        return answers
-
-    def forget(self) -> None:
-        if self.is_new:
-            return
-        self.manager.stop(block=True)
-        self.manager.destroy()
-        self.manager = self._start()
 
 
 class FirstToken(StoppingCriteria):

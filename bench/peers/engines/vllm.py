@@ -20,26 +20,30 @@ from vllm import LLM, SamplingParams
 
 
 class VLLM:
-    """Blocks of 32 tokens."""
+    """Blocks of 32 tokens, unless `options` say otherwise."""
 
     version = vllm.__version__
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **options: Any) -> None:
         self.llm = LLM(
             str(folder),
             skip_tokenizer_init=True,
             dtype="float32",
-            block_size=32,
             enable_prefix_caching=True,
             kv_cache_memory_bytes=KV_BYTES,
             disable_log_stats=False,
+            **{"block_size": 32, **options},
         )
 
     def generate(self, requests: list[Request], max_tokens: int) -> list[Answer]:
         params = SamplingParams(
             temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
         )
-        prompts: list[Any] = [{"prompt_token_ids": request.tokens} for request in requests]
+        prompts: list[Any] = [
+            {"prompt_token_ids": request.tokens}
+            | ({"cache_salt": request.salt} if request.salt else {})
+            for request in requests
+        ]
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         return [
             Answer(

@@ -1,45 +1,11 @@
-"""What the benchmark asks of an index, and how it takes the time."""
+"""What the benchmark asks of an index."""
 
 from __future__ import annotations
 
-import time
 from typing import Any, Protocol
 
 from bench.peers.index.trace_t import Replayed, Tokens
-
-clock = time.thread_time_ns
-
-
-class Stopwatch:
-    """Thread CPU time by phase, less what reading the clock costs.
-
-    Each `lap` books the time since the last `start` or `lap`.
-    """
-
-    def __init__(self) -> None:
-        self.ns: dict[str, float] = {}
-        self.cost = 0.0
-        """Nanoseconds that a lap of nothing takes."""
-        laps = []
-        for _ in range(50):
-            self.start()
-            for _ in range(100):
-                self.lap("nothing")
-            laps.append(self.take()["nothing"] / 100)
-        self.cost = sorted(laps)[len(laps) // 2]
-
-    def start(self) -> None:
-        self._last = clock()
-
-    def lap(self, phase: str) -> None:
-        now = clock()
-        self.ns[phase] = self.ns.get(phase, 0.0) + now - self._last - self.cost
-        self._last = clock()
-
-    def take(self) -> dict[str, float]:
-        """The times so far, nanoseconds by phase; starts again from nothing."""
-        ns, self.ns = self.ns, {}
-        return ns
+from radixcache.bench.machine import Stopwatch
 
 
 class Index(Replayed, Protocol):

@@ -6,6 +6,7 @@ import ctypes
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,10 +26,10 @@ class Make(Protocol):
 
 
 Round = dict[str, Any]
-"""What a round found: `ns`, the times of its operations, or other numbers by name."""
+"""What a round found: its `value`, microseconds or bytes, and perhaps other numbers by name."""
 
 Case = Callable[..., Iterator[Round]]
-"""Called with `make` and its parameters; the first round is the set-up and has no times."""
+"""Called with `make` and its parameters; the first round is the set-up and has no value."""
 
 
 def match(
@@ -50,9 +51,9 @@ def match(
     query = index.query(key)
     call = index.borrow if borrow else index.match
     found = call(query)
-    yield {"found": found}
+    yield {} if borrow else {"found": found}  # pages or slots
     while True:
-        yield {"ns": [_timed(index, call, query) for _ in range(20)]}
+        yield {"value": median(_timed(index, call, query) for _ in range(20))}
 
 
 def convert(make: Make, seed: int, page_size: int, length: int) -> Iterator[Round]:
@@ -60,7 +61,7 @@ def convert(make: Make, seed: int, page_size: int, length: int) -> Iterator[Roun
     index = make(page_size, page_size, [])
     yield {}
     while True:
-        yield {"ns": [_timed(index, index.convert_list, tokens) for _ in range(5)]}
+        yield {"value": median(_timed(index, index.convert_list, tokens) for _ in range(5))}
 
 
 def insert(
@@ -74,20 +75,20 @@ def insert(
     _insert_once(index, base, _random(rng, new), cached)  # the first one extends a leaf
     yield {}
     while True:
-        yield {"ns": [_insert_once(index, base, _random(rng, new), cached)]}
+        yield {"value": _insert_once(index, base, _random(rng, new), cached)}
 
 
 def _insert_once(index: Index, base: Tokens, tail: Tokens, cached: int) -> float:
     prepared = index.prepare_insert(index.convert(np.concatenate((base, tail))), cached)
-    ns = _timed(index, index.insert, prepared)
+    us = _timed(index, index.insert, prepared)
     index.after_insert(prepared)
-    return ns
+    return us
 
 
 def evict(
     make: Make, seed: int, page_size: int, leaves: int, at_once: int, times: int
 ) -> Iterator[Round]:
-    """Free the room of `at_once` of `leaves` leaves, `times` in a round; nanoseconds per leaf."""
+    """Free the room of `at_once` of `leaves` leaves, `times` in a round; the time per leaf."""
     rng = np.random.default_rng(seed)
     stem = _random(rng, LEAF)
     index = make(LEAF * (leaves + 1), page_size, [])
@@ -98,8 +99,8 @@ def evict(
     gc.collect()
     yield {}
     while True:
-        ns = [_timed(index, index.evict, at_once * LEAF) for _ in range(times)]
-        yield {"ns": [time / at_once for time in ns]}
+        taken = [_timed(index, index.evict, at_once * LEAF) for _ in range(times)]
+        yield {"value": median(taken) / at_once}
 
 
 def chunked(
@@ -116,11 +117,11 @@ def chunked(
     once()
     yield {}
     while True:
-        yield {"ns": [once()]}
+        yield {"value": once()}
 
 
 def memory(make: Make, seed: int, page_size: int, leaves: int, length: int) -> Iterator[Round]:
-    """Resident bytes that `leaves` sequences of `length` tokens need, their pool included."""
+    """Resident bytes per token of `leaves` sequences of `length`, their pool included."""
     rng = np.random.default_rng(seed)
     warm = make(4 * length, page_size, [])
     warm.store(warm.convert(_random(rng, length)))
@@ -130,13 +131,13 @@ def memory(make: Make, seed: int, page_size: int, leaves: int, length: int) -> I
     for _ in range(leaves):
         index.store(index.convert(_random(rng, length)))
     yield {}
-    yield {"bytes": _resident() - before, "tokens": leaves * length}
+    yield {"value": (_resident() - before) / (leaves * length)}
 
 
 def trace_t(
     make: Make, seed: int, page_size: int, conversations: int, segment: int
 ) -> Iterator[Round]:
-    """Trace T, `segment` requests a round: nanoseconds by phase, and the hits so far."""
+    """Trace T, `segment` requests a round: the time per request, nanoseconds by phase, hits."""
     trace = TraceT(seed=seed, conversations=conversations)
     index = make(trace.num_pages(page_size) * page_size, page_size, trace.texts())
     gc.collect()
@@ -144,7 +145,9 @@ def trace_t(
     done = 0
     for count in replay(trace, index):
         if count.requests % segment == 0 or count.requests == trace.requests:
-            yield {"phases": index.watch.take(), "segment": count.requests - done, **vars(count)}
+            phases = index.watch.take()
+            taken = sum(phases.values()) / 1000 / (count.requests - done)
+            yield {"value": taken, "phases": phases, **vars(count)}
             done = count.requests
 
 
@@ -165,11 +168,12 @@ def _random(rng: np.random.Generator, count: int) -> Tokens:
 
 
 def _timed(index: Index, call: Callable[[Any], Any], argument: Any) -> float:
+    """Microseconds."""
     watch = index.watch
     watch.start()
     call(argument)
     watch.lap("call")
-    return watch.take()["call"]
+    return watch.take()["call"] / 1000
 
 
 def _resident() -> int:

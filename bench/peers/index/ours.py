@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 
+import radixcache
 from bench.peers.index.base import Index
 from bench.peers.index.trace_t import Request, Tokens
 from radixcache import Lease, PagePool, RadixCache
@@ -19,6 +20,8 @@ AHEAD = 128
 
 class Ours(Index):
     """`RadixCache` over a pool of `num_tokens` tokens."""
+
+    version = radixcache.__version__
 
     def __init__(
         self, num_tokens: int, page_size: int, texts: list[Tokens], decoding: Decoding = "ahead"

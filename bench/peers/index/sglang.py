@@ -12,6 +12,7 @@ from array import array
 from typing import Any
 
 import numpy as np
+import sglang
 import torch
 from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.allocation import (
@@ -67,6 +68,8 @@ class SGLang(Index):
 
     Every step allocates a slot for each running request and writes it to the request's row.
     """
+
+    version = sglang.__version__
 
     def __init__(self, num_tokens: int, page_size: int, texts: list[Tokens], core: str) -> None:
         torch.set_num_threads(1)

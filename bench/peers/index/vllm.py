@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import vllm
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request as PeerRequest
 from vllm.v1.request import RequestStatus
@@ -22,6 +23,8 @@ from bench.peers.vllm_manager import make_hasher, make_manager
 
 class VLLM(Index):
     """Over blocks of `page_size` tokens; one stays empty."""
+
+    version = vllm.__version__
 
     def __init__(self, num_tokens: int, page_size: int, texts: list[Tokens]) -> None:
         torch.set_num_threads(1)

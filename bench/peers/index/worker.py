@@ -1,4 +1,4 @@
-"""One library's side of `bench.peers.index`: reads a request per line, answers with a line of JSON.
+"""The indexes that are compared, and one's side: a request a line, answered with a line of JSON.
 
     python -m bench.peers.index.worker sglang-rust
 
@@ -11,29 +11,30 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 from bench.peers.index.cases import CASES, Make, Round
-from bench.peers.process import serve
+from bench.peers.process import Contender, serve
 
-CLASSES = {
-    "ours": ("radixcache", "Ours", {}),
-    "ours-token": ("radixcache", "Ours", {"decoding": "token"}),
-    "sglang-rust": ("sglang", "SGLang", {"core": "rust"}),
-    "sglang-python": ("sglang", "SGLang", {"core": "python"}),
-    "vllm": ("vllm", "VLLM", {}),
+_OURS = (".venv", "bench.peers.index.ours", "Ours")
+_SGLANG = (".venv-sglang", "bench.peers.index.sglang", "SGLang")
+
+CONTENDERS = {
+    "ours": Contender(*_OURS),
+    "ours-token": Contender(*_OURS, {"decoding": "token"}),
+    "sglang-rust": Contender(*_SGLANG, {"core": "rust"}),
+    "sglang-python": Contender(*_SGLANG, {"core": "python"}),
+    "vllm": Contender(".venv-vllm", "bench.peers.index.vllm", "VLLM"),
 }
-"""Of each contender the package, the class in the module of its library here, and its options."""
 
 rounds: Iterator[Round] = iter(())
 
 
 def load() -> tuple[Make, str]:
     """How to make the index that was asked for, and its library's version."""
-    package, name, options = CLASSES[sys.argv[1]]
-    module = import_module(f"bench.peers.index.{sys.argv[1].partition('-')[0]}")
-    return partial(getattr(module, name), **options), import_module(package).__version__
+    contender = CONTENDERS[sys.argv[1]]
+    index = contender.load()
+    return partial(index, **contender.options), index.version
 
 
 def answer(make: Make, request: dict[str, Any]) -> Round:

@@ -12,16 +12,44 @@ from unittest.mock import patch
 
 import torch
 
-from radixcache.bench.gpu.place import SMALL, Place
+from radixcache.bench.gpu.place import Place, Sizes, llama
 from radixcache.bench.gpu.triton import WIDE
 from radixcache.kernels import cascade
 from radixcache.kernels.attention import AttentionBackend
+from radixcache.kernels.choice import make_flashinfer
 from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime.engine import engine as engine_module
 from radixcache.runtime.engine.worker import Worker
 from radixcache.runtime.model import cuda_graphs
 from tests.kernels.gpu import pretend_gpu
 from tests.pretend_cuda import CUDA, Device
+
+_TINY = llama(256, 64, 64, 2, 4, 2, 16, 1024)
+SMALL = Sizes(
+    repeat=1,
+    copy_bytes=1 << 20,
+    matmul=128,
+    head_dims=(16,),
+    shrink=32,
+    far_elements=1 << 14,
+    other_dtypes=(),
+    small=_TINY,
+    stem=70,
+    answer=3,
+    big=_TINY,
+    decode_batches=(1, 3),
+    decode_context=40,
+    steps=2,
+    cached=(64,),
+    question=8,
+    chunk=128,
+    heads=((4, 2), (2, 1)),
+    head_dim=16,
+    rows=(4,),
+    shared=(32, 64),
+    own=8,
+    beyond_l2=1 << 12,
+)
 
 
 @contextmanager
@@ -39,13 +67,11 @@ def rehearsal_place(out: Path) -> Iterator[Place]:
             patch.object(cuda_graphs, "batch_sizes", _three_sizes),
             patch.object(Worker, "_run", _pretending(gpu.device)),
         ):
-            make = gpu.backend.FlashInferBackend
 
             def stand_for_triton(*args: Any) -> AttentionBackend:  # which takes any head
-                return TorchBackend(CUDA) if args[2] == [WIDE] else make(*args)
+                return TorchBackend(CUDA) if args[2] == [WIDE] else make_flashinfer(*args)
 
-            kernels = gpu.flashinfer, gpu.backend
-            yield Place(CUDA, torch.float32, SMALL, out, kernels, stand_for_triton)
+            yield Place(CUDA, torch.float32, SMALL, out, True, stand_for_triton)
     finally:
         torch.set_num_threads(threads)
         if freezes:

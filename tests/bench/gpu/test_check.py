@@ -21,10 +21,10 @@ import torch
 from radixcache import RadixCache
 from radixcache.bench.gpu import check, equality, pack
 from radixcache.bench.gpu.environment import LAYERS
-from radixcache.bench.gpu.place import SMALL, Place
+from radixcache.bench.gpu.place import Place
 from radixcache.bench.gpu.report import NotRun, Report, Row, failed, figure, table
 from radixcache.runtime.model.load import VERIFIED
-from tests.bench.gpu.rehearsal import rehearsal_place
+from tests.bench.gpu.rehearsal import SMALL, rehearsal_place
 
 ROOT = Path(__file__).resolve().parents[3]
 Found = dict[str, dict[str, Row]]
@@ -75,7 +75,7 @@ def test_other_tokens_than_transformers_fail_the_check(tmp_path, monkeypatch) ->
 
 def test_without_flashinfer_the_torch_backend_is_measured(tmp_path, monkeypatch) -> None:
     def leave_out(place: Place) -> None:
-        place.kernels = None
+        place.with_flashinfer = False
         sys.modules["flashinfer"] = None  # type: ignore[assignment]  # until the rehearsal ends
         sys.modules["radixcache.kernels.flashinfer_backend"] = None  # type: ignore[assignment]
 
@@ -96,8 +96,8 @@ def test_why_flashinfer_does_not_run_is_told_in_full(tmp_path, monkeypatch) -> N
         raise OSError("libcudart.so.13: cannot open shared object file")
 
     def break_backend(place: Place) -> None:
-        assert place.kernels is not None
-        monkeypatch.setattr(place.kernels[1], "FlashInferBackend", breaks)
+        backend = sys.modules["radixcache.kernels.flashinfer_backend"]
+        monkeypatch.setattr(backend, "FlashInferBackend", breaks)
 
     row = run(tmp_path, "environment", prepare=break_backend)["environment"]["FlashInfer runs"]
     assert row.status == "FAIL" and "libcudart.so.13" in row.text
@@ -164,7 +164,7 @@ def fakes(tmp_path, monkeypatch):
 
     def run(*options: str, **sections: str) -> tuple[int, list[tuple[str, str, str]]]:
         started = {"environment": "row('FlashInfer runs', 'ok')", **sections}
-        monkeypatch.setattr(check, "SECTIONS", {n: check.Section(1, 2) for n in started})
+        monkeypatch.setattr(check, "SECTIONS", dict.fromkeys(started, (1, 2)))
         monkeypatch.setattr(check, "_GRACE", 0.2)
 
         def command(name: str, options: list[str]) -> list[str]:
@@ -177,7 +177,7 @@ def row(name, status):
 """
             return [sys.executable, "-S", "-c", prelude + started[name]]
 
-        monkeypatch.setattr(check, "why_not_here", lambda: "")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(check, "command_of", command)
         code = check.main(["--out", str(tmp_path), *options])
         rows = json.loads((tmp_path / "gpu_check.json").read_text())["rows"]

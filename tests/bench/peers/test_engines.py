@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from argparse import Namespace
 from io import StringIO
 from types import SimpleNamespace
@@ -15,12 +17,11 @@ from bench.peers.engines import __main__ as engines
 from bench.peers.engines import cases
 from bench.peers.engines.cases import SIZES, WORKLOADS, Answer, Sizes
 from bench.peers.engines.gguf_model import interleave
-from bench.peers.engines.transformers import TransformersBatch
 from bench.peers.engines.worker import ENGINES
 from bench.peers.process import Failed
 from bench.peers.report import comparison
 from radixcache.bench.machine import held_bytes
-from tests.models import VOCAB_SIZE, continuous_batching, tiny_model
+from tests.models import VOCAB_SIZE, tiny_model
 
 
 def test_tokens_per_second_are_read_before_the_first_and_written_after_it(monkeypatch):
@@ -46,20 +47,17 @@ def test_tokens_per_second_are_read_before_the_first_and_written_after_it(monkey
     }
 
 
-@continuous_batching
 def test_engines_that_run_here_agree_on_every_answer(tmp_path, monkeypatch):
     monkeypatch.setattr(cases, "VOCAB", VOCAB_SIZE)
     sizes = Sizes(40, 7, 3, 20, 5, 2, 3, 30, 6, 3, 12, 2, 6, 40, 10, 6, 1)
     tiny_model("llama", tmp_path, 0, tokenizer=False)
     answers, cached = {}, {}
-    for name in ("transformers", "ours", "transformers-kept", "transformers-batch"):
-        engine = ENGINES[name].load(tmp_path)
+    for name in ("transformers", "ours", "transformers-kept"):
+        engine = ENGINES[name].load()(tmp_path)
         for workload in WORKLOADS:
             outcome = cases.run(workload, engine, sizes, 0)
             assert all(value > 0 for value in outcome.figures.values())
             answers[name, workload], cached[name, workload] = outcome.answers, outcome.cached
-        if isinstance(engine, TransformersBatch):
-            engine.manager.stop(block=True)
     for (name, workload), found in answers.items():
         assert found == answers["transformers", workload], name
     for name in ("ours", "transformers-kept"):
@@ -99,7 +97,7 @@ def take_turns(monkeypatch, tmp_path):
 
 
 def test_engines_that_fail_are_named_once_and_left_out(take_turns, capsys):
-    turns = take_turns(without=["transformers-batch"], only=["W2", "W4"])
+    turns = take_turns(only=["W2", "W4"])
     assert [turn.engine for turn in turns] == ["ours", "transformers", "transformers-kept"] * 2
     assert [*turns[0].outcomes] == ["W2", "W4", "process"]
     assert capsys.readouterr().out == (
@@ -143,8 +141,13 @@ def test_answers_that_are_not_those_of_transformers_are_counted():
 
 def test_memory_is_that_of_the_process():
     assert held_bytes(os.getpid()) > 50_000_000  # torch alone is more
-    with pytest.raises(ProcessLookupError):
-        held_bytes(2**30)
+    alone = held_bytes(os.getpid())
+    code = "held = b'x' * 200_000_000; print(flush=True); input()"
+    words, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe) as child:
+        assert child.stdout is not None and child.stdout.readline()
+        assert held_bytes(os.getpid()) - alone > 150_000_000, "its children count"
+        child.kill()
 
 
 def rotated(x, position, pairs):

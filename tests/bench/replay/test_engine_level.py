@@ -42,7 +42,7 @@ def test_both_levels_hit_the_same_tokens_in_every_request(model, spec, memory, p
         assert row.computed_tokens == index.computed_tokens
         assert (row.refused, row.preemptions) == (index.refused, index.preemptions)
         assert row.computed_tokens >= row.prompt_tokens - row.hit_tokens
-        assert row.engine is not None and len(row.engine.ttfts) == row.requests
+        assert row.engine is not None and row.engine.ttft_p50.median > 0
 
 
 def test_an_engine_generates_what_the_workload_says(model):

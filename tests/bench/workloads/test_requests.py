@@ -7,13 +7,12 @@ from itertools import pairwise
 
 import pytest
 
-from radixcache.bench.workloads.requests import Joined, Templated, load_requests
+from radixcache.bench.workloads.rendered import Templated, load_texts
 from radixcache.runtime.cli import main
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.tokens.tokenizer import Tokenizer
-from tests.bench.workloads.test_loaders import CALLED, HISTORY, encode, write
+from tests.bench.workloads.test_loaders import CALLED, HISTORY, PLAIN, write
 
-PLAIN = Joined(encode)
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
@@ -30,7 +29,7 @@ def body(*messages, **more):
 
 
 def read(tmp_path, *records, renderer=PLAIN, **more):
-    return load_requests(write(tmp_path, *records), renderer, **more).arrivals
+    return load_texts(write(tmp_path, *records), "requests", renderer, **more).arrivals
 
 
 def texts(arrivals):
