@@ -34,7 +34,9 @@ from tests.sources import ROOT
 FOLDERS = ("tests/kernels", "tests/runtime/model", "tests/runtime/engine")
 PROCESSES = ("-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
 ENVIRONMENTS = ROOT / ".venv-machines"
-TESTING = "accelerate httpx2 hypothesis jsonschema packaging pydantic pytest pytest-xdist".split()
+TESTING = (
+    "accelerate gguf httpx2 hypothesis jsonschema packaging pydantic pytest pytest-xdist".split()
+)
 
 PROBE = """
 import os, platform, numpy, torch, transformers
