@@ -24,8 +24,8 @@ from radixcache.runtime.sampling.rows import Row
 from radixcache.runtime.spec_decode.proposer import NO_TOKENS
 from tests import engines
 from tests.engines import assert_no_page_is_lost, finish, generated, plain_model
-from tests.kernels.gpu import pretend_gpu
 from tests.models import EOS, VOCAB_SIZE
+from tests.pretend_cuda import pretend_cuda
 
 SEED = 20_261_125
 CPU = torch.device("cpu")
@@ -120,7 +120,7 @@ def test_logits_are_edited_as_the_definitions_say(vocab: int, place: str) -> Non
         make_sequence(prompt, one, vocab, ends) for prompt, one in zip(prompts, params, strict=True)
     ]
     editor, before = LogitsProcessors(), list[Sequence]()
-    with pretend_gpu() as gpu:
+    with pretend_cuda() as pretended:
         device = torch.device("cuda", 0) if place == "device" else CPU
         for step in range(23):
             ahead = step % 3 == 2 and not any(
@@ -136,9 +136,9 @@ def test_logits_are_edited_as_the_definitions_say(vocab: int, place: str) -> Non
                 sequence.num_computed = len(sequence) + ahead
             logits = 8 * torch.randn(len(batch), vocab, generator=torch.manual_seed(SEED + step))
             raw = logits.to(device)
-            gpu.device.waits.clear()
+            pretended.waits.clear()
             edited = editor.edit(rows_of(batch), raw, send(new, device) if ahead else None)
-            assert not gpu.device.waits
+            assert not pretended.waits
             if ahead:
                 for sequence, token in zip(batch, new, strict=True):
                     sequence.append(token)

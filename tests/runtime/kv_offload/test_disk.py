@@ -134,17 +134,6 @@ FAULTS = [
 ]  # fmt: skip
 
 
-def test_a_restart_loads_what_was_cached_to_the_token(tmp_path: Path) -> None:
-    first = Disk(tmp_path)
-    assert first.answer(TEXT) == (greedy(TEXT, 4), 0)
-    first.close()
-    second = Disk(tmp_path)
-    assert second.answer(TEXT) == (greedy(TEXT, 4), len(TEXT) - 1)
-    again = [*TEXT[:18], 3, 3, 3]
-    assert second.answer(again) == (greedy(again, 4), 0), "in the pool by now"
-    second.close()
-
-
 def test_rows_that_say_that_other_tokens_are_there_are_not_believed(tmp_path: Path) -> None:
     """Nor where only the beginning of a page is asked for, which no key stands for."""
     first, texts = Disk(tmp_path), ([27, *TEXT], TEXT)
@@ -374,21 +363,6 @@ def test_the_manifest_is_in_the_order_of_eviction_before_it_is_closed(tmp_path: 
     )
     assert [slot for (slot,) in order] == [page.slot for page in engine.tier.in_order()]
     engine.close()
-
-
-@pytest.mark.exhaustive
-def test_killed_two_hundred_times_under_load(tmp_path: Path) -> None:
-    rng = Random(0)
-    for number in range(200):
-
-        def work(number: int = number) -> None:
-            signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.02, 0.3))
-            signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-            traffic(tmp_path, number)
-
-        rng.random()
-        assert in_a_process(work) in (0, -signal.SIGKILL)
-    assert in_a_process(lambda: traffic(tmp_path, 1)) == 0
 
 
 def test_a_reset_holds_though_the_manifest_is_locked(

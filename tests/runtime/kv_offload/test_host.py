@@ -135,15 +135,6 @@ def test_a_load_is_taken_off_the_tokens_of_its_step(device: PinnedDevice) -> Non
     assert request.prefilled_tokens == 20
 
 
-def test_what_is_salted_stays_in_the_pool(device: PinnedDevice) -> None:
-    engine = Pinned(device)
-    engine.engine.add_request(TEXT, SamplingParams(temperature=0, max_tokens=2), namespace="mine")
-    while engine.engine.has_work:
-        engine.engine.step()
-    evict_all(engine)
-    assert not len(engine.tier)
-
-
 def test_what_leaves_host_memory_goes_to_disk_and_comes_back(
     device: PinnedDevice, tmp_path: Path
 ) -> None:
@@ -183,14 +174,6 @@ def test_what_is_being_read_at_the_end_is_written(device: PinnedDevice, tmp_path
     with lost, pytest.raises(RuntimeError, match="device lost"):
         engine.offload.close()
     assert len(Pinned(device, folder=tmp_path / "kv").offload.levels[1].tier) == 7
-
-
-def test_a_reset_forgets_host_memory_too(device: PinnedDevice) -> None:
-    engine = Pinned(device)
-    engine.answer(TEXT)
-    evict_all(engine)
-    engine.engine.reset_cache()
-    assert engine.answer(TEXT) == (greedy(TEXT, 4), 0)
 
 
 def test_memory_that_cannot_be_pinned_is_refused(device: PinnedDevice) -> None:

@@ -158,7 +158,7 @@ def test_every_answer_is_as_it_is_alone(drafts: str, cache: str, page_size: int)
     if case.random() < 0.5:  # as where there are CUDA graphs, none of which is large enough
         engine._graphs = SimpleNamespace(run=lambda *_: None)  # type: ignore[assignment]
     if case.random() < 0.5:  # hardly anything is kept beside the KV
-        engine._scored = ScoredPrompts(VOCAB, num_tokens=150)
+        engine._scored = ScoredPrompts(VOCAB, num_tokens=30)
         if engine.scheduler.kept is not None:
             engine.scheduler.kept.num_rows = 6
     reference, proposer = Reference(), None
