@@ -54,6 +54,18 @@ def load(cache: RadixCache, tier: LowerTier, tokens: Sequence[int]) -> None:
     cache.check()
 
 
+def test_evicted_pages_are_found_to_the_token() -> None:
+    cache, tier, _ = tier_of(8)
+    put(cache, [1, 2, 3, 4, 5])
+    cache.evict(8)
+    assert cache.match([1, 2, 3, 4, 5, 6]) == 0
+    assert found(tier, [1, 2, 3, 4, 5, 6]) == 5
+    assert found(tier, [1, 2, 3, 9, 9]) == 3
+    assert found(tier, [2, 2, 3, 4]) == 0
+    assert found(tier, [1, 2, 3, 4, 5, 6], start=4) == 5
+    assert found(tier, [9, 9, 3, 4], start=2) == 2, "the same tokens after others"
+
+
 def test_what_follows_goes_before_what_it_follows() -> None:
     cache, tier, _ = tier_of(3)
     put(cache, [1, 2, 3, 4, 5, 6, 7, 8])
