@@ -290,21 +290,16 @@ def test_a_small_file_is_read(path):
     assert bytes(opened(path, wide).tensors["b"].data) == bytes(range(136))
 
 
-@pytest.mark.parametrize(
-    ("key", "kind"),
-    [("an.int", str), ("a.bool", int), ("an.int", bool), ("a.list", int), ("texts", str)],
-)
-def test_a_value_of_another_type_is_refused(path, key, kind):
+def test_a_value_of_another_type_is_refused(path):
     file = opened(path, gguf_bytes(SMALL))
-    with pytest.raises(ModelError, match=f"its {key} is not of type {kind.__name__}"):
-        file.get(key, kind)
-
-
-@pytest.mark.parametrize(("key", "kind"), [("texts", int), ("nested", int), ("an.int", int)])
-def test_an_array_of_another_type_is_refused(path, key, kind):
-    file = opened(path, gguf_bytes(SMALL))
-    with pytest.raises(ModelError, match=f"its {key} is no array of type"):
-        file.array(key, kind)
+    for key, kind in (
+        ("an.int", str), ("a.bool", int), ("an.int", bool), ("a.list", int), ("texts", str),
+    ):  # fmt: skip
+        with pytest.raises(ModelError, match=f"its {key} is not of type {kind.__name__}"):
+            file.get(key, kind)
+    for key, kind in (("texts", int), ("nested", int), ("an.int", int)):
+        with pytest.raises(ModelError, match=f"its {key} is no array of type"):
+            file.array(key, kind)
 
 
 def test_a_file_that_is_cut_off_anywhere_is_refused(path):
