@@ -172,8 +172,10 @@ def test_an_end_within_forced_tokens_is_the_end(max_tokens: int) -> None:
     assert stopped.output().outputs[0].text[1:] == " quite a long "
 
 
-def schemas_hold(count: int, seed: int) -> None:
-    print(f"seed {seed}")
+@pytest.mark.parametrize(
+    ("count", "seed"), [(40, SEED), pytest.param(1000, SEED + 1, marks=pytest.mark.exhaustive)]
+)
+def test_answers_to_random_schemas_are_valid(count: int, seed: int) -> None:
     rng, engine = random.Random(seed), make_engine(num_pages=20_000, tokens=500)
     asked = []
     for index in range(count):
@@ -199,15 +201,6 @@ def schemas_hold(count: int, seed: int) -> None:
             raise AssertionError(f"seed {seed}: {schema} gave {answer.text!r}: {error}") from error
     print(f"{count} answers: {count - cut} valid, {cut} cut at 300 tokens")
     assert cut <= count // 20
-
-
-def test_answers_to_random_schemas_are_valid() -> None:
-    schemas_hold(40, SEED)
-
-
-@pytest.mark.exhaustive
-def test_answers_to_a_thousand_random_schemas_are_valid() -> None:
-    schemas_hold(1000, SEED + 1)
 
 
 def test_log_probabilities_are_those_of_the_model_not_of_the_mask() -> None:
