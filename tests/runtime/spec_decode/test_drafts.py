@@ -174,7 +174,7 @@ def test_every_answer_is_as_it_is_alone(drafts: str, cache: str, page_size: int)
         assert told(request) == reference(request), f"seed {SEED}: {request.params}"
 
     rng = random.Random(SEED)
-    seen = play(engine, rng, 40 if drafts != "off" else 90, ask_like(rng), verify, arrivals=0.3)
+    seen = play(engine, rng, 80, ask_like(rng), verify, arrivals=0.3)
     model: Any = engine.model
     assert not model.unwritten, "a slot was read before it was written"
     assert seen["failures"]
