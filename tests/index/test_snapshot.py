@@ -57,8 +57,8 @@ def test_every_path_of_the_picture_is_cached_and_everything_cached_is_in_it(mode
                 found = cache.match([*prompt, 99], namespace)
                 assert not found or tuple(prompt[:found]) in shown[namespace], f"seed {SEED}"
         whole: list[tuple[int, ...]] = []  # each node is spelled behind its parent
-        for _, parent, tokens in cache.outline().spell():
-            whole.append((*(whole[parent] if parent >= 0 else ()), *tokens))
+        for _, parent, more in cache.outline().spell():
+            whole.append((*(whole[parent] if parent >= 0 else ()), *more.tolist()))
         assert sorted(whole) == sorted(ends), f"seed {SEED}"
 
 

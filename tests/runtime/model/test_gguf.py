@@ -292,9 +292,10 @@ def test_a_small_file_is_read(path):
 
 def test_a_value_of_another_type_is_refused(path):
     file = opened(path, gguf_bytes(SMALL))
-    for key, kind in (
+    kinds: list[tuple[str, Any]] = [
         ("an.int", str), ("a.bool", int), ("an.int", bool), ("a.list", int), ("texts", str),
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for key, kind in kinds:
         with pytest.raises(ModelError, match=f"its {key} is not of type {kind.__name__}"):
             file.get(key, kind)
     for key, kind in (("texts", int), ("nested", int), ("an.int", int)):

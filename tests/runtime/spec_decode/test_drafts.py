@@ -291,7 +291,7 @@ def test_in_exact_mode_the_bits_are_the_same(
     for speculates in ("off", "auto"):
         with LLM(path, exact=True, speculate=speculates, kv_cache_memory_bytes="16MiB") as llm:
             if speculates == "auto":  # however long this machine takes
-                llm.call(lambda llm=llm: draft_always(llm.engine))
+                draft_always(llm.engine)
             outputs = [output for _ in range(2) for output in llm.generate(asked, params)]
             answers.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
     assert answers[0] == answers[1]
