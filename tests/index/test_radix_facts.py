@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
 from radixcache import (
+    HashBlockCache,
     LeaseError,
     NoCache,
     PagePool,
+    PrefixCache,
     RadixCache,
     RadixCacheError,
 )
@@ -191,8 +193,8 @@ def test_a_listener_that_is_refused_a_change_leaves_the_cache_broken() -> None:
 # -- leases ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [RadixCache, NoCache])
-def test_misuse_of_a_lease_is_refused(kind: type[RadixCache] | type[NoCache]) -> None:
+@pytest.mark.parametrize("kind", [RadixCache, HashBlockCache, NoCache])
+def test_misuse_of_a_lease_is_refused(kind: Callable[[PagePool], PrefixCache]) -> None:
     cache, other = kind(PagePool(16, 4)), kind(PagePool(16, 4))
     lease = cache.acquire(SYSTEM)
     with pytest.raises(LeaseError, match="belongs to another cache"):

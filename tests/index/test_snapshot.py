@@ -41,12 +41,14 @@ def test_every_path_of_the_picture_is_cached_and_everything_cached_is_in_it(mode
         cache.check()
         drawn = cache.snapshot()
         shown: dict[str | None, set[tuple[int, ...]]] = {None: set(), "salt": set()}
+        ends: list[tuple[int, ...]] = []
         for namespace, root in drawn.items():
             assert namespace is None or namespace == "salt"
             ids = [path[-1].id for path in paths(root)]
             assert len(ids) == len(set(ids)) and root.more is None
             for path in paths(root):
                 tokens = spelled(path)
+                ends.append(tuple(tokens))
                 assert path[-1].start + path[-1].num_tokens == len(tokens)
                 assert cache.match([*tokens, 99], namespace) == len(tokens), f"seed {SEED}"
                 shown[namespace].update(tuple(tokens[:n]) for n in range(1, len(tokens) + 1))
@@ -54,6 +56,10 @@ def test_every_path_of_the_picture_is_cached_and_everything_cached_is_in_it(mode
             for namespace in shown:
                 found = cache.match([*prompt, 99], namespace)
                 assert not found or tuple(prompt[:found]) in shown[namespace], f"seed {SEED}"
+        whole: list[tuple[int, ...]] = []  # each node is spelled behind its parent
+        for _, parent, more in cache.outline().spell():
+            whole.append((*(whole[parent] if parent >= 0 else ()), *more.tolist()))
+        assert sorted(whole) == sorted(ends), f"seed {SEED}"
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -125,20 +131,6 @@ def test_a_picture_of_any_size_accounts_for_every_node(mode: str) -> None:
             path[-1].id for root in revealed.roots.values() for path in paths(root)
         ], f"seed {SEED}: {name}"
     assert outline.draw(Look(under="nowhere")) is None
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_every_node_is_spelled_with_its_parent(mode: str) -> None:
-    cache = MODES[mode](PagePool(100, 2))
-    for tail in ([5, 5], [6, 6], [6, 6, 7, 7], [6, 6, 8, 8]):
-        put(cache, [1, 2, 3, 4, *tail], "salt")
-    spelled = cache.outline().spell()
-    whole: list[list[int]] = []
-    for at, (_, parent, tokens) in enumerate(spelled):
-        assert parent < at
-        whole.append([*(whole[parent] if parent >= 0 else []), *tokens])
-    stem, six = [1, 2, 3, 4], [1, 2, 3, 4, 6, 6]
-    assert sorted(whole) == [stem, [*stem, 5, 5], six, [*six, 7, 7], [*six, 8, 8]]
 
 
 @pytest.mark.parametrize("mode", MODES)

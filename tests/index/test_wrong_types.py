@@ -20,11 +20,6 @@ from radixcache import (
 )
 from tests.index.drive import put
 
-CACHES: dict[str, Callable[[PagePool], PrefixCache]] = {
-    "radix": RadixCache,
-    "hash-block": HashBlockCache,
-    "none": NoCache,
-}
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 LEASE = object()
 """Stands for a live lease of the cache."""
@@ -62,13 +57,15 @@ REFUSED_WHERE_THERE_IS_A_CACHE: list[tuple[str, tuple[Any, ...], type[Exception]
 ]
 
 
-@pytest.mark.parametrize("kind", CACHES)
-def test_a_wrong_argument_is_refused_and_breaks_nothing(kind: str) -> None:
-    cache = CACHES[kind](PagePool(16, 2))
+@pytest.mark.parametrize(("kind", "cached"), [(RadixCache, 8), (HashBlockCache, 8), (NoCache, 0)])
+def test_a_wrong_argument_is_refused_and_breaks_nothing(
+    kind: Callable[[PagePool], PrefixCache], cached: int
+) -> None:
+    cache = kind(PagePool(16, 2))
     lease = cache.acquire(TOKENS)
     cache.reserve(lease, len(TOKENS))
     before = cache.pool.refs.tolist()
-    calls = REFUSED + (REFUSED_WHERE_THERE_IS_A_CACHE if kind != "none" else [])
+    calls = REFUSED + (REFUSED_WHERE_THERE_IS_A_CACHE if cached else [])
     for name, arguments, error in calls:
         given = [lease if argument is LEASE else argument for argument in arguments]
         with pytest.raises(error):
@@ -81,7 +78,7 @@ def test_a_wrong_argument_is_refused_and_breaks_nothing(kind: str) -> None:
     cache.publish(lease, TOKENS)
     cache.commit()
     cache.release(lease)
-    assert cache.match(TOKENS) == {"radix": 8, "hash-block": 8, "none": 0}[kind]
+    assert cache.match(TOKENS) == cached
 
 
 @pytest.mark.parametrize(
@@ -92,9 +89,9 @@ def test_a_pool_of_no_possible_size_is_refused(size: tuple[Any, Any]) -> None:
         PagePool(*size)
 
 
-@pytest.mark.parametrize("kind", ["radix", "hash-block"])
-def test_an_empty_salt_is_none_in_every_cache(kind: str) -> None:
-    cache = CACHES[kind](PagePool(16, 2))
+@pytest.mark.parametrize("kind", [RadixCache, HashBlockCache])
+def test_an_empty_salt_is_none_in_every_cache(kind: Callable[[PagePool], PrefixCache]) -> None:
+    cache = kind(PagePool(16, 2))
     put(cache, TOKENS, "")
     assert cache.match(TOKENS) == cache.match(TOKENS, "") == 8
     cache.pin("a", TOKENS[:8], "")

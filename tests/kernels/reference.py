@@ -17,7 +17,8 @@ from radixcache.kernels.attention import AttentionBackend, PagedBatch
 
 @dataclass
 class Step:
-    """One step's inputs. `tables[i]` are the pages of sequence i, `kv_lens[i]` its tokens."""
+    """One step's inputs. `tables[i]` are the pages of sequence i, `kv_lens[i]` its tokens; all have
+    the first `share` pages in common."""
 
     batch: PagedBatch
     tables: list[list[int]]
@@ -28,6 +29,7 @@ class Step:
     value: torch.Tensor
     k_pages: torch.Tensor
     v_pages: torch.Tensor
+    share: int = 0
 
 
 def make_batch(tables: list[list[int]], queries: list[int], kv_lens: list[int], page_size: int):
@@ -88,14 +90,48 @@ def make_step(
         value=randn(total, heads[1], dim),
         k_pages=k_pages,
         v_pages=v_pages,
+        share=share,
     )
+
+
+def random_step(
+    seed: int,
+    dims: tuple[int, ...] = (8, 16, 40, 64),
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float32, torch.bfloat16),
+    most: int = 1200,
+) -> tuple[Step, dict[str, Any]]:
+    """Sequences long and short, fresh and cached, in any heads, pages and types, some with shared
+    pages; and the options of a layer. Chunks and what is cached are in the order of `most`."""
+    rng = np.random.default_rng(seed)
+    page_size, kv_heads = int(rng.choice([1, 3, 4, 16])), int(rng.choice([1, 2, 8]))
+    heads = kv_heads * int(rng.choice([1, 2, 3, 4, 7] if kv_heads < 8 else [1]))
+    share = min(most // 4, int(rng.choice([0, 0, 20, 300]))) // page_size
+    longest = min(most, int(rng.choice([0, 40, 400, 1200])))
+    lens = [
+        (int(rng.choice([1, 1, 2, 9, 90])), share * page_size + int(rng.integers(0, longest + 1)))
+        for _ in range(rng.integers(1, 7))
+    ]
+    if rng.random() < 0.2:
+        lens[0] = (most // 2, lens[0][1])
+    dim, dtype = int(rng.choice(dims)), dtypes[rng.integers(len(dtypes))]
+    options = {
+        "scale": 0.3,
+        "window": [None, None, 1, 6, 40, 300, 1000][rng.integers(7)],
+        "softcap": [None, None, 6.0][rng.integers(3)],
+        "sinks": [None, None, torch.linspace(-9, 40, heads)][rng.integers(3)],
+    }
+    print(f"seed {seed}, {heads} heads on {kv_heads} of {dim} in {dtype}, {lens}, {options}")
+    step = make_step(
+        seed, lens, page_size=page_size, heads=(heads, kv_heads), dim=dim, dtype=dtype, share=share
+    )
+    return step, options
 
 
 def naive_attention(
     step: Step, *, scale: float, window: int | None = None, softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> np.ndarray:  # fmt: skip
-    """[T, heads, dim] float64, one query token and head at a time. Does not touch `step`."""
+    """[T, heads, dim] float64, one query token at a time. Does not touch `step`."""
     page_size, group = step.batch.page_size, step.query.shape[1] // step.key.shape[1]
     query, key, value, k_pages, v_pages = (
         tensor.double().numpy().copy()
@@ -111,16 +147,15 @@ def naive_attention(
     for row, table, position in tokens:
         seen = np.arange(0 if window is None else max(0, position - window + 1), position + 1)
         pages, slots = np.array(table)[seen // page_size], seen % page_size
-        keys, values = k_pages[pages, slots], v_pages[pages, slots]
-        for head in range(query.shape[1]):
-            scores = scale * keys[:, head // group] @ query[row, head]
-            if softcap is not None:
-                scores = softcap * np.tanh(scores / softcap)
-            if sinks is not None:  # a key more, without a value
-                scores = np.append(scores, float(sinks[head]))
-            weights = np.exp(scores - scores.max())
-            weights = (weights / weights.sum())[: len(seen)]
-            out[row, head] = weights @ values[:, head // group]
+        keys, values = (np.repeat(side[pages, slots], group, axis=1) for side in (k_pages, v_pages))
+        scores = scale * np.einsum("khd,hd->hk", keys, query[row])
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        if sinks is not None:  # a key more, without a value
+            scores = np.append(scores, sinks.double().numpy()[:, None], axis=1)
+        weights = np.exp(scores - scores.max(1, keepdims=True))
+        weights = (weights / weights.sum(1, keepdims=True))[:, : len(seen)]
+        out[row] = np.einsum("hk,khd->hd", weights, values)
     assert not np.isnan(out).any(), "the step reads an unwritten slot"
     return out
 

@@ -21,7 +21,7 @@ from radixcache.kernels.native.activations import gated
 from radixcache.kernels.native.attention import NativeBackend
 from radixcache.kernels.native.library import problem
 from tests.forks import Forked
-from tests.kernels.reference import Step, error, make_batch, make_step, run
+from tests.kernels.reference import Step, error, make_batch, make_step, random_step, run
 
 needs_kernels = pytest.mark.skipif(problem() is not None, reason=str(problem()))
 F32, BF16 = torch.float32, torch.bfloat16
@@ -66,29 +66,6 @@ def rows_one_by_one(step: Step, backend: AttentionBackend, **options) -> torch.T
     return torch.cat(outs)
 
 
-def random_step(seed: int) -> tuple[Step, dict]:
-    """Sequences long and short, in any heads and pages, some with shared pages."""
-    rng = np.random.default_rng(seed)
-    page_size, group = int(rng.choice([1, 3, 16])), int(rng.choice([1, 3, 4, 7]))
-    share = int(rng.choice([0, 0, 300])) // page_size
-    lens = [
-        (int(rng.choice([1, 1, 2, 9, 90])), share * page_size + int(rng.integers(0, 400)))
-        for _ in range(rng.integers(1, 5))
-    ]
-    dtype = [F32, F32, BF16][rng.integers(3)]
-    options = {
-        "scale": 0.3,
-        "window": [None, None, 1, 40, 300][rng.integers(5)],
-        "softcap": [None, None, 6.0][rng.integers(3)],
-    }
-    dim = int(rng.choice([8, 16, 40, 64]))
-    print(f"seed {seed}, page size {page_size}, {lens}, dim {dim}, {dtype}, {options}")
-    step = make_step(
-        seed, lens, page_size=page_size, heads=(2 * group, 2), dim=dim, dtype=dtype, share=share
-    )
-    return step, options
-
-
 SEEDS = [*range(20), *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(20, 200))]
 
 
@@ -101,7 +78,6 @@ def test_a_row_has_the_same_bits_alone_and_in_any_company(seed: int) -> None:
         torch.set_num_threads(threads)
         together = run(step, NativeBackend(), **options)
         np.testing.assert_array_equal(bits(together), bits(alone), f"{threads} threads")
-    assert error(step, together, **options) < (3e-5 if step.query.dtype == F32 else 5e-2)
 
 
 @needs_kernels

@@ -12,7 +12,6 @@ from radixcache import LLM, SamplingParams
 from radixcache.errors import ContextExceeded
 from radixcache.runtime.cli import main
 from radixcache.runtime.engine.outputs import MIN_REPEATED, MIN_REPEATS, find_repetition
-from radixcache.runtime.files import split_gguf
 from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.serving import Backend
 from radixcache.runtime.server.settings import read_settings
@@ -115,14 +114,3 @@ def test_an_answer_that_goes_round_in_circles_is_told(capsys: pytest.CaptureFixt
         assert few["radixcache"]["repetitions"] is None
     assert main(["generate", "| a | a | a | a |", *loop]) == 0
     assert "it repeats its last 1 tokens" in capsys.readouterr().err
-
-
-# What is given by its place.
-
-
-def test_a_folder_whose_only_weights_are_one_gguf_is_that_file(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    assert split_gguf(str(tmp_path)) == (str(tmp_path), {"gguf_file": "model.gguf"})
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    assert split_gguf(str(tmp_path)) == (str(tmp_path), {})

@@ -120,15 +120,6 @@ def test_a_token_that_gives_no_text_ends_its_own_request_only(
     assert last.error is not None and "no such byte" in last.error
 
 
-def test_a_seeded_request_does_not_depend_on_its_batch(llm: LLM) -> None:
-    params = SamplingParams(temperature=1.5, seed=7, max_tokens=20, n=2, top_p=0.95)
-    (alone,) = llm.generate("dice", params)
-    crowd = llm.generate(["dice", "noise", "more"], [params, GREEDY, params], use_tqdm=False)
-    tokens = [completion.token_ids for completion in alone.outputs]
-    assert tokens == [completion.token_ids for completion in crowd[0].outputs]
-    assert tokens[0] != tokens[1]
-
-
 ODD_VALUES: list[Any] = [
     None, True, False, -1, 0, 1, 3, 999, 2**40, 10**400, 0.0, 0.5, 1.5, 1e-300, 1e300, -0.5,
     float("inf"), float("nan"), "", "a", "5", b"5", [], ["a"], ["a", ""], [1], [1.5], [True], [[1]],

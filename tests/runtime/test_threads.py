@@ -85,7 +85,17 @@ def test_threads_share_one_llm_with_aborts_and_edits_between(
     in_threads(8, run)
 
 
-def test_requests_of_threads_are_batched_and_a_short_one_waits_for_no_long_one(llm: LLM) -> None:
+def test_requests_of_threads_are_batched_and_a_short_one_waits_for_no_long_one(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, steps = llm.engine._run, iter(range(1000))
+
+    def wait_for_the_short_one(*args: Any) -> Any:
+        if next(steps) == 2:
+            wait_until(lambda: not llm.worker._commands.empty())
+        return run(*args)
+
+    monkeypatch.setattr(llm.engine, "_run", wait_for_the_short_one)
     with ThreadPoolExecutor(2) as pool:
         long = pool.submit(llm.generate, "long", LONG)
         wait_until(lambda: llm.engine.has_work)
@@ -252,7 +262,7 @@ def test_an_interrupt_while_a_model_is_loaded_ends_its_thread_first(
             LLM(path, kv_cache_memory_bytes="1MiB", device="cpu")
     finally:
         signal.signal(signal.SIGINT, before)
-    loading[0].join(5)
+    loading[0].join(20)
     assert not loading[0].is_alive()
 
 

@@ -116,68 +116,11 @@ def test_greedy_tokens_are_the_likeliest_that_the_grammar_takes(kind: str) -> No
         assert steps[1] < steps[0]
 
 
-def mixed(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
-    """Sixteen rows and more, guided and free, with everything else that may be asked for."""
-    asked: list[tuple[list[int], SamplingParams]] = []
-    stem = [rng.randrange(10, 2000) for _ in range(20)]
-    for i in range(18):
-        structured = rng.choice([*STRUCTURES.values(), None])
-        if structured is not None and rng.random() < 0.2:
-            structured = StructuredOutputsParams(structured.kind, structured.value, after="e")
-        options: dict[str, Any] = {
-            "temperature": rng.choice([0, 1.0]),
-            "seed": i,
-            "structured_outputs": structured,
-            "max_tokens": rng.choice([1, 3, 20, 40]),
-            "n": rng.choice([1, 1, 2]),
-            "ignore_eos": rng.random() < 0.3,
-        }
-        more: dict[str, Any] = rng.choice(
-            [
-                {"logprobs": 2},
-                {"stop": ["art", "a", "!"]},
-                {"stop_token_ids": [rng.randrange(60, 120) for _ in range(20)]},
-                {"min_tokens": options["max_tokens"]},
-                {"presence_penalty": 1.0},
-                {"top_k": 3},
-                *[{}] * 4,
-            ]
-        )
-        prompt = stem[: rng.choice([0, 7, 20])] + [rng.randrange(10, 2000) for _ in range(1 + i)]
-        asked.append((prompt, SamplingParams(**options, **more)))
-    asked.append(asked[0])  # whose logits are kept
-    return asked
-
-
 def told(request: Request) -> list[Any]:
     return [
         (s.generated.tolist(), s.finish_reason, s.stop_reason, s.output().text, len(s.logprobs))
         for s in request.sequences
     ]
-
-
-@pytest.mark.parametrize(("num_pages", "tokens"), [(1000, 200), (30, 30)])
-def test_each_request_of_a_mixed_batch_gets_what_it_gets_alone(num_pages: int, tokens: int) -> None:
-    seed = SEED + num_pages
-    print(f"seed {seed}")
-    asked = mixed(random.Random(seed))
-    alone = []
-    for prompt, params in asked:
-        engine = make_engine(forces=False)
-        request = engine.add_request(prompt, params)
-        finish(engine)
-        alone.append(told(request))
-    for forces, ahead in ((False, False), (True, False), (True, True)):
-        engine = make_engine(forces=forces, num_pages=num_pages, tokens=tokens)
-        engine._runs_ahead = ahead
-        requests = [engine.add_request(prompt, params) for prompt, params in asked]
-        finish(engine)
-        assert [told(request) for request in requests] == alone
-        preempted = [s.preemptions for request in requests for s in request.sequences]
-        assert any(preempted) == (num_pages == 30)
-        assert_no_page_is_lost(engine)
-    reasons = {reason for answers in alone for _, reason, *_ in answers}
-    assert reasons >= {"stop", "length"}
 
 
 def test_forced_tokens_are_no_prompt_and_are_cached_like_others() -> None:
@@ -229,8 +172,10 @@ def test_an_end_within_forced_tokens_is_the_end(max_tokens: int) -> None:
     assert stopped.output().outputs[0].text[1:] == " quite a long "
 
 
-def schemas_hold(count: int, seed: int) -> None:
-    print(f"seed {seed}")
+@pytest.mark.parametrize(
+    ("count", "seed"), [(40, SEED), pytest.param(1000, SEED + 1, marks=pytest.mark.exhaustive)]
+)
+def test_answers_to_random_schemas_are_valid(count: int, seed: int) -> None:
     rng, engine = random.Random(seed), make_engine(num_pages=20_000, tokens=500)
     asked = []
     for index in range(count):
@@ -256,15 +201,6 @@ def schemas_hold(count: int, seed: int) -> None:
             raise AssertionError(f"seed {seed}: {schema} gave {answer.text!r}: {error}") from error
     print(f"{count} answers: {count - cut} valid, {cut} cut at 300 tokens")
     assert cut <= count // 20
-
-
-def test_answers_to_random_schemas_are_valid() -> None:
-    schemas_hold(40, SEED)
-
-
-@pytest.mark.exhaustive
-def test_answers_to_a_thousand_random_schemas_are_valid() -> None:
-    schemas_hold(1000, SEED + 1)
 
 
 def test_log_probabilities_are_those_of_the_model_not_of_the_mask() -> None:

@@ -113,6 +113,7 @@ def test_a_grammar_that_compiles_for_ever_is_refused_and_leaves_nothing(monkeypa
     with pytest.raises(InvalidRequest, match="too complex: it takes more than 1 seconds or 128"):
         own.compile(ENDLESS[kind])
     assert resident_bytes() < before + (20 << 20)
+    monkeypatch.undo()
     assert own.compile(StructuredOutputsParams.regex("second")).num_bytes < 20 << 20
     monkeypatch.setattr(guides_module, "try_compile", None)  # it is not tried again
     with pytest.raises(InvalidRequest, match="too complex"):

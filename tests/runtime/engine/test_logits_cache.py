@@ -18,11 +18,8 @@ from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.logits_cache import (
     PromptLogitsCache,
 )
-from radixcache.runtime.engine.request import Request
-from tests.cover import seeds
 from tests.engines import assert_no_page_is_lost, generated, run
 from tests.hash_model import VOCAB, greedy, hash_engine
-from tests.traffic import Asked, play
 
 SEED = 20_261_123
 TEXTS = "abcdefghijklmnopqrstuvwxyz .,"
@@ -99,39 +96,6 @@ def test_of_n_completions_and_of_twins_in_one_burst_one_computes(page_size: int)
         assert_no_page_is_lost(engine)
 
 
-ASKED: list[dict[str, Any]] = [
-    {"temperature": 0, "max_tokens": 6, "logprobs": 3},
-    {"temperature": 1, "seed": 7, "max_tokens": 6, "n": 3},
-    {"temperature": 1, "seed": 8, "max_tokens": 6, "n": 2, "logprobs": 20},
-    {"temperature": 1.7, "seed": 9, "max_tokens": 6, "top_k": 4, "top_p": 0.8},
-    {"temperature": 1, "seed": 10, "max_tokens": 1, "min_p": 0.2},
-    {"temperature": 1, "seed": 11, "max_tokens": 9, "stop": list("aeiou")},
-    {"temperature": 1, "seed": 12, "max_tokens": 9, "stop_token_ids": list(range(0, VOCAB, 2))},
-    {"temperature": 0, "max_tokens": 0, "prompt_logprobs": 2},
-    {"temperature": 0, "max_tokens": 4, "prompt_logprobs": 0, "logprobs": 0, "n": 2},
-]
-
-
-def told(request: Request) -> Any:
-    """All that a request is told but times and counts."""
-    output = request.output()
-    return [
-        (c.token_ids, c.text, c.finish_reason, c.stop_reason, c.logprobs) for c in output.outputs
-    ], output.prompt_logprobs
-
-
-@pytest.mark.parametrize("asked", ASKED, ids=[" ".join(asked) for asked in ASKED])
-def test_whatever_is_asked_for_is_the_same_cold_and_from_kept_logits(asked: dict[str, Any]) -> None:
-    engine, prompt, params = make_engine(), text(18), SamplingParams(**asked)
-    (alone,) = run(make_engine("none"), [prompt], params)
-    for turn in range(3):
-        (request,) = run(engine, [prompt], params)
-        assert told(request) == told(alone)
-        assert request.prefilled_tokens == (0 if turn else len(prompt))
-    (other,) = run(engine, [prompt], SamplingParams(temperature=0, max_tokens=3))
-    assert other.prefilled_tokens == 0
-
-
 def test_logits_are_kept_within_a_namespace_only() -> None:
     engine, prompt = make_engine(), text(18)
     for turn in range(2):
@@ -177,41 +141,3 @@ def test_the_other_modes_keep_no_logits_and_compute_the_last_token(cache: str) -
     assert computed == (4 if cache == "hash-block" else 16)
     engine.reset_cache()
     assert engine.scheduler.kept is None and engine.match(prompt) == 0
-
-
-@seeds(SEED, 20)
-@pytest.mark.parametrize(("page_size", "ahead"), [(1, True), (4, False), (4, True), (16, True)])
-def test_random_requests_aborts_and_failures_in_little_memory_lose_nothing(
-    page_size: int, ahead: bool, seed: int
-) -> None:
-    """Each answer is that of an engine without a cache that runs the request alone."""
-    rng = random.Random(seed + page_size)
-    engine = make_engine(
-        page_size=page_size, num_pages=100 // page_size + 4, max_num_batched_tokens=24,
-        max_num_seqs=5,
-    )  # fmt: skip
-    kept_by(engine).num_rows = 6
-    engine._runs_ahead = ahead
-    stems = [text(n, seed) for n in (8, 16, 21, 33)]
-
-    def ask(_: object) -> Asked:
-        prompt = rng.choice(stems)[: rng.choice([8, 16, 16, 40])]
-        params = SamplingParams(
-            temperature=rng.choice([0.0, 1.0]), seed=rng.randrange(3), n=rng.choice([1, 3]),
-            max_tokens=rng.choice([1, 1, 4, 12]), logprobs=rng.choice([None, 2]),
-            prompt_logprobs=rng.choice([None, None, None, 1]),
-            stop=rng.choice([None, None, ["a", "bc"]]), ignore_eos=rng.random() < 0.5,
-            stop_token_ids=rng.choice([None, [3, 5]]),
-        )  # fmt: skip
-        more = text(rng.choice([0, 0, 0, 1, 5]), rng.randrange(3))
-        return prompt + more, params, rng.choice([None, "x"])
-
-    def verify(request: Request) -> None:
-        prompt = request.prompt_token_ids.tolist()
-        (alone,) = run(make_engine("none"), [prompt], request.params)
-        assert told(request) == told(alone), f"seed {seed}, {request.params}, {prompt}"
-
-    play(engine, rng, 90, ask, verify, arrivals=0.3, failures=0.04)
-    assert kept_by(engine).num_used > 10
-    assert not engine.model.unwritten  # type: ignore[attr-defined]
-    assert len(kept_by(engine)) <= 6

@@ -23,11 +23,9 @@ from radixcache.runtime.sampling.penalties import NOTHING_LEFT, PenaltyState
 from radixcache.runtime.sampling.rows import Row
 from radixcache.runtime.spec_decode.proposer import NO_TOKENS
 from tests import engines
-from tests.cover import covering
 from tests.engines import assert_no_page_is_lost, finish, generated, plain_model
-from tests.kernels.gpu import pretend_gpu
 from tests.models import EOS, VOCAB_SIZE
-from tests.traffic import Asked, play
+from tests.pretend_cuda import pretend_cuda
 
 SEED = 20_261_125
 CPU = torch.device("cpu")
@@ -122,7 +120,7 @@ def test_logits_are_edited_as_the_definitions_say(vocab: int, place: str) -> Non
         make_sequence(prompt, one, vocab, ends) for prompt, one in zip(prompts, params, strict=True)
     ]
     editor, before = LogitsProcessors(), list[Sequence]()
-    with pretend_gpu() as gpu:
+    with pretend_cuda() as pretended:
         device = torch.device("cuda", 0) if place == "device" else CPU
         for step in range(23):
             ahead = step % 3 == 2 and not any(
@@ -138,9 +136,9 @@ def test_logits_are_edited_as_the_definitions_say(vocab: int, place: str) -> Non
                 sequence.num_computed = len(sequence) + ahead
             logits = 8 * torch.randn(len(batch), vocab, generator=torch.manual_seed(SEED + step))
             raw = logits.to(device)
-            gpu.device.waits.clear()
+            pretended.waits.clear()
             edited = editor.edit(rows_of(batch), raw, send(new, device) if ahead else None)
-            assert not gpu.device.waits
+            assert not pretended.waits
             if ahead:
                 for sequence, token in zip(batch, new, strict=True):
                     sequence.append(token)
@@ -185,57 +183,6 @@ def make_engine(path: Path, *, ahead: bool = False, **options: Any) -> Engine:
     engine = engines.make_engine(path, **options)
     engine._encode, engine._runs_ahead = encode, ahead
     return engine
-
-
-def mixed(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
-    """Two requests that go on to the end of what they may say, and others."""
-    stem = rng.choices(range(90, 100), k=20)
-    long: dict[str, Any] = {"n": 3, "max_tokens": 24, "ignore_eos": True, "temperature": 1.0}
-    asked = [
-        ([*stem, i], SamplingParams(presence_penalty=i, seed=i, bad_words=["ab"], **long))
-        for i in (1, 2)
-    ]
-    for i in range(5):
-        prompt = [*stem[: rng.randrange(1, 21)], i]
-        options = {"n": rng.choice([1, 2]), "top_k": rng.choice([0, 4]), "logprobs": i % 2 or None}
-        temperature = rng.choice([0.0, 1.0])
-        params = random_params(rng, VOCAB_SIZE, seed=i, temperature=temperature, **options)
-        asked.append((prompt, params))
-    return asked
-
-
-@pytest.fixture(scope="module")
-def alone(path) -> list[list[list[int]]]:
-    """The tokens of each of `mixed` by an engine of its own, step by step, with nothing cached."""
-    requests = []
-    for prompt, params in mixed(random.Random(SEED)):
-        engine = make_engine(path, cache="none")
-        requests.append(engine.add_request(prompt, params))
-        finish(engine)
-    return generated(requests)
-
-
-@covering(
-    ahead=[False, True],
-    cache=["radix", "none"],
-    pages=[(16, 256), (4, 30)],
-    failures=[0, 0.2],
-)
-def test_tokens_do_not_depend_on_the_company(path, alone, ahead, cache, pages, failures):
-    """Together, put back for want of pages, launched ahead, cut off, from kept logits."""
-    rng, asked = random.Random(SEED), mixed(random.Random(SEED))
-    engine = make_engine(path, ahead=ahead, cache=cache, page_size=pages[0], num_pages=pages[1])
-
-    def ask(_: object) -> Asked:
-        return *rng.choice(asked), None
-
-    def verify(request: Request) -> None:
-        number = next(i for i, (_, params) in enumerate(asked) if params is request.params)
-        assert generated([request]) == [alone[number]], f"seed {SEED}"
-
-    seen = play(engine, rng, 20, ask, verify, arrivals=0.5, failures=failures)
-    assert bool(seen["preempted"]) == (pages[1] == 30)
-    assert not failures or seen["failures"]
 
 
 def test_greedy_tokens_are_the_likeliest_by_the_definitions_over_transformers_logits(path) -> None:

@@ -13,8 +13,7 @@ import torch
 from radixcache import InvalidRequest, SamplingParams
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.sampling import prompt_logprobs
-from radixcache.runtime.sampling.prompt_logprobs import ScoredPrompts
-from tests.cover import covering, seeds
+from tests.cover import covering
 from tests.engines import (
     assert_no_page_is_lost,
     finish,
@@ -26,7 +25,6 @@ from tests.engines import (
     run,
 )
 from tests.models import VOCAB_SIZE, tiny_model
-from tests.traffic import Asked, play
 
 SEED = 20_261_121
 NEW_TOKENS = 5
@@ -153,42 +151,6 @@ def test_scores_are_shared_within_a_namespace_only(path: Path) -> None:
         finish(engine)
         assert request.prefilled_tokens == len(prompt)
         assert_scored(path, request)
-
-
-@seeds(SEED, 4)
-@pytest.mark.parametrize(
-    "mode", ["radix", "hash-block", pytest.param("none", marks=pytest.mark.exhaustive)]
-)
-def test_random_arrivals_aborts_and_failures_leave_the_scores_right(
-    path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, seed: int
-) -> None:
-    rng = random.Random(seed)
-    engine = make_engine(path, mode, page_size=4, num_pages=26, max_num_batched_tokens=20)
-    engine._scored = ScoredPrompts(VOCAB_SIZE, num_tokens=150)
-    score = prompt_logprobs._score
-
-    def flaky_score(*args: Any) -> Any:
-        if rng.random() < 0.05:
-            raise RuntimeError("no memory for scores")
-        return score(*args)
-
-    monkeypatch.setattr(prompt_logprobs, "_score", flaky_score)
-
-    def ask(_: object) -> Asked:
-        known = rng.choice(prompts())
-        prompt = known[: rng.randint(0, len(known))] + text(rng.randint(1, 20), rng)
-        params = rng.choice([GREEDY, ONLY_SCORE, scoring(0), scoring(5), scoring(n=2)])
-        return prompt, params, rng.choice([None, "salt"])
-
-    def verify(request: Request) -> None:
-        engine._scored.tree.check()
-        wanted = plain_greedy(path, request.prompt_token_ids.tolist(), NEW_TOKENS)
-        assert generated([request])[0] == [wanted[: request.params.max_tokens]] * request.params.n
-        if request.params is not GREEDY:
-            assert_scored(path, request)
-
-    seen = play(engine, rng, 60, ask, verify, arrivals=0.3)
-    assert seen["failures"] > 5 and seen["preempted"]
 
 
 @pytest.mark.parametrize("mode", ["radix", "hash-block", "none"])

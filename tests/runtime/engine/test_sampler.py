@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import numpy as np
@@ -99,24 +98,6 @@ def test_frequencies_follow_the_distribution(options) -> None:
     assert not seen[expected == 0].any()
     some = expected > 1e-9
     assert ((seen - expected)[some] ** 2 / expected[some]).sum() < 60, f"seed {SEED}"
-
-
-@pytest.mark.parametrize("by", ["sort", "flashinfer"])
-def test_a_seed_gives_the_same_token_in_any_slot_of_any_batch(by, gpu) -> None:
-    device = torch.device("cuda", 0) if by == "flashinfer" else torch.device("cpu")
-    keep, rng = choose_filter(device), random.Random(SEED)
-    logits = torch.randn(9, 500, generator=torch.Generator().manual_seed(SEED))
-    kinds = [GREEDY, PLAIN, FILTERED, SamplingParams(top_p=0.5), SamplingParams(min_p=0.1)]
-
-    def tokens_of(rows: list[int], params: list[SamplingParams]) -> list[int]:
-        sources = [torch.Generator().manual_seed(row) for row in rows]
-        return sample(logits[rows].to(device), params, sources, keep)[0].tolist()
-
-    params = [kinds[row % 5] for row in range(9)]
-    alone = [tokens_of([row], [params[row]])[0] for row in range(9)]
-    for _ in range(20):
-        rows = rng.sample(range(9), rng.randrange(1, 10))
-        assert tokens_of(rows, [params[row] for row in rows]) == [alone[row] for row in rows]
 
 
 @pytest.mark.parametrize("params", [GREEDY, PLAIN, FILTERED])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from concurrent.futures import Future
 from pathlib import Path
@@ -112,6 +113,16 @@ class Asker:
         self.texts = [*self.texts, prompt][-30:]
         params = SamplingParams(temperature=0, max_tokens=rng.randint(1, 8), n=rng.choice([1, 2]))
         return prompt, params, "salt" if rng.random() < 0.1 else None
+
+    def after(self, flush: Callable[[], None]) -> Callable[[list[list[int]]], Asked]:
+        """The same; before one of two is drawn all is written, however slow that is."""
+
+        def ask(texts: list[list[int]]) -> Asked:
+            if self.rng.random() < 0.5:
+                flush()
+            return self.ask(texts)
+
+        return ask
 
     @staticmethod
     def verify(request: Request) -> None:

@@ -143,6 +143,11 @@ class Pinned:
             setattr(owner, name, self._without_waiting(getattr(owner, name)))
         scheduler.loads = self.offload.loads
 
+    def flush(self) -> None:
+        """All that is on its way to the disk, if there is one, is there."""
+        if self.offload.disk is not None:
+            self.offload.disk.flush()
+
     def _without_waiting(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def checked(*args: Any) -> Any:
             before = len(self.device.waits)

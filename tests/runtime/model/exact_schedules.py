@@ -3,9 +3,9 @@
     python -m tests.runtime.model.exact_schedules --count 10000 --seed 1
 
 A schedule is an engine over a tiny model, in pages of 1 to 16 tokens, with much or hardly enough
-memory: requests that share stems, go on from each other's answers, are sampled, scored and aborted.
-What it computes for a token must be, as an integer, what one forward pass over the token's sequence
-gives; and a greedy answer what that pass likes best.
+memory, and perhaps a tier below: requests that share stems, go on from each other's answers, are
+sampled, scored and aborted. What it computes for a token must be, as an integer, what one forward
+pass over the token's sequence gives; and a greedy answer what that pass likes best.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from tests.gguf_files import write_model
 from tests.models import VOCAB_SIZE, tiny_model
+from tests.runtime.kv_offload.disk_engine import MemoryStore, attach
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"intermediate_size": 4224},  # products that are packed: one row has other bits
@@ -80,6 +81,7 @@ class Tally:
     evicted: int = 0
     copied: int = 0
     preempted: int = 0
+    loaded: int = 0
 
     def __add__(self, other: Tally) -> Tally:
         names = [field.name for field in fields(Tally)]
@@ -150,6 +152,8 @@ class Schedule:
         )
         kv_pool = model.allocate(pool.num_pages, page_size)
         self.engine = Engine(model, kv_pool, self.cache, scheduler)
+        if isinstance(self.cache, RadixCache) and rng.random() < 0.5:
+            attach(self.engine, MemoryStore(kv_pool), rng.choice([9, 200]))
         self.stems = [self.text(25 * scale) for _ in range(2)]
 
     def text(self, length: int) -> list[int]:
@@ -179,10 +183,16 @@ class Schedule:
                 self.engine.step()
             if rng.random() < 0.1:
                 self.engine.abort(rng.choice(requests))
+            if rng.random() < 0.3:
+                self.finish()
+                self.cache.evict(self.cache.pool.num_pages)
+        self.finish()
+        return requests
+
+    def finish(self) -> None:
         while self.engine.has_work:
             self.engine.step()
         self.engine.check()
-        return requests
 
 
 def play(model: PagedModel, seed: int, scale: int = 1) -> Tally:
@@ -192,7 +202,10 @@ def play(model: PagedModel, seed: int, scale: int = 1) -> Tally:
     requests = schedule.play()
     stats = schedule.cache.stats
     tally = Tally(
-        hit_tokens=stats.hit_tokens, evicted=stats.evicted_tokens, copied=stats.copied_pages
+        hit_tokens=stats.hit_tokens,
+        evicted=stats.evicted_tokens,
+        copied=stats.copied_pages,
+        loaded=stats.loaded_tokens,
     )
     alone = {}
     for request in requests:

@@ -91,6 +91,7 @@ def test_without_flashinfer_plain_torch_serves_the_gpu(folders, family) -> None:
 
 
 def test_sharers_are_attended_in_two_levels_with_the_same_tokens(folders, gpu, monkeypatch) -> None:
+    """Launched ahead, as on a GPU: the next step's tokens never leave the device."""
     grouped = []
 
     def group(tables, page_size):
@@ -102,11 +103,19 @@ def test_sharers_are_attended_in_two_levels_with_the_same_tokens(folders, gpu, m
     stems = [rng.integers(0, 256, 50).tolist() for _ in range(2)]
     prompts = [stems[i % 2] + rng.integers(0, 256, 3 + i).tolist() for i in range(11)]
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-    made = engines.make_engine(folders["llama"], page_size=4)
-    gpu.kernels.calls.clear()  # which were to try the kernels out
-    flat = generated(run(made, prompts, params))
-    assert not gpu.kernels.calls["merge"]
-    monkeypatch.setattr(engine, "group_by_prefix", group)
+    flat = [[plain_greedy_all(folders["llama"], p)[:10]] for p in prompts]
+    for cascades in (False, True):
+        if cascades:
+            monkeypatch.setattr(engine, "group_by_prefix", group)
+        made = engines.make_engine(folders["llama"], page_size=4)
+        gpu.kernels.calls.clear()  # which were to try the kernels out
+        requests, ahead = [made.add_request(prompt, params) for prompt in prompts], 0
+        while made.has_work:
+            made.step()
+            made.cache.check()
+            ahead += made._ahead is not None
+        assert generated(requests) == flat and ahead > 3 and graphs_of(made)
+        assert bool(gpu.kernels.calls["merge"]) == cascades
     made = engines.make_engine(folders["llama"], page_size=4)
     proposer = speculate(made)
     for _ in range(2):
@@ -192,35 +201,6 @@ def test_an_interrupt_in_a_capture_leaves_the_stream_as_it_was(folders, gpu, mon
     engines.finish(made)
     assert generated([request]) == [[plain_greedy_all(folders["llama"], [1, 2, 3, 4])]]
     assert (1, False) in graphs_of(made)  # nor does it count as a capture that failed
-
-
-@pytest.mark.parametrize("cascades", [False, True])
-def test_running_ahead_takes_graphs_and_gives_the_same_tokens(
-    folders, gpu, monkeypatch, cascades
-) -> None:
-    """As on a GPU: the next step's tokens never leave the device."""
-    if cascades:
-        monkeypatch.setattr(
-            engine,
-            "group_by_prefix",
-            lambda tables, size: cascade.group_by_prefix(tables, size, 4, 16),
-        )
-    rng = np.random.default_rng(2)
-    stem = rng.integers(0, 256, 40).tolist()
-    prompts = [stem + rng.integers(0, 256, 1 + i).tolist() for i in range(6)]
-    params = [SamplingParams(temperature=0, max_tokens=5 + i, ignore_eos=True) for i in range(6)]
-    made = engines.make_engine(folders["llama"], page_size=4)
-    gpu.kernels.calls.clear()
-    requests = [made.add_request(p, one) for p, one in zip(prompts, params, strict=True)]
-    ahead = 0
-    while made.has_work:
-        made.step()
-        made.cache.check()
-        ahead += made._ahead is not None
-    expected = [plain_greedy_all(folders["llama"], p)[: 5 + i] for i, p in enumerate(prompts)]
-    assert [tokens for (tokens,) in generated(requests)] == expected
-    assert ahead > 3 and graphs_of(made)
-    assert cascades == bool(gpu.kernels.calls["merge"])
 
 
 @pytest.mark.parametrize(("temperature", "logprobs"), [(0.0, None), (0.8, None), (0.0, 2)])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -219,42 +220,25 @@ def test_a_wrong_scale_in_any_operation_is_refused_at_load(
     )
 
 
-def scale_norm(operations: NativeOperations, weights: Loaded, scale: float) -> None:
-    weights.layers[1].mlp_norm.mul_(scale)
-
-
-def scale_last_norm(operations: NativeOperations, weights: Loaded, scale: float) -> None:
-    weights.layers[-1].norm_after.mul_(scale)
-
-
-def scale_keys(operations: NativeOperations, weights: Loaded, scale: float) -> None:
-    norm = weights.layers[0].key_norm
-    assert norm is not None
-    norm.mul_(scale)
-
-
-def scale_scores(operations: NativeOperations, weights: Loaded, scale: float) -> None:
+def scale_scores(_: NativeOperations, weights: Loaded, by: float) -> None:
     layers = weights.layers
-    layers[0] = layers[0]._replace(kind=layers[0].kind._replace(scale=scale))
+    layers[0] = layers[0]._replace(kind=layers[0].kind._replace(scale=by))
 
 
-def scale_rope(operations: NativeOperations, weights: Loaded, scale: float) -> None:
-    operations._rope_scale *= scale
-
-
-def scale_frequencies(operations: NativeOperations, weights: Loaded, scale: float) -> None:
-    operations._frequencies = operations._frequencies * scale
-
-
-def swap_products(operations: NativeOperations, weights: Loaded, scale: float) -> None:
+def swap_products(_: NativeOperations, weights: Loaded, by: float) -> None:
     first, second = weights.layers[:2]
     weights.layers[:2] = first._replace(down=second.down), second._replace(down=first.down)
 
 
-FAULTS = [
-    scale_norm, scale_last_norm, scale_keys, scale_scores, scale_rope, scale_frequencies,
-    swap_products,
-]  # fmt: skip
+FAULTS: dict[str, Callable[[NativeOperations, Loaded, float], object]] = {
+    "norm": lambda _, weights, by: weights.layers[1].mlp_norm.mul_(by),
+    "last norm": lambda _, weights, by: weights.layers[-1].norm_after.mul_(by),
+    "norm of keys": lambda _, weights, by: cast(torch.Tensor, weights.layers[0].key_norm).mul_(by),
+    "scale of RoPE": lambda ops, _, by: setattr(ops, "_rope_scale", ops._rope_scale * by),
+    "frequencies": lambda ops, _, by: setattr(ops, "_frequencies", ops._frequencies * by),
+    "scores": scale_scores,
+    "products": swap_products,
+}
 
 
 def refuses_fault(folder: Path, fault: Any, scale: float, dtype: str, patch: Any, log: Any) -> None:
@@ -276,7 +260,7 @@ def refuses_fault(folder: Path, fault: Any, scale: float, dtype: str, patch: Any
 def test_a_fault_in_what_the_native_step_is_given_is_refused_at_load(
     qwen, fault, dtype, scale, monkeypatch, caplog
 ) -> None:
-    refuses_fault(qwen, fault, scale, dtype, monkeypatch, caplog)
+    refuses_fault(qwen, FAULTS[fault], scale, dtype, monkeypatch, caplog)
 
 
 @needs_native
@@ -289,7 +273,7 @@ def test_a_deep_model_may_round_more_and_is_refused_all_the_same(
     with monkeypatch.context() as patch:
         patch.setattr(decoder, "_ROUNDINGS", 0)
         assert isinstance(load_model(deep, device="cpu", dtype="bfloat16"), TransformersModel)
-    refuses_fault(deep, scale_norm, 2, "bfloat16", monkeypatch, caplog)
+    refuses_fault(deep, FAULTS["norm"], 2, "bfloat16", monkeypatch, caplog)
 
 
 def test_weights_that_are_not_numbers_are_refused_at_load(qwen, tmp_path, caplog) -> None:

@@ -28,6 +28,7 @@ from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.transformers_model import TransformersModel
 from tests.cover import covering_of
+from tests.families import OTHERS
 from tests.models import (
     FAMILIES,
     MULTIMODAL,
@@ -158,7 +159,7 @@ def test_logits_over_pages_equal_the_plain_forward_and_a_wrong_page_shows(
         assert relative_error(damaged, plain) > (1e-2 if page_size == 1 else 0.1)
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+UNLISTED = "granite olmo2 phi3 stablelm gpt_neox cohere gpt2 gpt_oss granite_swa".split()
 LATENT = {
     "num_key_value_heads": 4, "head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
     "v_head_dim": 32, "kv_lora_rank": 16, "q_lora_rank": 16, "n_routed_experts": 4,
@@ -175,16 +176,9 @@ PER_LAYER = {
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("granite", {}),
-        ("olmo2", {}),
-        ("phi3", {}),  # fused QKV
-        ("stablelm", {}),  # drops the forward's keyword arguments
-        ("gpt_neox", {}),
-        ("cohere", {}),
-        ("gpt2", {}),  # learned positions
+        # Fused QKV, no keyword arguments, learned positions, and attention sinks are among them.
+        *((family, OTHERS[family]) for family in UNLISTED),
         ("deepseek_v3", LATENT),  # values wider than keys
-        ("gpt_oss", {"rope_parameters": YARN, "sliding_window": 11}),  # attention sinks
-        ("granite_swa", {"sliding_window": 11}),
         *((family, {}) for family in MULTIMODAL),  # whose texts alone are taken
         ("gemma4_text", PER_LAYER),  # other heads in full attention layers than in sliding ones
     ],

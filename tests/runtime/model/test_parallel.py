@@ -193,7 +193,7 @@ def test_two_ranks_answer_as_one_process_and_end_with_the_first_that_dies(
         for stream in streams:  # two of them wait for a slot
             with pytest.raises((EngineFailed, EngineStopped), match=r"rank 1|has stopped"):
                 list(stream)
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 30
         assert not llm.worker.alive
         with pytest.raises(EngineStopped):
             llm.generate([[1, 2, 3]])
@@ -209,7 +209,7 @@ def test_closing_does_not_wait_for_a_rank_that_is_stopped(
         (process,) = ranks_of(llm)._processes
         os.kill(process.pid, signal.SIGSTOP)
         begun = time.monotonic()
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
     with pytest.raises(EngineStopped):
         list(stream)
     assert not is_running(process.pid) and not warnings(caplog)

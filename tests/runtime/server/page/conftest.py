@@ -65,6 +65,7 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 def page(url: str, window: Page) -> Iterator[Page]:
     """The page, with an empty cache. Afterwards, nothing was wrong and nobody else was asked."""
     window.forget()
+    window.driver.get_log("browser")  # of a page that another test had open as its server ended
     http.post(f"{url}/v1/cache/flush")
     window.open(url)
     window.until(lambda: not window.all(".node"))
