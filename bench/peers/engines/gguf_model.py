@@ -53,7 +53,9 @@ def convert(folder: Path) -> Path:
         projection = name.removesuffix(".weight").rpartition(".")[2]
         if projection in heads:
             weight = interleave(weight, heads[projection])
-        writer.add_tensor(names.get_name(name, (".weight",)), weight)
+        tensor = names.get_name(name, (".weight",))
+        assert tensor is not None, f"llama.cpp has no name for {name}"
+        writer.add_tensor(tensor, weight)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -367,6 +367,21 @@ def test_the_manifest_is_in_the_order_of_eviction_before_it_is_closed(tmp_path: 
     engine.close()
 
 
+@pytest.mark.exhaustive
+def test_killed_two_hundred_times_under_load(tmp_path: Path) -> None:
+    rng = Random(0)
+    for number in range(200):
+
+        def work(number: int = number) -> None:
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.02, 0.3))
+            signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            traffic(tmp_path, number)
+
+        rng.random()
+        assert in_a_process(work) in (0, -signal.SIGKILL)
+    assert in_a_process(lambda: traffic(tmp_path, 1)) == 0
+
+
 def test_a_reset_holds_though_the_manifest_is_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
