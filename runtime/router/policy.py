@@ -226,26 +226,29 @@ class Router:
             raise InvalidRequest("there is no replica to choose")
         self.release(key)
         best = min(self.standings(tokens, salt), key=preference)
-        self.book(key, best.replica, tokens, salt)
+        self._book(key, best, tokens, salt)
         return best
 
     def book(
-        self, key: Hashable, name: Hashable, tokens: TokensLike, salt: Hashable = None
+        self, key: Hashable, replica: Hashable, tokens: TokensLike, salt: Hashable = None
     ) -> None:
-        """Request `key` goes to a replica, whoever chose it; if it was booked before, it moves.
+        """Request `key` goes to `replica`, whoever chose it; if it was booked before, it moves.
 
         Raises:
             InvalidRequest: there is no such replica, or `tokens` are none, or `salt` cannot be
                 hashed; nothing has changed.
         """
-        if name not in self._replicas:
-            raise InvalidRequest(f"there is no replica {name!r}")
+        if replica not in self._replicas:
+            raise InvalidRequest(f"there is no replica {replica!r}")
         tokens = _valid(tokens, salt)
         self.release(key)
-        replica = self._replicas[name]
-        cached = replica.standing(tokens, salt, self._answer).cached_tokens
-        to_compute = len(tokens) - cached
-        self._bookings[key] = _Booking(name, tokens, salt, to_compute)
+        standing = self._replicas[replica].standing(tokens, salt, self._answer)
+        self._book(key, standing, tokens, salt)
+
+    def _book(self, key: Hashable, standing: Standing, tokens: Tokens, salt: Hashable) -> None:
+        to_compute = len(tokens) - standing.cached_tokens
+        self._bookings[key] = _Booking(standing.replica, tokens, salt, to_compute)
+        replica = self._replicas[standing.replica]
         self._count += 1
         replica.last = self._count
         replica.hold(tokens, salt, 1)

@@ -19,11 +19,11 @@ export function showTree(news) {
   noteGone(view, news, show);
   view = news;
   const { stats } = view;
-  const used = `${format.format(stats.pages - stats.free_pages)} of ${count(stats.pages, "page")} in use`;
+  const pool = { medium: "pool", pages: stats.pages, used_pages: stats.pages - stats.free_pages };
+  const used = `${format.format(pool.used_pages)} of ${count(pool.pages, "page")} in use`;
   const nodes = stats.cached_nodes > 1 ? ` in ${count(stats.cached_nodes, "node")}` : "";
   $("pages").textContent = `${count(stats.cached_tokens, "token")}${nodes}; ${used}; ${format.format(stats.evicted_tokens)} evicted`
     + stats.tiers.map((tier) => `; ${inTier(tier)}`).join("");
-  const pool = { medium: "pool", pages: stats.pages, used_pages: stats.pages - stats.free_pages };
   $("tiers").replaceChildren(...(stats.tiers.length ? [pool, ...stats.tiers] : []).map(meter));
   show();
 }
