@@ -34,13 +34,13 @@ def pytest_collection_finish(session: pytest.Session):
     gc.freeze()
     gc.enable()
     if session.items:  # where tests run, not where xdist hands them out
-        from tests.forks import open_nursery
+        from tests.helpers.forks import open_nursery
 
         open_nursery()
 
 
 def pytest_sessionfinish():
-    from tests.forks import close_nursery
+    from tests.helpers.forks import close_nursery
 
     close_nursery()
 
@@ -48,7 +48,7 @@ def pytest_sessionfinish():
 @pytest.fixture(scope="session")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama whose tokens are bytes."""
-    from tests.models import tiny_model
+    from tests.helpers.models import tiny_model
 
     return tiny_model("llama", tmp_path_factory.mktemp("llama"))
 

@@ -15,8 +15,8 @@ from typing import Any
 import transformers
 
 from radixcache import LLM, ModelError, SamplingParams
-from tests.engines import plain_greedy
-from tests.models import FAMILIES, HYBRIDS, MLA, MULTIMODAL, tiny_model
+from tests.helpers.engines import plain_greedy
+from tests.helpers.models import FAMILIES, HYBRIDS, MLA, MULTIMODAL, tiny_model
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _SINKS = {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]}

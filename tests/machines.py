@@ -28,8 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.helpers.sources import ROOT
 from tests.kernels.native_check import compile_check
-from tests.sources import ROOT
 
 FOLDERS = ("tests/kernels", "tests/runtime/model", "tests/runtime/engine")
 PROCESSES = ("-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")

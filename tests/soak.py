@@ -34,8 +34,8 @@ import httpx2 as httpx
 
 from radixcache import LLM, PinError, SamplingParams
 from radixcache.errors import EngineFailed
-from tests.engines import assert_no_page_is_lost
-from tests.models import tiny_model
+from tests.helpers.engines import assert_no_page_is_lost
+from tests.helpers.models import tiny_model
 from tests.runtime.server.live import live
 
 CLIENTS = 6

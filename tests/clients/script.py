@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any
 
-from tests.scripted import call, turns
+from tests.helpers.scripted import call, turns
 
 NORA = {"name": "Nora Lund", "age": 30}
 

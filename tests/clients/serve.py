@@ -6,8 +6,8 @@ import sys
 from contextlib import AbstractContextManager
 
 from tests.clients.script import answer
+from tests.helpers.scripted import scripted_llm
 from tests.runtime.server.live import LiveServer, live
-from tests.scripted import scripted_llm
 
 
 def serve() -> AbstractContextManager[LiveServer]:

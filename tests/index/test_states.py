@@ -11,7 +11,7 @@ import pytest
 from radixcache import InvalidRequest, OutOfPages
 from radixcache.base import Tokens
 from radixcache.states import Checkpoint, StateIndex
-from tests.cover import seeds
+from tests.helpers.cover import seeds
 
 
 def text(*tokens: int) -> Tokens:

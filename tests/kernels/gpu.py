@@ -26,7 +26,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.pretend_cuda import Copies, Device, DeviceTensor, pretend_cuda
+from tests.helpers.pretend_cuda import Copies, Device, DeviceTensor, pretend_cuda
 
 NUM_SMS = 132
 DTYPES = (torch.float16, torch.bfloat16)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from radixcache.kernels.attention import LayerKind, PagedBatch, SharedPrefix
+from tests.helpers.pretend_cuda import CUDA
 from tests.kernels.reference import Step, make_step, random_step
 from tests.kernels.reference import error as error_on_cpu
 from tests.kernels.test_cpu_backends import SHAPES
-from tests.pretend_cuda import CUDA
 
 pytestmark = pytest.mark.usefixtures("gpu")
 

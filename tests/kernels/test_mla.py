@@ -12,9 +12,9 @@ import torch
 from radixcache.kernels.attention import AttentionBackend, LayerKind
 from radixcache.kernels.choice import choose_backend
 from radixcache.kernels.torch_backend import TorchBackend
+from tests.helpers.pretend_cuda import CPU, CUDA
 from tests.kernels.reference import Step, make_step, naive_attention
 from tests.kernels.test_cpu_backends import SHAPES
-from tests.pretend_cuda import CPU, CUDA
 
 LATENT, ROTATED = 512, 64  # of which FlashInfer has kernels
 SCALE = 0.04

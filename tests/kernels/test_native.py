@@ -20,7 +20,7 @@ from radixcache.kernels.native import build as native_build
 from radixcache.kernels.native.activations import gated
 from radixcache.kernels.native.attention import NativeBackend
 from radixcache.kernels.native.library import problem
-from tests.forks import Forked
+from tests.helpers.forks import Forked
 from tests.kernels.reference import Step, error, make_batch, make_step, random_step, run
 
 needs_kernels = pytest.mark.skipif(problem() is not None, reason=str(problem()))

@@ -16,10 +16,10 @@ from radixcache import LLM, SamplingParams
 from radixcache.kernels.attention import LayerKind, PagedBatch
 from radixcache.runtime.engine import build
 from radixcache.runtime.model.load import load_model
+from tests.helpers.models import tiny_model
+from tests.helpers.sources import ROOT
 from tests.kernels.reference import Step, error, make_step, random_step, run
 from tests.kernels.test_cpu_backends import SHAPES
-from tests.models import tiny_model
-from tests.sources import ROOT
 
 pytest.importorskip("triton", reason="`make test-gpu` brings it")
 from radixcache.kernels import triton_backend

@@ -19,8 +19,8 @@ from transformers import modeling_utils
 from radixcache import LLM, Chat, InvalidRequest, ModelError, SamplingParams
 from radixcache.runtime.files import check_model
 from radixcache.runtime.model.load import load_model
-from tests.gguf_files import write_model
-from tests.models import tiny_model
+from tests.helpers.gguf_files import write_model
+from tests.helpers.models import tiny_model
 
 SEED = 20_261_204
 

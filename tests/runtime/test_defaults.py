@@ -15,7 +15,7 @@ from radixcache.runtime.engine.outputs import MIN_REPEATED, MIN_REPEATS, find_re
 from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.serving import Backend
 from radixcache.runtime.server.settings import read_settings
-from tests.models import tiny_model
+from tests.helpers.models import tiny_model
 from tests.runtime.server.live import live
 
 

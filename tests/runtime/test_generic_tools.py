@@ -14,9 +14,9 @@ from radixcache import LLM
 from radixcache.runtime.tokens.generic_tools import tell_tools
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from radixcache.runtime.tokens.tool_formats import find_format, knows_tools
-from tests.models import tiny_model
+from tests.helpers.models import tiny_model
+from tests.helpers.scripted import make_tokenizer
 from tests.runtime.server.live import LiveServer, live
-from tests.scripted import make_tokenizer
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

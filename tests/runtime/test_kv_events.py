@@ -27,10 +27,10 @@ from radixcache.runtime.kv_events.config import KVEventsConfig
 from radixcache.runtime.kv_events.publisher import KVEventPublisher
 from radixcache.stored import StoredPage
 from radixcache.tier import LowerTier
+from tests.helpers.sources import ROOT
 from tests.index.test_contract import Contract, run_examples
 from tests.runtime.kv_consumer import AllBlocksCleared, Consumer, ask, catch_up, opened
 from tests.runtime.server.live import ask as question
-from tests.sources import ROOT
 
 NAMES = itertools.count()
 

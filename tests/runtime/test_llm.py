@@ -16,7 +16,7 @@ import pytest
 
 import radixcache
 from radixcache import LLM, AsyncLLM, Chat, InvalidRequest, ModelError, SamplingParams
-from tests.models import tiny_model
+from tests.helpers.models import tiny_model
 
 SEED = 20_261_121
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

@@ -11,8 +11,8 @@ import pytest
 from radixcache import LLM, AsyncLLM, InvalidRequest, PinError, SamplingParams
 from radixcache.runtime.engine import named_prefixes as prefixes
 from radixcache.runtime.engine.named_prefixes import NamedPrefixes
-from tests.engines import finish, make_engine
-from tests.models import BYTES_PER_TOKEN
+from tests.helpers.engines import finish, make_engine
+from tests.helpers.models import BYTES_PER_TOKEN
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 SYSTEM = "You are a very careful assistant who thinks twice. "

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from radixcache import LLM, SamplingParams
-from tests.scripted import scripted_llm, turns
+from tests.helpers.scripted import scripted_llm, turns
 
 GREEDY = SamplingParams(temperature=0, max_tokens=None)
 LOOK_UP: dict[str, Any] = {

@@ -21,8 +21,8 @@ from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime.engine import engine as engine_module
 from radixcache.runtime.engine.worker import Worker
 from radixcache.runtime.model import cuda_graphs
+from tests.helpers.pretend_cuda import CUDA, Device
 from tests.kernels.gpu import pretend_gpu
-from tests.pretend_cuda import CUDA, Device
 
 _TINY = llama(256, 64, 64, 2, 4, 2, 16, 1024)
 SMALL = Sizes(

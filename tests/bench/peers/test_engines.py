@@ -21,7 +21,7 @@ from bench.peers.engines.worker import ENGINES
 from bench.peers.process import Failed
 from bench.peers.report import comparison
 from radixcache.bench.machine import held_bytes
-from tests.models import VOCAB_SIZE, tiny_model
+from tests.helpers.models import VOCAB_SIZE, tiny_model
 
 
 def test_tokens_per_second_are_read_before_the_first_and_written_after_it(monkeypatch):

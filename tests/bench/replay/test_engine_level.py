@@ -12,9 +12,9 @@ from radixcache.bench.replay.play import Arrivals
 from radixcache.bench.schemes.named import parse_scheme
 from radixcache.bench.workloads.generators import generate
 from radixcache.errors import InvalidRequest
-from tests.cover import covering
-from tests.engines import paged_model
-from tests.models import tiny_model
+from tests.helpers.cover import covering
+from tests.helpers.engines import paged_model
+from tests.helpers.models import tiny_model
 
 SERVING = Serving(Arrivals(concurrency=5), max_num_batched_tokens=64, max_num_seqs=4)
 SCHEMES = ["none", "hash-16", "radix-1", "radix-16", "whole-16", "aligned-16"]

@@ -13,7 +13,7 @@ from radixcache.bench.workloads.generators import generate
 from radixcache.bench.workloads.workload import Workload
 from radixcache.runtime.engine.scheduler import Scheduler
 from tests.bench.model import BruteUnits
-from tests.cover import covering
+from tests.helpers.cover import covering
 
 
 def random_workload(seed: int) -> Workload:

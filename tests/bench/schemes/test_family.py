@@ -15,7 +15,7 @@ from radixcache.bench.workloads.generators import generate
 from radixcache.bench.workloads.workload import Workload
 from tests.bench.model import BruteFirst, BruteNamed
 from tests.bench.replay.test_play import outcomes, random_workload, run
-from tests.cover import covering
+from tests.helpers.cover import covering
 
 
 def tokens(count, start=0):

@@ -14,7 +14,7 @@ from radixcache.bench.workloads.generators import generate
 from radixcache.bench.workloads.workload import Workload
 from radixcache.runtime.engine.scheduler import Scheduler
 from tests.bench.replay.test_play import random_workload
-from tests.cover import covering
+from tests.helpers.cover import covering
 
 RULES = [scheme.states for scheme in HYBRID]
 

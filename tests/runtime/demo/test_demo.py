@@ -15,7 +15,7 @@ from radixcache.runtime.demo.play import Totals, Turn
 from radixcache.runtime.demo.script import DOCUMENTS, SCRIPT
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.tokens.tokenizer import Tokenizer
-from tests.forks import Forked, radixcache
+from tests.helpers.forks import Forked, radixcache
 
 
 @pytest.fixture(scope="module")

@@ -25,9 +25,9 @@ from radixcache import (
 from radixcache.runtime.engine.explain import Explainer
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.sampling.grammar import GrammarBackend
-from tests.drafts import speculate
-from tests.engines import assert_no_page_is_lost
-from tests.hash_model import VOCAB, greedy, hash_engine
+from tests.helpers.drafts import speculate
+from tests.helpers.engines import assert_no_page_is_lost
+from tests.helpers.hash_model import VOCAB, greedy, hash_engine
 from tests.runtime.kv_offload.disk_engine import MemoryStore, attach
 
 ROOT = Path(radixcache.__file__).resolve().parents[1]

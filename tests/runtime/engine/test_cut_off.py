@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from radixcache import CacheBroken, LeaseError, PagePool, RadixCache, SamplingParams, WrongThread
-from tests.cover import seeds
-from tests.engines import (
+from tests.helpers.cover import seeds
+from tests.helpers.engines import (
     CACHES,
     finish,
     make_engine,

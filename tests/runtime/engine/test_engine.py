@@ -15,8 +15,8 @@ from radixcache import InvalidRequest, SamplingParams
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.model.decoder import Decoder
-from tests.cover import covering, seeds
-from tests.engines import (
+from tests.helpers.cover import covering, seeds
+from tests.helpers.engines import (
     Layers,
     assert_no_page_is_lost,
     finish,
@@ -27,8 +27,8 @@ from tests.engines import (
     prompts,
     run,
 )
-from tests.models import tiny_model
-from tests.traffic import Asked, play
+from tests.helpers.models import tiny_model
+from tests.helpers.traffic import Asked, play
 
 SEED = 20_261_120
 NEW_TOKENS = 10

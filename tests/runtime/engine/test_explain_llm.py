@@ -23,9 +23,9 @@ from radixcache.runtime.engine.explain import Explainer, Miss
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.tokens.tokenizer import Tokenizer
-from tests.engines import finish
-from tests.models import BYTES_PER_TOKEN
-from tests.scripted import make_tokenizer
+from tests.helpers.engines import finish
+from tests.helpers.models import BYTES_PER_TOKEN
+from tests.helpers.scripted import make_tokenizer
 
 SEED = 20_261_120
 GREEDY = SamplingParams(temperature=0, max_tokens=6)

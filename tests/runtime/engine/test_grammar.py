@@ -22,9 +22,9 @@ from radixcache.runtime.engine.request import Request
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.sampling.grammar import GrammarBackend
 from radixcache.runtime.tokens.tokenizer import Tokenizer
-from tests.engines import assert_no_page_is_lost, finish
-from tests.hash_model import HashModel, hash_engine, logits_after
-from tests.schemas import random_schema
+from tests.helpers.engines import assert_no_page_is_lost, finish
+from tests.helpers.hash_model import HashModel, hash_engine, logits_after
+from tests.helpers.schemas import random_schema
 
 SEED = 20_261_122
 VOCAB, EOS = 2176, 1  # of the bundled model

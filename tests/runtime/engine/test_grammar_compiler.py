@@ -25,7 +25,8 @@ from radixcache.runtime.sampling import grammar as guides_module
 from radixcache.runtime.sampling import grammar_compiler
 from radixcache.runtime.sampling.forced_length import MAX_FORCED_BYTES, forced_length
 from radixcache.runtime.sampling.grammar import GrammarBackend
-from tests.engines import finish
+from tests.helpers.engines import finish
+from tests.helpers.schemas import random_schema
 from tests.runtime.engine.test_grammar import (
     EOS,
     SEED,
@@ -36,7 +37,6 @@ from tests.runtime.engine.test_grammar import (
     tokenizer,
     vocabulary,
 )
-from tests.schemas import random_schema
 
 REGEX, JSON = StructuredOutputsParams.regex, StructuredOutputsParams.json
 

@@ -16,11 +16,11 @@ from radixcache import LLM, InvalidRequest, ModelError, SamplingParams
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.model import transformers_model
-from tests.cover import seeds
-from tests.engines import finish, generated, is_greedy, make_engine, plain_greedy
-from tests.hash_model import VOCAB, greedy, hash_engine
-from tests.models import HYBRIDS, tiny_model
-from tests.traffic import Asked, play
+from tests.helpers.cover import seeds
+from tests.helpers.engines import finish, generated, is_greedy, make_engine, plain_greedy
+from tests.helpers.hash_model import VOCAB, greedy, hash_engine
+from tests.helpers.models import HYBRIDS, tiny_model
+from tests.helpers.traffic import Asked, play
 
 OLD = version.parse(transformers.__version__) < version.parse("5.23")
 EVERY_RUN = ("qwen3_5_text", "granitemoehybrid", "lfm2")

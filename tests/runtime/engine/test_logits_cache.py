@@ -18,8 +18,8 @@ from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.logits_cache import (
     PromptLogitsCache,
 )
-from tests.engines import assert_no_page_is_lost, generated, run
-from tests.hash_model import VOCAB, greedy, hash_engine
+from tests.helpers.engines import assert_no_page_is_lost, generated, run
+from tests.helpers.hash_model import VOCAB, greedy, hash_engine
 
 SEED = 20_261_123
 TEXTS = "abcdefghijklmnopqrstuvwxyz .,"

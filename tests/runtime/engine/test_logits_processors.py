@@ -22,10 +22,10 @@ from radixcache.runtime.sampling.logits_processors import LogitsProcessors
 from radixcache.runtime.sampling.penalties import NOTHING_LEFT, PenaltyState
 from radixcache.runtime.sampling.rows import Row
 from radixcache.runtime.spec_decode.proposer import NO_TOKENS
-from tests import engines
-from tests.engines import assert_no_page_is_lost, finish, generated, plain_model
-from tests.models import EOS, VOCAB_SIZE
-from tests.pretend_cuda import pretend_cuda
+from tests.helpers import engines
+from tests.helpers.engines import assert_no_page_is_lost, finish, generated, plain_model
+from tests.helpers.models import EOS, VOCAB_SIZE
+from tests.helpers.pretend_cuda import pretend_cuda
 
 SEED = 20_261_125
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ import torch
 
 from radixcache import SamplingParams
 from radixcache.runtime.engine.engine import Engine
-from tests import engines
-from tests.engines import assert_no_page_is_lost, finish
+from tests.helpers import engines
+from tests.helpers.engines import assert_no_page_is_lost, finish
 
 
 def make_quick_engine(path: Path, monkeypatch, **options) -> Engine:

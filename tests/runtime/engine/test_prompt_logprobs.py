@@ -13,8 +13,8 @@ import torch
 from radixcache import InvalidRequest, SamplingParams
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.sampling import prompt_logprobs
-from tests.cover import covering
-from tests.engines import (
+from tests.helpers.cover import covering
+from tests.helpers.engines import (
     assert_no_page_is_lost,
     finish,
     generated,
@@ -24,7 +24,7 @@ from tests.engines import (
     prompts,
     run,
 )
-from tests.models import VOCAB_SIZE, tiny_model
+from tests.helpers.models import VOCAB_SIZE, tiny_model
 
 SEED = 20_261_121
 NEW_TOKENS = 5

@@ -21,9 +21,9 @@ from radixcache.runtime.kv_offload.loads import Level, Loads
 from radixcache.runtime.kv_offload.store import Store
 from radixcache.stored import StoredPage, StoredPages
 from radixcache.tier import LowerTier
-from tests.engines import generated
-from tests.hash_model import VOCAB, greedy, hash_engine
-from tests.traffic import Asked
+from tests.helpers.engines import generated
+from tests.helpers.hash_model import VOCAB, greedy, hash_engine
+from tests.helpers.traffic import Asked
 
 
 class MemoryStore(Store):

@@ -22,11 +22,11 @@ from radixcache.runtime.kv_offload.disk import DiskStore
 from radixcache.runtime.kv_offload.host import HostStore
 from radixcache.runtime.kv_offload.offload import Offload
 from radixcache.runtime.model.kv_pool import KVPool, LayerShape
-from tests import pretend_cuda
-from tests.engines import generated
-from tests.hash_model import HashModel
+from tests.helpers import pretend_cuda
+from tests.helpers.engines import generated
+from tests.helpers.hash_model import HashModel
+from tests.helpers.pretend_cuda import CUDA, Device, DeviceTensor
 from tests.kernels.gpu import pretend_gpu
-from tests.pretend_cuda import CUDA, Device, DeviceTensor
 
 _COPY = torch.ops.aten.copy_.default
 

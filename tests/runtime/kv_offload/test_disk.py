@@ -29,10 +29,10 @@ from radixcache.runtime.kv_offload.files import (
     write_all,
 )
 from radixcache.runtime.model.kv_pool import KVPool, LayerShape
-from tests.cover import seeds
-from tests.hash_model import greedy
+from tests.helpers.cover import seeds
+from tests.helpers.hash_model import greedy
+from tests.helpers.traffic import play
 from tests.runtime.kv_offload.disk_engine import Asker, Disk, in_a_process
-from tests.traffic import play
 
 TEXT = [*range(1, 26)]
 

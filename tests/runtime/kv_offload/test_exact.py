@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from radixcache import LLM, ModelError, SamplingParams
-from tests.models import tiny_model
+from tests.helpers.models import tiny_model
 
 Asked = tuple[tuple[int, ...], float, int]
 """A prompt, a temperature, and how many tokens are wanted."""

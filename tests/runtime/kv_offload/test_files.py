@@ -15,7 +15,7 @@ import pytest
 from radixcache import InvalidRequest
 from radixcache.runtime.kv_offload import files
 from radixcache.runtime.kv_offload.files import INDEX, PAGES, free_folder, lock_folder, unlock
-from tests.hash_model import greedy
+from tests.helpers.hash_model import greedy
 from tests.runtime.kv_offload.disk_engine import Disk, in_a_process
 
 TEXT = [*range(1, 26)]

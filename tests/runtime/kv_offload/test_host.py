@@ -24,15 +24,15 @@ from radixcache.runtime.kv_offload.host import HostStore
 from radixcache.runtime.kv_offload.offload import Offload
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.server.observe.metrics import engine_metrics
-from tests import engines
-from tests.cover import seeds
-from tests.engines import plain_greedy
-from tests.hash_model import greedy
-from tests.models import tiny_model
-from tests.pretend_cuda import CUDA
+from tests.helpers import engines
+from tests.helpers.cover import seeds
+from tests.helpers.engines import plain_greedy
+from tests.helpers.hash_model import greedy
+from tests.helpers.models import tiny_model
+from tests.helpers.pretend_cuda import CUDA
+from tests.helpers.traffic import play
 from tests.runtime.kv_offload.disk_engine import Asker
 from tests.runtime.kv_offload.pinned import Pinned, PinnedDevice, pinning_cuda
-from tests.traffic import play
 
 TEXT = [*range(1, 26)]
 

@@ -14,8 +14,8 @@ import torch
 
 from radixcache import SamplingParams
 from radixcache.stored import StoredPage
-from tests.engines import generated
-from tests.hash_model import greedy
+from tests.helpers.engines import generated
+from tests.helpers.hash_model import greedy
 from tests.runtime.kv_offload.disk_engine import Disk
 
 TEXT = [*range(1, 26)]

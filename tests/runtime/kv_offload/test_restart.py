@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from radixcache import LLM, InvalidRequest, SamplingParams
 from radixcache.runtime.kv_offload import disk, session
 from radixcache.runtime.kv_offload.files import contents, lock_folder
-from tests.models import tiny_model
+from tests.helpers.models import tiny_model
 from tests.runtime.kv_offload.disk_engine import in_a_process
 from tests.runtime.server import http
 from tests.runtime.server.live import live

@@ -30,8 +30,8 @@ from radixcache.runtime.engine.scheduler import Chunk, Scheduler
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
-from tests.gguf_files import write_model
-from tests.models import VOCAB_SIZE, tiny_model
+from tests.helpers.gguf_files import write_model
+from tests.helpers.models import VOCAB_SIZE, tiny_model
 from tests.runtime.kv_offload.disk_engine import MemoryStore, attach
 
 MODELS: dict[str, dict[str, Any]] = {

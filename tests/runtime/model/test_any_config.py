@@ -22,7 +22,7 @@ from radixcache.runtime.model.architecture import Architecture, Unknown, underst
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
-from tests.models import make_peaky
+from tests.helpers.models import make_peaky
 from tests.runtime.model.test_paged_model import LOOPED, relative_error, run_steps
 
 Settings = dict[str, Any]

@@ -18,12 +18,12 @@ from radixcache.runtime.model import cuda_graphs as decode_graphs
 from radixcache.runtime.model.cuda_graphs import CudaGraphRunner
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
-from tests import engines
-from tests.cover import covering
-from tests.drafts import speculate
-from tests.engines import generated, plain_greedy, run
+from tests.helpers import engines
+from tests.helpers.cover import covering
+from tests.helpers.drafts import speculate
+from tests.helpers.engines import generated, plain_greedy, run
+from tests.helpers.models import tiny_model
 from tests.kernels.gpu import Gpu, pretend_gpu
-from tests.models import tiny_model
 
 
 @pytest.fixture(scope="module")

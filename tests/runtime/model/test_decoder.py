@@ -27,7 +27,7 @@ from radixcache.runtime.model.operations import base as operations
 from radixcache.runtime.model.operations.base import Loaded, Operations, PlainProduct
 from radixcache.runtime.model.operations.native import NativeOperations
 from radixcache.runtime.model.transformers_model import TransformersModel
-from tests.models import NUM_LAYERS, tiny_model
+from tests.helpers.models import NUM_LAYERS, tiny_model
 from tests.runtime.model.test_paged_model import (
     STEPS,
     plain_logits,

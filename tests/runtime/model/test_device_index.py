@@ -9,7 +9,7 @@ from radixcache import InvalidRequest, PagePool, RadixCache, SamplingParams
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.model.load import load_model
-from tests.engines import generated, plain_greedy, run
+from tests.helpers.engines import generated, plain_greedy, run
 from tests.kernels.gpu import pretend_gpu
 
 

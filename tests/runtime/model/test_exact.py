@@ -26,7 +26,7 @@ from radixcache.runtime.model.operations.linear import NativeLinear
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.sampling.prompt_logprobs import _score
 from radixcache.runtime.sampling.sampler import sample, top_logprobs
-from tests.models import tiny_model
+from tests.helpers.models import tiny_model
 from tests.runtime.model import exact_schedules
 from tests.runtime.model.exact_schedules import LOOPED, Tally, differing, exact_model, play
 

@@ -17,7 +17,7 @@ from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.transformers_model import TransformersModel
-from tests.models import tiny_model
+from tests.helpers.models import tiny_model
 from tests.runtime.model.test_paged_model import (
     STEPS,
     plain_logits,

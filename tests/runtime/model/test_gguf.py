@@ -22,7 +22,7 @@ from radixcache.runtime.model.gguf.blocks import read_tensor
 from radixcache.runtime.model.gguf.checkpoint import GGUFCheckpoint, open_gguf
 from radixcache.runtime.model.gguf.config import settings_of
 from radixcache.runtime.model.load import load_model
-from tests.gguf_files import (
+from tests.helpers.gguf_files import (
     Stored,
     decode,
     gguf_bytes,

@@ -15,10 +15,10 @@ from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime.model.kv_pool import LayerShape
 from radixcache.runtime.model.load import load_model, load_stock
 from radixcache.runtime.model.operations import mla
-from tests import engines
-from tests.engines import generated, is_greedy, make_engine, run
+from tests.helpers import engines
+from tests.helpers.engines import generated, is_greedy, make_engine, run
+from tests.helpers.models import MLA, tiny_model
 from tests.kernels.gpu import pretend_gpu
-from tests.models import MLA, tiny_model
 from tests.runtime.model.test_paged_model import (
     STEPS,
     plain_logits,

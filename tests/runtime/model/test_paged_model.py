@@ -27,9 +27,9 @@ from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.transformers_model import TransformersModel
-from tests.cover import covering_of
 from tests.families import OTHERS
-from tests.models import (
+from tests.helpers.cover import covering_of
+from tests.helpers.models import (
     FAMILIES,
     MULTIMODAL,
     NUM_LAYERS,

@@ -30,8 +30,8 @@ from radixcache.errors import (
 from radixcache.runtime.model.operations import row_parallel_linear as local_linear
 from radixcache.runtime.model.parallel import load as parallel
 from radixcache.runtime.model.parallel.workers import Ranks
-from tests.forks import Forked
-from tests.models import NUM_KV_HEADS, tiny_model
+from tests.helpers.forks import Forked
+from tests.helpers.models import NUM_KV_HEADS, tiny_model
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers", minversion="5.20")  # as the extra `tensor-parallel` says

@@ -8,10 +8,10 @@ import openai
 import pytest
 
 from radixcache import LLM
-from tests.drafts import drafting_llm
+from tests.helpers.drafts import drafting_llm
+from tests.helpers.scripted import scripted_llm
 from tests.runtime.server.api.apis import Chat, script
 from tests.runtime.server.live import LiveServer, live
-from tests.scripted import scripted_llm
 
 
 @pytest.fixture(scope="session")

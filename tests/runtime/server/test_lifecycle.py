@@ -18,7 +18,7 @@ import httpx2 as httpx
 from radixcache import LLM
 from radixcache.runtime.cli import main
 from radixcache.runtime.engine.worker import MAX_FAILED_STEPS
-from tests.forks import Forked, radixcache
+from tests.helpers.forks import Forked, radixcache
 from tests.runtime.server import http
 from tests.runtime.server.live import LiveServer, assert_error, live
 

@@ -24,7 +24,7 @@ from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http import static
 from radixcache.runtime.server.http.listener import address_of, listen
 from radixcache.runtime.server.loading import Loading
-from tests.forks import Forked, radixcache
+from tests.helpers.forks import Forked, radixcache
 from tests.runtime.server import http as plain
 from tests.runtime.server.live import ask, assert_error
 

@@ -18,7 +18,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from radixcache import LLM
-from tests.models import tiny_model
+from tests.helpers.models import tiny_model
 from tests.runtime.server.live import LiveServer, live
 
 CHECKS = [

@@ -22,13 +22,13 @@ from radixcache.runtime.engine.scheduler import Chunk, Scheduler
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.sampling.prompt_logprobs import ScoredPrompts
 from radixcache.runtime.spec_decode.proposer import DraftProposer
-from tests.cover import covering
-from tests.drafts import RandomProposer, draft_always, speculate
-from tests.engines import Layers, finish, make_engine, prompts, run
-from tests.hash_model import VOCAB, greedy, hash_engine, logits_after
-from tests.models import tiny_model
+from tests.helpers.cover import covering
+from tests.helpers.drafts import RandomProposer, draft_always, speculate
+from tests.helpers.engines import Layers, finish, make_engine, prompts, run
+from tests.helpers.hash_model import VOCAB, greedy, hash_engine, logits_after
+from tests.helpers.models import tiny_model
+from tests.helpers.traffic import Asked, play
 from tests.runtime.engine.cut_off import GUIDES, STRUCTURES, TEXTS
-from tests.traffic import Asked, play
 
 SEED = 20_261_125
 ENDS = VOCAB - 1

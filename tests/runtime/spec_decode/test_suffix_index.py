@@ -9,7 +9,7 @@ import pytest
 
 from radixcache.runtime.spec_decode import suffix_index
 from radixcache.runtime.spec_decode.suffix_index import MAX_MATCH, Segment, SuffixIndex
-from tests.cover import seeds
+from tests.helpers.cover import seeds
 
 SEED = 20_261_125
 

@@ -11,7 +11,7 @@ from radixcache.runtime.tokens.conversation import Conversations, thoughts_of
 from radixcache.runtime.tokens.history import TokenHistory
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from radixcache.runtime.tokens.tool_parser import MessageParser
-from tests.scripted import make_tokenizer
+from tests.helpers.scripted import make_tokenizer
 
 # Qwen3's way with thoughts: those since the last question are kept, others are dropped.
 QWEN3 = """\

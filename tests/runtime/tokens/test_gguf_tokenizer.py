@@ -15,7 +15,7 @@ from radixcache import ModelError
 from radixcache.runtime.gguf_file import GGUFFile
 from radixcache.runtime.tokens.gguf_tokenizer import read_tokenizer
 from radixcache.runtime.tokens.tokenizer import Tokenizer
-from tests.gguf_files import gguf_bytes, write_model
+from tests.helpers.gguf_files import gguf_bytes, write_model
 from tests.runtime.tokens.tiny_tokenizers import CORPUS, byte_level
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6

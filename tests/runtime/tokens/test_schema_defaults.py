@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from radixcache.runtime.tokens.schema_defaults import MAX_INTEGER, MAX_NUMBER, complete
-from tests.schemas import random_schema
+from tests.helpers.schemas import random_schema
 
 INTEGER = {"type": "integer", "minimum": -MAX_INTEGER, "maximum": MAX_INTEGER}
 NUMBER = {"type": "number", "minimum": -MAX_NUMBER, "maximum": MAX_NUMBER, "multipleOf": 1e-9}

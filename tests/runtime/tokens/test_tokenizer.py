@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from radixcache.errors import ContextExceeded, InvalidRequest
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.tokens.tokenizer import Tokenizer
-from tests.models import tiny_model
+from tests.helpers.models import tiny_model
 from tests.runtime.tokens import tiny_tokenizers as tiny
 from tests.runtime.tokens.tiny_tokenizers import CORPUS
 

@@ -13,6 +13,7 @@ from radixcache.errors import InvalidRequest
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice
 from radixcache.runtime.tokens.tool_formats import as_rule
+from tests.helpers.scripted import make_tokenizer
 from tests.runtime.tokens.test_tool_parser import (
     ALL,
     CODER,
@@ -23,7 +24,6 @@ from tests.runtime.tokens.test_tool_parser import (
     fmt,
     written,
 )
-from tests.scripted import make_tokenizer
 
 F = Tool(
     "f",

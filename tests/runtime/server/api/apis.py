@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import anthropic
 import openai
 
-from tests.scripted import call, turns
+from tests.helpers.scripted import call, turns
 
 NUM_TURNS = 4
 SCHEMA = {

@@ -16,7 +16,7 @@ from radixcache.runtime.server.protocol.openai import (
     PrefixRequest,
 )
 from radixcache.runtime.server.protocol.responses import ResponsesRequest
-from tests.models import tiny_model
+from tests.helpers.models import tiny_model
 from tests.runtime.server.api.apis import SCHEMA, user
 from tests.runtime.server.live import LiveServer, assert_error, live
 

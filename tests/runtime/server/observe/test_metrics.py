@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from radixcache import LLM
 from radixcache.runtime.server.observe.metrics import VLLM
-from tests.drafts import drafting_llm
-from tests.models import tiny_model
+from tests.helpers.drafts import drafting_llm
+from tests.helpers.models import tiny_model
 from tests.runtime.server.live import LiveServer, ask, live
 from tests.runtime.server.test_lifecycle import streaming
 

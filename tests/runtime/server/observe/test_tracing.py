@@ -14,7 +14,7 @@ import httpx2 as httpx
 import pytest
 
 from radixcache import LLM
-from tests.forks import Forked
+from tests.helpers.forks import Forked
 from tests.runtime.server import http
 from tests.runtime.server.live import LiveServer, ask, live
 from tests.runtime.server.test_lifecycle import ENDLESS, streaming

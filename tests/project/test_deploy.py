@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from radixcache.runtime.cli import main
-from tests.sources import PACKAGES, ROOT
+from tests.helpers.sources import PACKAGES, ROOT
 
 DEPLOY = ROOT / "docs" / "deploy"
 UNIT = DEPLOY / "radixcache.service"

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from radixcache import LLM
+from tests.helpers.sources import ROOT
 from tests.runtime.server.live import live
-from tests.sources import ROOT
 
 FOLDER = ROOT / "examples"
 

@@ -29,7 +29,7 @@ from radixcache.runtime.engine import build
 from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
-from tests.hash_model import read_rows
+from tests.helpers.hash_model import read_rows
 
 Script = Callable[[str], str | list[str]]
 """The text of a prompt, special tokens included, to the answer, `<tool_call>` and all; or to

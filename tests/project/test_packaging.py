@@ -16,8 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.forks import Forked
-from tests.sources import FILES, MODULES, PACKAGES, ROOT, SOURCES, imports, installed_path
+from tests.helpers.forks import Forked
+from tests.helpers.sources import FILES, MODULES, PACKAGES, ROOT, SOURCES, imports, installed_path
 
 NOT_AT_HAND = {"flashinfer", "triton", "ray", "vllm", "sglang"}
 """Installed where there is a GPU, a cluster, or an engine that a plugin is for."""

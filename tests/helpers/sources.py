@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("radixcache", "runtime", "kernels", "bench")
 """The folders that make the one import package; all but the first are links below it."""
 

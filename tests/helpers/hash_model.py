@@ -21,7 +21,7 @@ from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.engine.state_planner import StatePlanner
 from radixcache.states import StateIndex
-from tests.engines import CACHES
+from tests.helpers.engines import CACHES
 
 VOCAB = 29
 Ints = NDArray[np.integer]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.sources import SOURCES
+from tests.helpers.sources import SOURCES
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("**/*.md"))]
 # The programs of server.md need a server: tests/runtime/server/test_server_docs.py runs them.

@@ -26,7 +26,7 @@ from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.model.load import load_model, load_stock
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.states import StateIndex
-from tests.models import MULTIMODAL
+from tests.helpers.models import MULTIMODAL
 
 Layers = Literal["chosen", "torch", "stock"]
 """As the runtime chooses; our loop in torch, attention too; transformers' own."""
