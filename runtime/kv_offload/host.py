@@ -1,6 +1,7 @@
 """A store of KV pages in pinned host memory, below the pool of a GPU.
 
-A slot is a row of bytes, the layers of a page together, so that a page is one copy each way. All
+A slot is a row of bytes, the layers of a page together, so that pages in consecutive slots are one
+copy each way. All
 copies go to the stream on which the engine computes, and nobody waits for them. Order on the stream
 is all that they need: a page is copied down after the steps that have written it and before the
 step that writes over it, and a slot is read after it was written and before it is written again.
@@ -9,7 +10,7 @@ So a page counts as stored once its copy is enqueued, and as read once that is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 
@@ -73,10 +74,11 @@ class HostStore(Store):
         with suppress(torch.OutOfMemoryError):
             for start in range(0, len(pages), some):
                 rows = self._pool.gather_pages(pages[start : start + some])
-                for row, page in zip(rows, stored.pages()[start : start + some], strict=True):
-                    self._slots[page.slot].copy_(row, non_blocking=True)
-                    page.state = "stored"
-                    done += 1
+                for part, slots in _runs(stored.pages()[start : start + some]):
+                    self._slots[slots].copy_(rows[part], non_blocking=True)
+                    done = start + part.stop
+                    for page in stored.pages()[start + part.start : done]:
+                        page.state = "stored"
         self._copied.update(dict.fromkeys((page.slot for page in stored.pages()[:done]), copied))
         copied.record()
         self._count(stored_pages=done, failed_pages=len(pages) - done)
@@ -92,8 +94,8 @@ class HostStore(Store):
                 len(pages), self.page_bytes, dtype=torch.uint8, device=self._pool.device
             )
             begin.record()
-            for row, page in zip(rows, pages, strict=True):
-                row.copy_(self._slots[page.slot], non_blocking=True)
+            for part, slots in _runs(pages):
+                rows[part].copy_(self._slots[slots], non_blocking=True)
             end.record()
             self._timed = begin, end, rows.nbytes
             self._count(loaded_pages=len(pages))
@@ -123,3 +125,13 @@ class HostStore(Store):
         """Give the memory back, once no copy needs it."""
         torch.cuda.synchronize(self._pool.device)
         torch.cuda.cudart().cudaHostUnregister(self._slots.data_ptr())
+
+
+def _runs(pages: Sequence[StoredPage]) -> Iterator[tuple[slice, slice]]:
+    """Which of `pages` lie in slots that follow one another, and in which: one copy each, as to
+    launch one takes 12 us (H100). Pages that leave the pool together mostly do."""
+    start = 0
+    for end, page in enumerate(pages, 1):
+        if end == len(pages) or pages[end].slot != page.slot + 1:
+            yield slice(start, end), slice(pages[start].slot, page.slot + 1)
+            start = end

@@ -7,7 +7,8 @@ wait for; what it takes is taken off the tokens that the step may compute. What 
 (a page is gone, or is not what it was) is computed.
 
 Whether loading pays is measured: bytes read and copied a second against tokens computed a second,
-both while running. What is cheaper to compute is computed.
+both while running. What is cheaper to compute is computed. Where that is not certain, one in so
+many is decided the other way, so that what was measured does not grow old.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from radixcache.base import PrefixCache
 from radixcache.errors import OutOfPages
 from radixcache.lease import Lease
-from radixcache.runtime.kv_offload.store import Rate, Store
+from radixcache.runtime.kv_offload.store import PrefillTime, Rate, Store
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.stored import LoadCost, Medium, StoredPage
 from radixcache.tier import LowerTier
@@ -35,7 +36,12 @@ _TRIES = 3
 """Loads in whose time the pool lost what they go on from; then the request is computed."""
 
 _TRY_AGAIN = 16
-"""Loads that would not pay, after which one is tried nevertheless: the disk may have been busy."""
+"""Of loads of which it is not certain whether they pay, one is decided otherwise: the disk may have
+been busy, or computing be faster than short prefills tell."""
+
+_SHORT = 32
+"""Times as long may a token of a short prefill take as one of a long one (19 at 64 tokens against
+8,192: H100, Llama of 1.2 B)."""
 
 _MANY = 32
 """Tokens of a prefill, from which its time says what a token takes."""
@@ -85,7 +91,7 @@ class Loads:
     """
 
     def __init__(self, cache: PrefixCache, levels: Items[Level], pool: KVPool) -> None:
-        self.levels, self.computing = levels, Rate()
+        self.levels, self.computing = levels, PrefillTime()
         self._cache, self._pool = cache, pool
         self._loads: dict[Sequence, _Load] = {}
         self._tries: dict[Sequence, int] = {}
@@ -93,7 +99,7 @@ class Loads:
         """Whose sequences have gone; their slots are still being read."""
         self._looked: dict[Sequence, int] = {}
         """Who waits for the end of others' loads; how many had ended when the tier was searched."""
-        self._num_refused = self._num_ended = 0
+        self._num_uncertain = self._num_ended = 0
         self._step_is_full = False
         self._seconds = self._uncharged = 0.0
         """For which the step waits for loads; those that nobody has paid for."""
@@ -140,10 +146,8 @@ class Loads:
         first, most = start // size, max(1, store.most_bytes // page_bytes)
         if len(pages) > most:
             pages, end = pages[:most], (first + most) * size
-        if not self.cost(level.tier.medium, len(pages), end - start).pays:
-            self._num_refused += 1
-            if self._num_refused % _TRY_AGAIN:
-                return False
+        if not self._is_to_be_loaded(level, len(pages), end - start):
+            return False
         is_coming = pages[0].readers > 0  # with another
         loading = sum(load.level is level for load in self._loads.values())
         if loading < store.most_loading and not is_coming:
@@ -162,6 +166,15 @@ class Loads:
         (level,) = (level for level in self.levels if level.tier.medium == medium)
         load = level.load_seconds(num_pages * self._pool.page_bytes)
         return LoadCost(load, self.computing.seconds(num_tokens))
+
+    def _is_to_be_loaded(self, level: Level, num_pages: int, num_tokens: int) -> bool:
+        load, compute = cost = self.cost(level.tier.medium, num_pages, num_tokens)
+        if load is None or compute is None:
+            return True
+        if cost.pays and (self.computing.knows(num_tokens) or load * _SHORT < compute):
+            return True
+        self._num_uncertain += 1
+        return cost.pays == (self._num_uncertain % _TRY_AGAIN > 0)
 
     def _wait_for(self, seconds: float | None) -> None:
         self._seconds += seconds or 0.0
@@ -189,14 +202,13 @@ class Loads:
                 return 0, 0
             self._cache.reserve(lease, end)
             table = lease.page_table[start // size : -(-end // size)]
-            skipped = start // size - load.first
+            skipped, copies = start // size - load.first, perf_counter()
             self._pool.write_pages(table, rows[skipped : skipped + len(table)])
+            load.level.copying.note(rows.nbytes, perf_counter() - copies)
             lease.used = True  # it counts in no statistics
             self._cache.publish(lease, sequence.tokens[start:end], written=True)
             self._step_is_full = True
-            seconds = perf_counter() - begun
-            load.level.copying.note(rows.nbytes, seconds)
-            self._wait_for(seconds)
+            self._wait_for(perf_counter() - begun)
             return start, lease.num_tokens - start
         except OutOfPages:
             return 0, 0

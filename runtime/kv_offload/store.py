@@ -30,6 +30,34 @@ class Rate:
         return amount * self._seconds / self._amount if self._amount else None
 
 
+class PrefillTime:
+    """How long prefills take. A token of a short one may take many times as long as one of a long
+    one: on a GPU, where both read all weights once."""
+
+    def __init__(self) -> None:
+        self._rates: dict[int, Rate] = {}
+        """By the number of bits of the number of tokens."""
+        self._is_warm = False
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """A step that computed so many tokens of prompts. The first one is not counted: libraries
+        load their kernels in it."""
+        if self._is_warm:
+            self._rates.setdefault(num_tokens.bit_length(), Rate()).note(num_tokens, seconds)
+        self._is_warm = True
+
+    def seconds(self, num_tokens: int) -> float | None:
+        """How long so many take, by what a token took in the best of lengths; None before anything
+        was noted."""
+        if not self._rates:
+            return None
+        return min(rate.seconds(num_tokens) or 0.0 for rate in [*self._rates.values()])
+
+    def knows(self, num_tokens: int) -> bool:
+        """Whether a step of about so many tokens, or of more, was noted."""
+        return max(self._rates, default=0) >= num_tokens.bit_length() - 1
+
+
 class Counters(NamedTuple):
     """What a store has done."""
 

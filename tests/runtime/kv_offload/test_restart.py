@@ -87,7 +87,7 @@ def test_what_is_on_disk_and_what_was_loaded_is_explained(tmp_path: Path) -> Non
         llm.call(lambda: llm.cache.evict(llm.cache.pool.num_pages))
         offload.disk.flush()
         for _ in range(200):  # outweigh what was measured
-            offload.loads.computing.note(1e6, 1e-6)
+            offload.loads.computing.note(10**6, 1e-6)
         assert "loading them takes" in llm.explain(TABLE + "Who?").misses[0].describe()
         assert ask(llm, TABLE + "Who?")[2] == 0
         assert llm.explainer.missed_tokens["on_disk"] >= length
