@@ -17,40 +17,36 @@ from numpy.typing import NDArray
 from radixcache.kernels.attention import PagedBatch, SharedPrefix
 
 MIN_ROWS = 4
-"""Sequences in a group. A guess until a GPU has measured it: `bench/gpu` measures both."""
+"""Sequences in a group, for buffers of a fixed size; fewer never paid."""
 
-MIN_TOKENS = 1024
-"""Tokens that a group shares. A second level costs two more kernels a layer."""
+MIN_SAVED = 230_000_000
+"""Bytes of a layer that all groups together need not read again. A second level costs 10 to 15 us a
+layer, and of what many read the L2 cache has a part (H100; 8 KV heads and 1, 4 to 64 rows, 256 to
+8,192 tokens: from here on two levels were as fast as one or faster, below slower)."""
 
 
 def group_by_prefix(
-    tables: Sequence[NDArray[np.int32]],
-    page_size: int,
-    min_rows: int = MIN_ROWS,
-    min_tokens: int = MIN_TOKENS,
+    tables: Sequence[NDArray[np.int32]], min_saved: int, min_rows: int = MIN_ROWS
 ) -> tuple[list[int], tuple[SharedPrefix, ...]]:
     """Group whole branches of the sequences' prefix tree so that the fewest pages are read.
 
     Args:
         tables: page numbers of each sequence. The last page of each is its own: it is written to.
-        min_rows, min_tokens: what a group must have at least.
+        min_saved: pages that need not be read again, all groups together, or there are none.
+        min_rows: what a group must have at least.
 
     Returns:
         The order in which the sequences must stand in a batch, groups first, and the groups.
 
     Runtime complexity: O(shared pages), a vectorised comparison per sequence and level.
     """
-    smallest = -(-min_tokens // page_size)
     candidates: dict[int, list[int]] = {}
-    for row, table in enumerate(tables):
-        if len(table) > smallest:
+    if sum(map(len, tables)) >= min_saved:
+        for row, table in enumerate(tables):
             candidates.setdefault(int(table[0]), []).append(row)
-    groups = [
-        group
-        for rows in candidates.values()
-        for group in _best(tables, rows, 0, min_rows, smallest)[1]
-    ]
-    if not groups:
+    found = [_best(tables, rows, 0, min_rows) for rows in candidates.values()]
+    groups = [group for _, groups in found for group in groups]
+    if not groups or sum(saved for saved, _ in found) < min_saved:
         return list(range(len(tables))), ()
     order: list[int] = []
     shared = []
@@ -66,7 +62,7 @@ _Groups = list[tuple[list[int], int]]
 
 
 def _best(
-    tables: Sequence[NDArray[np.int32]], rows: list[int], depth: int, min_rows: int, smallest: int
+    tables: Sequence[NDArray[np.int32]], rows: list[int], depth: int, min_rows: int
 ) -> tuple[int, _Groups]:
     """Pages saved and groups, for rows that share their first `depth` pages."""
     if len(rows) < min_rows:
@@ -83,10 +79,10 @@ def _best(
     saved, groups = 0, []
     for child in children.values():
         if len(child) < len(rows):
-            more, below = _best(tables, child, common, min_rows, smallest)
+            more, below = _best(tables, child, common, min_rows)
             saved += more
             groups += below
-    together = (len(rows) - 1) * common if common >= smallest else 0
+    together = (len(rows) - 1) * common
     return (together, [(rows, common)]) if together > saved else (saved, groups)
 
 

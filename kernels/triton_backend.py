@@ -30,9 +30,7 @@ MAX_FIXED_ROWS = 256
 SPLITS = 16
 """Parts of a decode's keys; with 8 KV heads, one row fills a GPU of 128 processors."""
 MIN_SPLIT = 256  # keys
-BLOCK, ROWS = 64, 64
-"""Keys that are read at a time, and query heads times tokens of a prefill's tile; half of each in
-float32, so that a tile fits 64 KiB of shared memory."""
+
 
 INTERPRETED = triton.knobs.runtime.interpret
 """Whether kernels run in Python, on CPU tensors, as tests have it."""
@@ -118,7 +116,7 @@ class TritonBackend(AttentionBackend):
         sizes = {"DIM": dim, "DIM_2": _power(dim), "VALUE": value_dim, "VALUE_2": _power(value_dim)}
         _append[tokens, kv_heads](key, value, k_pages, v_pages, step.slots, *new, *strides, **sizes)
         group, exact = heads // kv_heads, query.dtype == torch.float32
-        block, tile = (BLOCK // 2, ROWS // 2) if exact else (BLOCK, ROWS)
+        block = block_of(max(sizes["DIM_2"], sizes["VALUE_2"]), query.dtype)
         tables = (step.kv_indptr, step.kv_indices, step.kv_lens)
         pages = (k_pages, v_pages, *tables, query.stride(0), query.stride(1), *strides)
         sink = (query, False) if sinks is None else (sinks.float(), True)
@@ -140,9 +138,9 @@ class TritonBackend(AttentionBackend):
                 parts, sums, out, *sink, SPLITS=SPLITS, VALUE=value_dim, VALUE_2=sizes["VALUE_2"]
             )
         if step.longest:
-            tiles = triton.cdiv(step.longest * group, tile)
+            tiles = triton.cdiv(step.longest * group, block)
             _prefill[step.sequences - step.decodes, kv_heads, tiles](
-                query, out, step.qo_indptr, *pages, step.decodes, *sink, **common, ROWS=tile
+                query, out, step.qo_indptr, *pages, step.decodes, *sink, **common, ROWS=block
             )
         return out
 
@@ -164,6 +162,12 @@ class _Step(NamedTuple):
 
 def _power(size: int) -> int:
     return max(16, triton.next_power_of_2(size))  # which products take
+
+
+def block_of(dim: int, dtype: torch.dtype, amd: bool = torch.version.hip is not None) -> int:
+    """Keys that are read at a time, and query heads times tokens of a prefill's tile: as many as
+    shared memory holds, with blocks on their way (NVIDIA 163 KiB or more, AMD 64)."""
+    return max(16, 64 >> (dtype == torch.float32) + (dim > 256) + (amd and dim > 128))
 
 
 def _capacity(max_rows: int, max_indices: int) -> int:

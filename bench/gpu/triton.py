@@ -22,12 +22,12 @@ CONTEXT = 4096
 
 
 def run(place: Place, report: Report) -> None:
+    for rows in place.sizes.decode_batches:
+        report.measure(f"decode, {rows} rows", _decode, place, rows)
     make = partial(_backend, place)
     for kind in [*dict.fromkeys(k for kinds in LAYERS.values() for k in kinds), WIDE]:
         name = f"{kind.query_heads}/{kind.kv_heads} x {kind.head_dim}, window {kind.window}"
         report.check(f"{name}, softcap {kind.softcap}", try_layer, place, make, place.dtype, kind)
-    for rows in place.sizes.decode_batches:
-        report.measure(f"decode, {rows} rows", _decode, place, rows)
 
 
 def _backend(place: Place, kind: LayerKind, dtype: torch.dtype | None = None) -> AttentionBackend:

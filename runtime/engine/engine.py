@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from radixcache.base import CacheStats, PrefixCache, Tokens, TokensLike, as_tokens
 from radixcache.errors import ContextExceeded, InvalidRequest, OutOfPages, WrongThread
 from radixcache.kernels.attention import PagedBatch, SharedPrefix
-from radixcache.kernels.cascade import group_by_prefix
+from radixcache.kernels.cascade import MIN_SAVED, group_by_prefix
 from radixcache.kernels.upload import on_device, send
 from radixcache.runtime.engine.logits_cache import PromptLogitsCache, prompt_key
 from radixcache.runtime.engine.output_processor import OutputProcessor
@@ -84,8 +84,7 @@ class Engine:
         encode: Callable[[str], list[int]] | None = None,
         grammar_backend: GrammarBackend | None = None,
     ) -> None:
-        self.model = model
-        self.kv_pool = kv_pool
+        self.model, self.kv_pool = model, kv_pool
         self.cache = cache
         self.scheduler = scheduler
         with on_device(model.device):
@@ -420,7 +419,8 @@ class Engine:
             tables.append(chunk.sequence.lease.page_table[: -(-chunk.end // page_size)])
         shared: tuple[SharedPrefix, ...] = ()
         if self.model.attention.reads_shared_once:
-            order, shared = group_by_prefix(tables[: len(decodes)], page_size)
+            min_saved = MIN_SAVED * len(self.kv_pool.layers) // self.kv_pool.page_bytes
+            order, shared = group_by_prefix(tables[: len(decodes)], min_saved)
             chunks = [chunks[i] for i in order] + chunks[len(decodes) :]
             tables = [tables[i] for i in order] + tables[len(decodes) :]
         counts = [self._num_decodes(chunk) for chunk in chunks]

@@ -10,11 +10,15 @@ import sys
 from itertools import product
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from radixcache.kernels import triton_backend
+from radixcache.kernels.triton_backend import block_of
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 163 << 10),
@@ -22,14 +26,15 @@ TARGETS = {
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64 << 10),
 }
 INDICES = {"slots", "kv_indptr", "kv_indices", "kv_lens", "qo_indptr"}
+COUNTS = {"decodes", "window", "scale", "softcap"}
 POINTERS = {"key", "value", "k_pages", "v_pages", "query", "out"}
 
 
-def constants(dtype: str, dim: int, rows: int) -> dict[str, Any]:
+def constants(dtype: str, dim: int, rows: int, amd: bool) -> dict[str, Any]:
     exact = dtype == "fp32"
     return {
         "DIM": dim, "DIM_2": dim, "VALUE": dim, "VALUE_2": dim, "WINDOW": True, "SOFTCAP": True,
-        "PAGE": 16, "GROUP": 4, "BLOCK": triton_backend.BLOCK // (1 + exact), "EXACT": exact,
+        "PAGE": 16, "GROUP": 4, "BLOCK": block_of(dim, DTYPES[dtype], amd), "EXACT": exact,
         "UPCAST": False, "SPLITS": triton_backend.SPLITS, "SINKS": True,
         "MIN_SPLIT": triton_backend.MIN_SPLIT, "ROWS": rows,
     }  # fmt: skip
@@ -37,7 +42,7 @@ def constants(dtype: str, dim: int, rows: int) -> dict[str, Any]:
 
 def compile_one(name: str, rows: int, target: str, dtype: str, dim: int) -> None:
     kernel = getattr(triton_backend, name)
-    known = constants(dtype, dim, rows)
+    known = constants(dtype, dim, rows, target == "gfx942")
 
     def kind(argument: str) -> str:
         if argument in known:
@@ -53,7 +58,12 @@ def compile_one(name: str, rows: int, target: str, dtype: str, dim: int) -> None
     signature = {argument: kind(argument) for argument in kernel.arg_names}
     values = {name: value for name, value in known.items() if name in signature}
     gpu, limit = TARGETS[target]
-    made = triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=values), target=gpu)
+    # As at a launch, where addresses and strides are multiples of 16: then loads are pipelined.
+    names = list(signature)
+    aligned = [n for n in names if signature[n] != "constexpr" and n not in COUNTS]
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attrs)
+    made = triton.compile(source, target=gpu)
     shared = made.metadata.shared
     print(f"{target} {dtype} {dim} {name}: {shared} bytes of shared memory", flush=True)
     assert shared <= limit, f"{target} has {limit}"
@@ -61,7 +71,9 @@ def compile_one(name: str, rows: int, target: str, dtype: str, dim: int) -> None
 
 if __name__ == "__main__":
     for dtype in sys.argv[1:] or ("bf16", "fp16", "fp32"):
-        tile = triton_backend.ROWS // (1 + (dtype == "fp32"))
-        kernels = {"_append": 0, "_decode": 16, "_merge": 0, "_prefill": tile}
-        for target, dim, (name, rows) in product(TARGETS, (64, 128), kernels.items()):
-            compile_one(name, rows, target, dtype, dim)
+        for target, dim in product(TARGETS, (64, 128, 256, 512)):
+            if (target, dtype, dim) == ("gfx942", "fp32", 512):
+                continue  # no tile fits: plain torch computes there
+            tile = block_of(dim, DTYPES[dtype], target == "gfx942")
+            for name, rows in ("_append", 0), ("_decode", 16), ("_merge", 0), ("_prefill", tile):
+                compile_one(name, rows, target, dtype, dim)

@@ -55,40 +55,41 @@ def common_pages(tables: list[list[int]], rows: list[int]) -> int:
     return len(list(takewhile(lambda pages: len(set(pages)) == 1, columns)))
 
 
-def saved(tables: list[list[int]], groups: list[list[int]], min_rows: int, min_pages: int) -> int:
+def saved(tables: list[list[int]], groups: list[list[int]], min_rows: int) -> int:
     total = 0
     for rows in groups:
-        pages = common_pages(tables, rows)
-        if len(rows) >= min_rows and pages >= min_pages:
-            total += (len(rows) - 1) * pages
+        if len(rows) >= min_rows:
+            total += (len(rows) - 1) * common_pages(tables, rows)
     return total
 
 
-@pytest.mark.parametrize(("min_rows", "min_pages"), [(2, 1), (3, 1), (2, 3), (4, 2)])
+@pytest.mark.parametrize(("min_rows", "min_saved"), [(2, 1), (3, 1), (2, 5), (4, 9)])
 @pytest.mark.parametrize("seed", range(30))
-def test_no_other_branches_save_more_than_the_groups(seed, min_rows, min_pages) -> None:
+def test_no_other_branches_save_more_than_the_groups(seed, min_rows, min_saved) -> None:
     rng = np.random.default_rng(seed)
     tables = random_tables(rng, int(rng.integers(1, 8)))
     arrays = [np.array(table, np.int32) for table in tables]
-    order, shared = group_by_prefix(arrays, 4, min_rows, 4 * min_pages)
+    order, shared = group_by_prefix(arrays, min_saved, min_rows)
     assert sorted(order) == list(range(len(tables)))
     groups = [order[first : first + size] for first, size, _ in shared]
     for rows, group in zip(groups, shared, strict=True):
-        assert len(rows) >= min_rows and group.num_pages >= min_pages
+        assert len(rows) >= min_rows
         assert group.num_pages == common_pages(tables, rows)
     assert [group.first for group in shared] == list(
         np.cumsum([0, *(group.size for group in shared)])[: len(shared)]
     )
-    best = max(saved(tables, groups, min_rows, min_pages) for groups in partitions(tables))
-    assert saved(tables, groups, min_rows, min_pages) == best
+    best = max(saved(tables, groups, min_rows) for groups in partitions(tables))
+    assert saved(tables, groups, min_rows) == (best if best >= min_saved else 0)
 
 
-def test_short_prefixes_and_small_groups_are_left_alone() -> None:
-    tables = [np.array([*range(63), 100 + i], np.int32) for i in range(8)]
-    assert group_by_prefix(tables, 16) == (list(range(8)), ())  # 1,008 tokens
+def test_what_saves_little_and_small_groups_are_left_alone() -> None:
     tables = [np.array([*range(64), 100 + i], np.int32) for i in range(8)]
-    assert group_by_prefix(tables, 16)[1] == (SharedPrefix(0, 8, 64),)
-    assert group_by_prefix(tables[:3], 16)[1] == ()
+    assert group_by_prefix(tables, 7 * 64)[1] == (SharedPrefix(0, 8, 64),)
+    assert group_by_prefix(tables, 7 * 64 + 1) == (list(range(8)), ())
+    assert group_by_prefix(tables[:3], 1)[1] == ()
+    others = [table + 1000 for table in tables]
+    _, both = group_by_prefix(tables + others, 14 * 64)
+    assert both == (SharedPrefix(0, 8, 64), SharedPrefix(8, 8, 64)), "together they save as much"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -97,7 +98,7 @@ def test_the_levels_together_hold_each_page_of_each_sequence_once(seed, padded) 
     rng = np.random.default_rng(seed)
     tables = random_tables(rng, int(rng.integers(2, 9)))
     arrays = [np.array(table, np.int32) for table in tables]
-    order, shared = group_by_prefix(arrays, 4, 2, 4)
+    order, shared = group_by_prefix(arrays, 1, 2)
     tables = [tables[row] for row in order]
     lens = [4 * len(table) - int(rng.integers(0, 4)) for table in tables]
     decodes = len(tables)

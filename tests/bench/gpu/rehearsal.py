@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +13,6 @@ import torch
 
 from radixcache.bench.gpu.place import Place, Sizes, llama
 from radixcache.bench.gpu.triton import WIDE
-from radixcache.kernels import cascade
 from radixcache.kernels.attention import AttentionBackend
 from radixcache.kernels.choice import make_flashinfer
 from radixcache.kernels.torch_backend import TorchBackend
@@ -56,14 +54,13 @@ SMALL = Sizes(
 def rehearsal_place(out: Path) -> Iterator[Place]:
     """A place there; whatever it replaces is as before afterwards."""
     threads = torch.get_num_threads()
-    group = partial(cascade.group_by_prefix, min_rows=cascade.MIN_ROWS, min_tokens=32)
     torch.set_num_threads(1)
     if freezes := not gc.get_freeze_count():  # pytest's process has frozen what it imported
         gc.freeze()  # what is imported: memory is tidied up after each of many engines
     try:
         with (
             pretend_gpu() as gpu,
-            patch.object(engine_module, "group_by_prefix", group),
+            patch.object(engine_module, "MIN_SAVED", 1),
             patch.object(cuda_graphs, "batch_sizes", _three_sizes),
             patch.object(Worker, "_run", _pretending(gpu.device)),
         ):

@@ -94,8 +94,8 @@ def test_sharers_are_attended_in_two_levels_with_the_same_tokens(folders, gpu, m
     """Launched ahead, as on a GPU: the next step's tokens never leave the device."""
     grouped = []
 
-    def group(tables, page_size):
-        order, shared = cascade.group_by_prefix(tables, page_size, 4, 32)
+    def group(tables, min_saved):
+        order, shared = cascade.group_by_prefix(tables, 1, 4)
         grouped.append(len(shared))
         return order, shared
 
@@ -161,7 +161,7 @@ def test_an_llm_has_all_its_graphs_before_the_first_request(
 ) -> None:
     caplog.set_level("INFO", "radixcache")
     group = cascade.group_by_prefix
-    monkeypatch.setattr(engine, "group_by_prefix", lambda tables, size: group(tables, size, 4, 16))
+    monkeypatch.setattr(engine, "group_by_prefix", lambda tables, least: group(tables, 1))
     llm = LLM(
         folders[family], device="cuda", dtype="float32", kv_cache_memory_bytes="4MiB", page_size=4,
         max_num_seqs=9,
