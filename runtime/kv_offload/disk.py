@@ -159,9 +159,10 @@ class DiskStore(Store):
         self._index.executemany("delete from pages where slot = ?", left)
 
     def save(self, pages: Pages, stored: StoredPages) -> None:
-        some, now = max(1, _WRITTEN_BYTES // self.page_bytes), time_ns()
+        some, now, began = max(1, _WRITTEN_BYTES // self.page_bytes), time_ns(), perf_counter()
         for at in range(0, len(pages), some):
             self._save(pages[at : at + some], stored, at, now)
+        self.saving += perf_counter() - began
 
     def _save(self, pages: Pages, run: StoredPages, first: int, now: int) -> None:
         size = len(pages) * self.page_bytes

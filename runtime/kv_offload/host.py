@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from time import perf_counter
 
 import torch
 
@@ -69,6 +70,7 @@ class HostStore(Store):
     @torch.inference_mode()
     def save(self, pages: Pages, stored: StoredPages) -> None:
         stored.finish("lost")
+        began = perf_counter()
         some, done = max(1, _DOWN // self.page_bytes), 0
         copied = torch.cuda.Event()
         with suppress(torch.OutOfMemoryError):
@@ -82,6 +84,7 @@ class HostStore(Store):
         self._copied.update(dict.fromkeys((page.slot for page in stored.pages()[:done]), copied))
         copied.record()
         self._count(stored_pages=done, failed_pages=len(pages) - done)
+        self.saving += perf_counter() - began
 
     @torch.inference_mode()
     def read(self, pages: Sequence[StoredPage]) -> Future[torch.Tensor]:

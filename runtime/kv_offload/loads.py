@@ -103,10 +103,12 @@ class Loads:
         self._step_is_full = False
         self._seconds = self._uncharged = 0.0
         """For which the step waits for loads; those that nobody has paid for."""
+        self._saving = 0.0
+        """Of all stores, when the step began: a load evicts as much as computing does."""
 
     def begin_step(self) -> None:
         """A step is being scheduled."""
-        self._step_is_full, self._seconds = False, 0.0
+        self._step_is_full, self._seconds, self._saving = False, 0.0, self._all_saving()
         for load in [load for load in self._left if load.rows.done()]:
             self._left.remove(load)
             load.level.tier.end_load(load.pages)
@@ -192,6 +194,7 @@ class Loads:
         """Let the cache have what was read; returns from where on, and how many tokens, are new to
         it."""
         begun, size, rows = perf_counter(), self._pool.page_size, load.rows.result()
+        saving = self._all_saving()
         end = min(load.end, (load.first + len(rows)) * size)
         if end <= load.first * size or not load.level.tier.holds(load.pages[0]):
             return 0, 0
@@ -209,6 +212,7 @@ class Loads:
             self._cache.publish(lease, sequence.tokens[start:end], written=True)
             self._step_is_full = True
             self._wait_for(perf_counter() - begun)
+            self._saving += self._all_saving() - saving  # which is in that time
             return start, lease.num_tokens - start
         except OutOfPages:
             return 0, 0
@@ -233,8 +237,12 @@ class Loads:
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """A step has taken so long, which prefilled so many tokens; few tell little."""
-        if num_tokens >= _MANY and seconds > self._seconds:
-            self.computing.note(num_tokens, seconds - self._seconds)
+        seconds -= self._seconds + self._all_saving() - self._saving
+        if num_tokens >= _MANY and seconds > 0:
+            self.computing.note(num_tokens, seconds)
+
+    def _all_saving(self) -> float:
+        return sum(level.store.saving for level in self.levels)
 
     def wait(self) -> None:
         """Until a load has ended, but not for long: nothing is to be computed before."""

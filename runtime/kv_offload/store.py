@@ -83,6 +83,7 @@ class Store(ABC):
         most_bytes: that are read for a request at a time, and copied into the pool in one step.
         most_loading: requests whose pages are read at the same time.
         in_stream: steps wait for what is read; else threads read.
+        saving: seconds that the engine's thread has spent on `save`.
         place: where it is, for people.
     """
 
@@ -94,7 +95,7 @@ class Store(ABC):
 
     def __init__(self, pool: KVPool, num_slots: int) -> None:
         self._pool, self.num_slots, self.page_bytes = pool, num_slots, pool.page_bytes
-        self.counters, self.reading = Counters(), Rate()
+        self.counters, self.reading, self.saving = Counters(), Rate(), 0.0
         self._lock = Lock()
 
     def stored(self) -> list[StoredPage]:

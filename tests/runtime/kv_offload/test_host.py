@@ -149,6 +149,28 @@ def test_now_and_then_what_is_not_certain_is_decided_otherwise(device: PinnedDev
     engine.offload.close()
 
 
+def test_what_eviction_takes_is_not_what_computing_takes(
+    device: PinnedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load evicts as much."""
+    save = HostStore.save
+
+    def slow(self: HostStore, *args: Any) -> None:
+        save(self, *args)
+        self.saving += 1e6
+
+    monkeypatch.setattr(HostStore, "save", slow)
+    engine = Pinned(device)
+    loads = engine.offload.loads
+    noted: list[float] = []
+    monkeypatch.setattr(loads.computing, "note", lambda tokens, seconds: noted.append(seconds))
+    for turn in range(24):  # six in turn, which the pool has no room for
+        engine.answer([turn % 6, *[7] * (40 + turn)])
+    assert engine.store.saving >= 3e6 and engine.engine.lifetime_stats.loaded_tokens
+    assert noted and min(noted) > 0 and max(noted) < 1e3
+    engine.offload.close()
+
+
 def test_pages_in_consecutive_slots_are_one_copy() -> None:
     pages = [StoredPage(slot, b"", b"", np.zeros(1, np.int32)) for slot in (3, 4, 5, 9, 8, 0)]
     copies = [(slice(0, 3), slice(3, 6)), (slice(3, 4), slice(9, 10)), (slice(4, 5), slice(8, 9))]
