@@ -38,7 +38,7 @@ from radixcache.runtime.kv_offload.files import (
 )
 from radixcache.runtime.kv_offload.fingerprint import fingerprint
 from radixcache.runtime.kv_offload.store import PageSource, Store
-from radixcache.runtime.model.kv_pool import KVPool
+from radixcache.runtime.model.kv_pool import KVPool, host_rows
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.sizes import format_memory
 from radixcache.stored import StoredPage, StoredPages
@@ -307,8 +307,8 @@ class DiskStore(Store):
     def _read(self, pages: list[StoredPage]) -> torch.Tensor:
         began, num_good = perf_counter(), len(pages)
         try:
-            rows = torch.empty(len(pages), self.page_bytes, dtype=torch.uint8)
-        except (RuntimeError, MemoryError) as lack:  # of memory
+            rows = host_rows(len(pages), self.page_bytes)
+        except MemoryError as lack:
             self._failed(len(pages), lack)
             return torch.empty(0, self.page_bytes, dtype=torch.uint8)
         data, checksums = rows.numpy(), self._checksums

@@ -21,7 +21,7 @@ from radixcache.errors import InvalidRequest
 from radixcache.kernels.upload import on_device
 from radixcache.pages import Pages
 from radixcache.runtime.kv_offload.store import Store
-from radixcache.runtime.model.kv_pool import KVPool, count_pages
+from radixcache.runtime.model.kv_pool import KVPool, count_pages, host_rows
 from radixcache.runtime.sizes import format_memory
 from radixcache.stored import StoredPage, StoredPages
 
@@ -112,7 +112,8 @@ class HostStore(Store):
         """[n, page_bytes] uint8 on the host: a copy of the slots `pages`, for the store below."""
         for copied in {self._copied[slot] for slot in pages.tolist()}:
             copied.synchronize()
-        return self._slots[torch.from_numpy(pages).long()]
+        rows = host_rows(len(pages), self.page_bytes)
+        return torch.index_select(self._slots, 0, torch.from_numpy(pages).long(), out=rows)
 
     def read_seconds(self, size: int) -> float | None:
         if self._timed is not None and self._timed[1].query():
