@@ -131,7 +131,7 @@ class Chat:
 
 def _said(text: str | Sequence[Message]) -> Sequence[Message]:
     """What a user says, as messages."""
-    said = [{"role": "user", "content": text}] if isinstance(text, str) else text
-    if not isinstance(said, Sequence):
+    messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
+    if not isinstance(messages, Sequence):
         raise InvalidRequest(f"say a text or a list of messages, not {type(text).__name__}")
-    return said
+    return messages

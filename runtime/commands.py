@@ -64,8 +64,8 @@ def chat(args: argparse.Namespace) -> int:
         note("The bundled model answers questions about tables only. You can ask about this one:")
         note(system)
     params = replace(llm.default_params, **{"max_tokens": 512, **given})
-    for said in (*llm.notes, f"answers by {params.describe()}"):
-        note(said)
+    for text in (*llm.notes, f"answers by {params.describe()}"):
+        note(text)
     note(f"{_CHAT_COMMANDS}; Ctrl-C aborts an answer.")
     start = Chat(llm, system)
     chat = start.fork()

@@ -49,8 +49,8 @@ def setting(
         parse: makes the value of what a flag, a variable or a file says.
         flag: whether it is set from outside at all.
     """
-    told = {"help": text, "metavar": metavar, "rule": rule, "parse": parse, "flag": flag}
-    return field(default=default, metadata=told)
+    metadata = {"help": text, "metavar": metavar, "rule": rule, "parse": parse, "flag": flag}
+    return field(default=default, metadata=metadata)
 
 
 class Setting(NamedTuple):
@@ -75,9 +75,9 @@ def settings_of(kind: type) -> Iterator[Setting]:
     """What a dataclass declares, in order."""
     types = get_type_hints(kind)
     for one in fields(kind):
-        told = dict(one.metadata)
-        if told.pop("flag", False):
-            yield Setting(one.name, _without_none(types[one.name]), one.default, **told)
+        metadata = dict(one.metadata)
+        if metadata.pop("flag", False):
+            yield Setting(one.name, _without_none(types[one.name]), one.default, **metadata)
 
 
 def _without_none(kind: Any) -> Any:

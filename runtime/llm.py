@@ -368,16 +368,16 @@ class LLM:
         begun = thoughts_of(tokenizer.decode(output.prompt_token_ids[-8:], special=True))
         check_tools(tools)
         functions = [tool["function"] for tool in tools]
-        schemas = {told["name"]: told.get("parameters", {}) for told in functions}
+        schemas = {function["name"]: function.get("parameters", {}) for function in functions}
         parser = MessageParser(tokenizer.tool_format, tokenizer.reasons, bool(begun), schemas)
         parser.feed(completion.text, ended=True)
-        said = parser.said()
-        self.turns.keep(said, begun + self.history.text_of(completion.token_ids), cache_salt)
-        message: Message = {"role": "assistant", "content": said.content}
-        if said.reasoning:
-            message["reasoning_content"] = said.reasoning
-        if said.calls:
-            message["tool_calls"] = [call.as_template() for call in said.calls]
+        parsed = parser.message()
+        self.turns.keep(parsed, begun + self.history.text_of(completion.token_ids), cache_salt)
+        message: Message = {"role": "assistant", "content": parsed.content}
+        if parsed.reasoning:
+            message["reasoning_content"] = parsed.reasoning
+        if parsed.calls:
+            message["tool_calls"] = [call.as_template() for call in parsed.calls]
         return message
 
     def encode(self, prompt: Prompt, *, special: bool = True) -> TokensLike:

@@ -74,14 +74,19 @@ def _compile(compiler: str, flags: tuple[str, ...], folder: Path, name: str) -> 
     part = folder / f"{name}.part"
     command = (compiler, *flags, "-o", str(part), str(_SOURCE))
     # Into a file: a pipe is also held by what the compiler has started, and that may hang.
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as output:
         try:
             subprocess.run(
-                command, check=True, stdin=subprocess.DEVNULL, stdout=said, stderr=said, timeout=300
+                command,
+                check=True,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                timeout=300,
             )
         except subprocess.SubprocessError as error:
-            said.seek(0)
-            lines = said.read().decode(errors="replace").strip().splitlines() or [str(error)]
+            output.seek(0)
+            lines = output.read().decode(errors="replace").strip().splitlines() or [str(error)]
             first = next((line for line in lines if "error:" in line), lines[0])
             raise OSError(f"{compiler} failed: {first}") from None
     return part.replace(folder / f"{name}-{_digest(part)}.so")
@@ -93,8 +98,8 @@ def _processor() -> list[str]:
         first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except OSError:  # not Linux
         return [platform.machine(), platform.processor(), platform.node()]
-    told = ("model name", "flags", "CPU part", "Features")
-    return [platform.machine(), *(line for line in first if line.startswith(told))]
+    fields = ("model name", "flags", "CPU part", "Features")
+    return [platform.machine(), *(line for line in first if line.startswith(fields))]
 
 
 if __name__ == "__main__":

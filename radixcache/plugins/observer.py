@@ -211,10 +211,10 @@ def prometheus(
     """
     for key, count in counts.items():
         name, _, reason = key.partition(":")
-        told = labels | ({"reason": reason} if reason else {})
+        all_labels = labels | ({"reason": reason} if reason else {})
         if name not in counters:
-            counters[name] = kind(f"radixcache_{name}", _METRICS[name], [*told])
-        (counters[name].labels(**told) if told else counters[name]).inc(count)
+            counters[name] = kind(f"radixcache_{name}", _METRICS[name], [*all_labels])
+        (counters[name].labels(**all_labels) if all_labels else counters[name]).inc(count)
 
 
 def summary(counts: dict[str, int]) -> dict[str, str]:
@@ -224,5 +224,5 @@ def summary(counts: dict[str, int]) -> dict[str, str]:
     names |= {reason.replace("_", " "): f"missed_tokens:{reason}" for reason in REASONS}
     total = max(1, counts.get("prompt_tokens", 0))
     shares = {name: counts.get(key, 0) / total for name, key in names.items()}
-    told = {"prompt tokens": f"{counts.get('prompt_tokens', 0):,}"}
-    return told | {name: f"{share:.1%}" for name, share in shares.items() if share}
+    figures = {"prompt tokens": f"{counts.get('prompt_tokens', 0):,}"}
+    return figures | {name: f"{share:.1%}" for name, share in shares.items() if share}

@@ -52,8 +52,10 @@ class Looker:
             if self._metrics:
                 prometheus(prometheus_client.Counter, self._counters, counts, {})
         if self._unlogged and time.monotonic() - self._last_line >= 10:
-            told = ", ".join(f"{name} {share}" for name, share in summary(self._unlogged).items())
-            _log.info("Prefix cache: %s", told)
+            figures = ", ".join(
+                f"{name} {share}" for name, share in summary(self._unlogged).items()
+            )
+            _log.info("Prefix cache: %s", figures)
             self._unlogged, self._last_line = Counter(), time.monotonic()
 
     @looking

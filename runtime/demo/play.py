@@ -217,7 +217,7 @@ def _show(turns: Iterable[Turn]) -> Totals:
     from rich.text import Text
 
     console = Console(highlight=False, soft_wrap=True)
-    left, said, right = _HEADER
+    left, column, right = _HEADER
     room = console.width - len(left + right) if console.is_terminal else _LONGEST
     room = min(room, _LONGEST)
     played: list[Turn] = []
@@ -228,7 +228,7 @@ def _show(turns: Iterable[Turn]) -> Totals:
         for turn in turns:
             if not played:
                 console.print(_INTRODUCTION)
-                console.print(f"{left}{said:<{room}}{right}", style="bold")
+                console.print(f"{left}{column:<{room}}{right}", style="bold")
             played.append(turn)
             answer = (_answer(turn), "cyan" if turn.right else "bold red")
             words = Text.assemble(turn.question, " ", answer)

@@ -182,11 +182,11 @@ def _answer_mark(tokenizer: Tokenizer) -> list[int]:
     question = [{"role": "system", "content": "!"}, {"role": "user", "content": "?"}]
     for messages in (question[1:], question):  # some templates want the one, some the other
         with suppress(InvalidRequest):
-            told, asked = (
+            before, asked = (
                 tokenizer.encode(tokenizer.render_chat(messages, ask=ask)) for ask in (False, True)
             )
-            if asked[: len(told)] == told:
-                return asked[len(told) :][:_MARK_TOKENS]
+            if asked[: len(before)] == before:
+                return asked[len(before) :][:_MARK_TOKENS]
     return []  # no template, or no chat
 
 

@@ -202,9 +202,10 @@ class Engine:
         """
         tokens = as_tokens(prompt_token_ids).copy()
         max_tokens = self._max_tokens(tokens, params, namespace)
-        edits = PenaltyState(params, self.model.vocab_size, self.model.eos_token_ids, self._encode)
+        ends = self.model.eos_token_ids
+        penalties = PenaltyState(params, self.model.vocab_size, ends, self._encode)
         request = Request(self._next_id, prompt, tokens, params, namespace, client)
-        request.edits = edits if edits.any else None
+        request.penalties = penalties if penalties.any else None
         request.add_sequences(max_tokens, self._decode)
         if params.structured_outputs is not None:
             for sequence in request.sequences:
@@ -321,11 +322,11 @@ class Engine:
         pages = self.kv_pool.num_pages - 1 - pinned
         room = pages * self.kv_pool.page_size - length + 1  # the last token needs no KV
         if room < (1 if asked is None else max(1, wanted)):
-            said = f"{length} prompt tokens and {wanted} to generate do not fit the KV memory"
+            problem = f"{length} prompt tokens and {wanted} to generate do not fit the KV memory"
             if pinned:  # how much may be others' secret
-                raise InvalidRequest(f"{said} beside what is pinned")
+                raise InvalidRequest(f"{problem} beside what is pinned")
             raise ContextExceeded(
-                f"{said} of {room + length - 1:,} tokens: give it more (--kv-cache-memory-bytes)"
+                f"{problem} of {room + length - 1:,} tokens: give it more (--kv-cache-memory-bytes)"
             )
         return min(wanted, room)
 
@@ -378,15 +379,13 @@ class Engine:
         if len(sequences) < len(step.rows):  # how much of the drafts is right is not known yet
             return None
         alive = [s for s in sequences if s.finish_reason is None]
-        if any(s.grammar is not None for s in alive):  # what may come next depends on the tokens
+        if any(s.grammar is not None or s.request.reads_tokens for s in alive):
             return None
         if len(alive) < len(self.scheduler.running):  # some are in the middle of their prompts
             return None
         going_on = [s for s in alive if len(s.generated) + 1 < s.max_tokens]
-        if not going_on or any(s.request.edits and s.request.edits.reads_tokens for s in going_on):
-            return None
         proposer = self.scheduler.proposer
-        if proposer is not None and proposer.expects(going_on):
+        if not going_on or (proposer is not None and proposer.expects(going_on)):
             return None
         try:
             for sequence in going_on:

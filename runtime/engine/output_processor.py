@@ -32,8 +32,8 @@ class OutputProcessor:
 
     def finish(self, step: PendingStep) -> None:
         """Read the tokens of a step, and note the requests that got one."""
-        tokens, highest_logits, *told = step.fetched.read()
-        top = dict(zip(step.asking, zip(*told, strict=True), strict=True))
+        tokens, highest_logits, *top_tokens = step.fetched.read()
+        top = dict(zip(step.asking, zip(*top_tokens, strict=True), strict=True))
         for sequence, places in by_sequence(step.rows):
             if sequence.finish_reason is not None:  # since the step was launched
                 continue
@@ -87,7 +87,7 @@ class OutputProcessor:
         grammar, request = sequence.grammar, sequence.request
         if grammar is None or sequence.finish_reason is not None or not self.forces_tokens:
             return
-        if request.params.logprobs is not None or request.edits is not None:
+        if request.params.logprobs is not None or request.penalties is not None:
             return  # logits are asked for, or a token may be forbidden
         for forced in grammar.forced(sequence.generated):
             yield forced

@@ -108,8 +108,8 @@ class Sequence:
 
     @property
     def pending(self) -> Tokens:
-        """The tokens without KV; while decoding the last one, and before it those that a guide has
-        forced."""
+        """The tokens without KV; while decoding the last one, and before it those that a grammar
+        has forced."""
         return self._tokens[self.num_computed : self._length]
 
     @property
@@ -199,7 +199,7 @@ class Request:
         self.error: str | None = None
         self.error_is_invalid = False
         """Whether the error is due to what was asked for."""
-        self.edits: PenaltyState | None = None
+        self.penalties: PenaltyState | None = None
         """What is changed in its logits; None if nothing is."""
         self.arrived = time.perf_counter()
         """This and the next three are of `time.perf_counter`; what has not come is None."""
@@ -224,6 +224,11 @@ class Request:
     def prompt_key(self) -> PromptKey:
         """By which the logits at the end of the prompt are kept."""
         return prompt_key(self.prompt_token_ids, self.namespace)
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether what may come next depends on the tokens so far: the host must know them."""
+        return self.penalties is not None and self.penalties.reads_tokens
 
     @property
     def finished(self) -> bool:

@@ -312,10 +312,10 @@ class Worker:
             if request.finished:
                 job.note_end(request)
         news = self._prefilled()
-        for job, said in items.items():
+        for job, reported in items.items():
             finished = all(request.finished for request in job.requests)
-            if said or finished:
-                news.append(News(job, said, finished, None))
+            if reported or finished:
+                news.append(News(job, reported, finished, None))
         self._tell(news)
         for request in changed:
             if request.finished:
@@ -326,8 +326,8 @@ class Worker:
         for job in [*self._followed]:
             if any(r.first_token is not None or r not in self._jobs for r in job.requests):
                 self._followed.remove(job)
-        said = [(job, job.report_prefill()) for job in self._followed]
-        return [News(job, [item], False, None) for job, item in said if item is not None]
+        progress = [(job, job.report_prefill()) for job in self._followed]
+        return [News(job, [item], False, None) for job, item in progress if item is not None]
 
     def _fail(self, requests: list[Request], error: Exception) -> None:
         """End the jobs that these requests are of with an error."""

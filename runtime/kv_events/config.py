@@ -53,11 +53,11 @@ class KVEventsConfig:
             ) from None
         try:
             text = given if isinstance(given, str) else msgspec.json.encode(given)
-            told, config = msgspec.json.decode(text), msgspec.json.decode(text, type=cls)
+            given, config = msgspec.json.decode(text), msgspec.json.decode(text, type=cls)
         except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
             raise InvalidRequest(f"the configuration of KV events: {error}") from None
         names = [field.name for field in fields(cls)]
-        for name in told:
+        for name in given:
             if name not in names:
                 raise InvalidRequest(f"KV events have no {name!r}, but {', '.join(names)}")
         for name, least in (("buffer_steps", 0), ("hwm", 0), ("max_queue_size", 1)):

@@ -160,13 +160,13 @@ class KVEventPublisher:
 
     def _send(self, now: float, events: list[Event]) -> None:
         try:
-            told = [one for event in events for one in self._wire.describe(event)]
-            payload = self._pack((now, told, 0))
+            messages = [one for event in events for one in self._wire.describe(event)]
+            payload = self._pack((now, messages, 0))
         except Exception:
             log.exception("a batch of KV events is lost: subscribers begin anew")
-            told = [*self._wire.describe(Cleared())]
-            payload = self._pack((now, told, 0))
-        if told:
+            messages = [*self._wire.describe(Cleared())]
+            payload = self._pack((now, messages, 0))
+        if messages:
             number = next(self._numbers).to_bytes(8, "big")
             self._kept.append((self._config.topic.encode(), number, payload))
             self._pub.send_multipart((self._config.topic.encode(), number, payload))

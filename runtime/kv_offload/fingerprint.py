@@ -35,7 +35,7 @@ def fingerprint(model: PagedModel, name_or_path: str, page_size: int) -> str:
     Raises:
         InvalidRequest: the weights are in files of another kind than safetensors and GGUF.
     """
-    told = {
+    inputs = {
         "format": FORMAT,
         "page_size": page_size,
         "model_type": model.model_type,
@@ -47,7 +47,7 @@ def fingerprint(model: PagedModel, name_or_path: str, page_size: int) -> str:
         "files": [_checksum(path) for path in _files(name_or_path)],
         "probe": _probe(model, page_size),
     }
-    return blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
+    return blake2b(json.dumps(inputs).encode(), digest_size=16).hexdigest()
 
 
 def _files(name_or_path: str) -> list[str]:

@@ -62,8 +62,8 @@ def restore(store: DiskStore, turns: Conversations | None, pin: Callable[..., ob
             ids, places = np.array(tokens, np.int32), np.array(cuts, np.int64).reshape(-1, 2)
             turns.history.add(TokenisedText(text, ids, places, num_generated))
         for raw, (content, reasoning, calls) in kept:
-            said = ParsedMessage(content, reasoning, tuple(Call(*call) for call in calls))
-            turns.keep(said, raw)
+            message = ParsedMessage(content, reasoning, tuple(Call(*call) for call in calls))
+            turns.keep(message, raw)
     for name, tokens, until, messages in json.loads(notes.get("prefixes", "[]")):
         left = None if until is None else until - time.time()
         if left is None or left > 0:

@@ -40,7 +40,7 @@ def create_app(ingress: Ingress) -> FastAPI:
         redoc_url=None,
         openapi_url=None,
     )
-    app.state.backend = app.state.door = ingress
+    app.state.backend = app.state.frontend = ingress
     app.get("/health")(_health)
     app.get("/metrics", dependencies=[ADMINISTRATOR])(_metrics)
     app.get("/v1/replicas", dependencies=[ADMINISTRATOR])(_replicas)

@@ -110,13 +110,13 @@ def deployed(
     most = (options.replicas or (1, 1))[1]
     cores = max(1, (os.cpu_count() or 1) // most)
     # What replicas print is in the logs of Ray: a start that fails is told in one sentence.
-    told: dict[str, Any] = {"logging_level": "warning", "log_to_driver": False}
+    ray_options: dict[str, Any] = {"logging_level": "warning", "log_to_driver": False}
     if "RAY_ADDRESS" in os.environ:
         _check_address(os.environ["RAY_ADDRESS"])
     else:
-        told |= {"num_cpus": cores * most + 1, "include_dashboard": False}
+        ray_options |= {"num_cpus": cores * most + 1, "include_dashboard": False}
     try:
-        ray.init(**told)
+        ray.init(**ray_options)
         on_gpu = engine.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
         resources = resources_of(engine, cores, on_gpu)
         quiet = {"log_level": "WARNING", "enable_access_log": False}

@@ -1,4 +1,4 @@
-"""The one door of a deployment: it reads bodies, chooses replicas, and passes on what they answer.
+"""The entry point of a deployment: it reads bodies, chooses replicas, and passes on answers.
 
 All else that a server does, the replicas do: each runs the whole app. So a route that is not named
 here goes to any of them.
@@ -429,7 +429,7 @@ def _broken(path: str) -> bytes:
     """The end of a stream whose replica has died, in the words of its API."""
     error = ApiError(503, "the replica that was answering has died")
     if path == "/v1/responses":
-        told = {"type": "error", "code": "server_error", "message": error.message, "param": None}
-        return event(told).encode()
+        body = {"type": "error", "code": "server_error", "message": error.message, "param": None}
+        return event(body).encode()
     end = "" if path == "/v1/messages" else "data: [DONE]\n\n"
     return (event(error.body_at(path)) + end).encode()

@@ -83,61 +83,62 @@ class Grammar:
         self._compiled, self._after, self._decode = compiled, after, decode
         self._state: _State | None = None
 
-    def follow(self, said: Tokens) -> LLMatcher | None:
-        """The matcher behind the generated tokens `said`; None if the grammar has not begun.
+    def follow(self, generated: Tokens) -> LLMatcher | None:
+        """The matcher behind the tokens `generated`; None if the grammar has not begun.
 
         Raises:
             GuideBroken: they are not of the grammar, or it is too complex.
         """
         state = self._state
-        if state is not None and state.read == len(said):
+        if state is not None and state.read == len(generated):
             return state.matcher if state.begun else None
         self._state = None
         if state is None:
             state = _State(self._compiled.deep_copy(), 0, self._after is None)
         matcher, read, begun = state
-        while read < len(said) and not begun:
+        while read < len(generated) and not begun:
             read += 1
-            begun = self._is_behind(said[:read])
-        new = said[read:].tolist()
+            begun = self._is_behind(generated[:read])
+        new = generated[read:].tolist()
         if new and (matcher.try_consume_tokens(new) < len(new) or matcher.is_error()):
             reason = first_part(matcher.get_error()) or f"one of the tokens {new} is not of it"
             raise GrammarError(f"the structure cannot be followed: {reason}")
-        self._state = _State(matcher, len(said), begun)
+        self._state = _State(matcher, len(generated), begun)
         return matcher if begun else None
 
-    def _is_behind(self, said: Tokens) -> bool:
+    def _is_behind(self, generated: Tokens) -> bool:
         """Whether the last token has brought the end of `after`."""
         assert self._after is not None
-        last = said[-len(self._after.encode()) :].tolist()  # each is one byte at least
+        last = generated[-len(self._after.encode()) :].tolist()  # each is one byte at least
         return self._after in self._decode(last)
 
-    def is_complete(self, said: Tokens) -> bool:
-        """Whether nothing can come after `said`; raises what `follow` does."""
-        matcher = self.follow(said)
+    def is_complete(self, generated: Tokens) -> bool:
+        """Whether nothing can come after `generated`; raises what `follow` does."""
+        matcher = self.follow(generated)
         return matcher is not None and matcher.is_stopped()
 
-    def may_end(self, said: Tokens) -> bool:
-        """Whether `said` is in the form already."""
-        matcher = self.follow(said)
+    def may_end(self, generated: Tokens) -> bool:
+        """Whether `generated` is in the form already."""
+        matcher = self.follow(generated)
         return matcher is not None and matcher.is_accepting()
 
-    def count_allowed(self, said: Tokens, draft: Tokens) -> int:
-        """How many tokens of `draft` may come after `said`; of a grammar that has not begun, those
-        before it begins."""
-        matcher = self.follow(said)
+    def count_allowed(self, generated: Tokens, draft: Tokens) -> int:
+        """How many tokens of `draft` may come after `generated`; of a grammar that has not begun,
+        those before it begins."""
+        matcher = self.follow(generated)
         if matcher is not None:
             return matcher.validate_tokens(draft.tolist())
-        text = np.concatenate([said, draft])
-        ends = range(len(said) + 1, len(text) + 1)
+        text = np.concatenate([generated, draft])
+        ends = range(len(generated) + 1, len(text) + 1)
         return next(
-            (end - len(said) - 1 for end in ends if self._is_behind(text[:end])), len(draft)
+            (end - len(generated) - 1 for end in ends if self._is_behind(text[:end])), len(draft)
         )
 
-    def fill_masks(self, said: Tokens, draft: Tokens, bits: NDArray[np.int32]) -> bool:
-        """Fill `bits` [1 + len(draft), ceil(vocab / 32)]: what may come after `said`, and after
-        each token of `draft`, all of which are allowed; False if the grammar has not begun."""
-        matcher, width = self.follow(said), 4 * bits.shape[1]
+    def fill_masks(self, generated: Tokens, draft: Tokens, bits: NDArray[np.int32]) -> bool:
+        """Fill `bits` [1 + len(draft), ceil(vocab / 32)]: what may come after `generated`, and
+        after each token of `draft`, all of which are allowed; False if the grammar has not begun.
+        """
+        matcher, width = self.follow(generated), 4 * bits.shape[1]
         if matcher is None:
             return False
         if len(draft):  # rolling back over an end breaks a matcher
@@ -148,9 +149,9 @@ class Grammar:
             matcher.unsafe_compute_mask_ptr(bits.ctypes.data + place * width, width)
         return True
 
-    def forced(self, said: Tokens) -> list[int]:
-        """The tokens that must come after `said`, as far as there is no choice, or a number."""
-        matcher = self.follow(said)
+    def forced(self, generated: Tokens) -> list[int]:
+        """The tokens that must follow `generated`, as far as there is no choice, or a number."""
+        matcher = self.follow(generated)
         return [] if matcher is None else matcher.compute_ff_tokens()[:MAX_FORCED_TOKENS]
 
 
@@ -212,7 +213,7 @@ class GrammarBackend:
         self._compilers = Semaphore(MAX_COMPILERS)
 
     def grammar(self, structured: StructuredOutputsParams) -> Grammar:
-        """A guide for one sequence; compiles what is not compiled yet."""
+        """A grammar for one sequence; compiles what is not compiled yet."""
         grammar = self.compile(structured)
         assert self._tokenizer is not None
         tokenizer = self._tokenizer

@@ -1,4 +1,4 @@
-"""Makes the edits that requests want in the logits, before a token is chosen.
+"""Changes logits as requests want before a token is chosen: penalties, biases, forbidden tokens.
 
 Each row is changed for itself, so that a request's tokens do not depend on its company. What a
 sequence has said is counted in a table on the device, to which each step adds the token of the step
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class LogitsProcessors:
-    """Makes the edits of an engine's requests."""
+    """Changes the logits as an engine's requests want it."""
 
     def __init__(self) -> None:
         self.forget()
@@ -37,30 +37,30 @@ class LogitsProcessors:
     def edit(
         self, rows: list[Row], logits: torch.Tensor, latest: torch.Tensor | None
     ) -> torch.Tensor:
-        """The logits to choose from: `logits` itself if nobody asks for edits, else a copy.
+        """The logits to choose from: `logits` itself if no request changes any, else a copy.
 
         Args:
             logits: [R, vocab] float32.
             rows: those of a sequence follow each other.
             latest: [R] each sequence's last token, on the device; None if the host knows them.
         """
-        asking = {at: own for at, row in enumerate(rows) if (own := row.sequence.request.edits)}
+        asking = {at: own for at, row in enumerate(rows) if (own := row.sequence.request.penalties)}
         if not asking:
             if self._counted:
                 self.forget()
             return logits
-        places, edits = send([*asking], logits.device), [*asking.values()]
+        places, penalties = send([*asking], logits.device), [*asking.values()]
         part, some = logits[places], [rows[at] for at in asking]
-        _allow(part, [one.allowed for one in edits])
+        _allow(part, [one.allowed for one in penalties])
         counts = [r.position - len(r.sequence.request.prompt_token_ids) for r in some]
-        said = zip(edits, some, counts, strict=True)
-        _add(part, [one.biases(row.generated, count) for one, row, count in said])
-        if any(one.penalises for one in edits):
+        counted = zip(penalties, some, counts, strict=True)
+        _add(part, [one.biases(row.generated, count) for one, row, count in counted])
+        if any(one.penalises for one in penalties):
             sequences = [row.sequence for row in some if not len(row.draft)]
             table = self._count(sequences, None if latest is None else latest[places], part)
             if len(sequences) < len(some):
                 table = _with_drafts(table, some)
-            part = _penalise(part, table, [one.params for one in edits])
+            part = _penalise(part, table, [one.params for one in penalties])
         return logits.index_copy(0, places, part)
 
     def _count(
@@ -105,8 +105,8 @@ def _count_more(table: torch.Tensor, tokens: list[Tokens]) -> None:
 def _on_host(sequence: Sequence, vocab: int) -> NDArray[np.int32]:
     """A row of `_count`."""
     prompt = sequence.request.prompt_token_ids
-    said = sequence.tokens[len(prompt) : sequence.num_computed]
-    counts = 2 * np.bincount(said, minlength=vocab).astype(np.int32)
+    generated = sequence.tokens[len(prompt) : sequence.num_computed]
+    counts = 2 * np.bincount(generated, minlength=vocab).astype(np.int32)
     counts[prompt] |= 1
     return counts
 
@@ -147,9 +147,9 @@ def _penalise(
 
     repetition = column([min(max(p.repetition_penalty, 1e-30), 1e30) for p in params])
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    said = counts >> 1
+    output_counts = counts >> 1
     return (
         torch.where(counts > 0, repeated, logits)
-        - column([p.frequency_penalty for p in params]) * said
-        - column([p.presence_penalty for p in params]) * (said > 0)
+        - column([p.frequency_penalty for p in params]) * output_counts
+        - column([p.presence_penalty for p in params]) * (output_counts > 0)
     )

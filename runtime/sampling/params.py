@@ -166,14 +166,14 @@ class SamplingParams:
         ('temperature 0 (greedy)', 'temperature 1, top_p 0.9')
         """
         if self.temperature == 0:
-            said = ["temperature 0 (greedy)"]
+            parts = ["temperature 0 (greedy)"]
         else:
-            said = [f"temperature {self.temperature:g}"]
-            said += [f"top_p {self.top_p:g}"] if self.top_p < 1 else []
-            said += [f"top_k {self.top_k}"] if self.top_k > 0 else []
-            said += [f"min_p {self.min_p:g}"] if self.min_p > 0 else []
+            parts = [f"temperature {self.temperature:g}"]
+            parts += [f"top_p {self.top_p:g}"] if self.top_p < 1 else []
+            parts += [f"top_k {self.top_k}"] if self.top_k > 0 else []
+            parts += [f"min_p {self.min_p:g}"] if self.min_p > 0 else []
         penalty = self.repetition_penalty
-        return ", ".join(said + ([f"repetition_penalty {penalty:g}"] if penalty != 1 else []))
+        return ", ".join(parts + ([f"repetition_penalty {penalty:g}"] if penalty != 1 else []))
 
 
 def _require(holds: object, name: str, rule: str, value: object) -> None:

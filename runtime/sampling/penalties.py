@@ -64,13 +64,15 @@ class PenaltyState:
             self.penalises or bias or len(self.allowed) or self._bad_words or params.min_tokens
         )
 
-    def biases(self, said: Tokens, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    def biases(
+        self, generated: Tokens, count: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Token ids, and what is added to their logits: minus infinity to what must not come next.
 
         Args:
-            said: what was generated, `count` tokens; the last may lack, if not `reads_tokens`.
+            generated: what was generated, `count` tokens; the last may lack, if not `reads_tokens`.
         """
-        tail = said[-self._longest :].tolist()
+        tail = generated[-self._longest :].tolist()
         forbidden = [
             last
             for *before, last in self._bad_words

@@ -67,7 +67,7 @@ def create_app(llm: LLM, options: ServerArgs | None = None) -> FastAPI:
         redoc_url=None,
         responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
     )
-    app.state.backend, app.state.door, app.state.responses = backend, backend.jobs, stored
+    app.state.backend, app.state.frontend, app.state.responses = backend, backend.jobs, stored
     app.include_router(router, dependencies=[QUERY])
     for module in (chat, completions, responses, messages, explain, prefixes, cache):
         app.include_router(module.router, dependencies=[QUERY])

@@ -58,10 +58,10 @@ class Loading:
     def serve(self, app: FastAPI, close: Callable[[], None]) -> None:
         """Let `app` answer until a signal ends it, then `close`; a second signal ends that, too.
 
-        The `state` of `app` has a `backend` and a `door`, as that of `create_app` does.
+        The `state` of `app` has a `backend` and a `frontend`, as that of `create_app` does.
         """
         asyncio.run_coroutine_threadsafe(self._hand_over(app), self._loop).result()
-        self._server.door = app.state.door
+        self._server.frontend = app.state.frontend
         with self._server.capture_signals():
             announce(app.state.backend, self._listener)
             self._thread.join()

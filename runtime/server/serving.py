@@ -148,10 +148,10 @@ class Backend:
             lambda _: self.llm.turns.encode(messages, cache_salt, **how), client
         )
 
-    def remember(self, prompt: TokenisedText, generated: list[int], said: ParsedMessage) -> None:
+    def remember(self, prompt: TokenisedText, generated: list[int], message: ParsedMessage) -> None:
         """Let conversations go on from an answer, before any other is tokenised."""
         loop, remember = asyncio.get_running_loop(), self.llm.turns.remember
-        done = loop.run_in_executor(self._tokenizing, remember, prompt, generated, said)
+        done = loop.run_in_executor(self._tokenizing, remember, prompt, generated, message)
         self._remembering.add(done)
         done.add_done_callback(self._remembering.discard)
 

@@ -94,8 +94,17 @@ class DraftLength:
         if self._num_steps > 20 and seconds > _OUTLIER * self.step_seconds:
             return
         jump = float(rows > 1)
-        told = (1.0, jump, rows, jump * rows, rows * rows, seconds, jump * seconds, rows * seconds)
-        self._sums = [_DECAY * old + new for old, new in zip(self._sums, told, strict=True)]
+        sample = (
+            1.0,
+            jump,
+            rows,
+            jump * rows,
+            rows * rows,
+            seconds,
+            jump * seconds,
+            rows * seconds,
+        )
+        self._sums = [_DECAY * old + new for old, new in zip(self._sums, sample, strict=True)]
         self._num_steps += 1
         if self._num_steps % _FIT_EVERY == 0:
             # Least squares, to which the guess counts as some steps that tell each part alone.

@@ -225,8 +225,10 @@ class DraftProposer:
         draft, known = list[int](), length - state.path_start
         if state.paths:
             start, state.num_followed = state.num_followed, known
-            said = sequence.tokens[state.path_start + start :]
-            state.paths = [path for path in state.paths if np.array_equal(path[start:known], said)]
+            followed = sequence.tokens[state.path_start + start :]
+            state.paths = [
+                path for path in state.paths if np.array_equal(path[start:known], followed)
+            ]
             draft = state.paths[0][known : known + count].tolist() if state.paths else []
         state.source, state.match = "tree", known
         if not draft:

@@ -22,7 +22,7 @@ class _Turn(NamedTuple):
     """What a model wrote, and what that means."""
 
     raw: str
-    said: ParsedMessage
+    message: ParsedMessage
     meaning: tuple[Any, ...]
     """As `raw` is read without schemas, like what a template writes."""
 
@@ -57,26 +57,26 @@ class Conversations:
         return self.history.encode(self.render(messages, cache_salt, **how), cache_salt)
 
     def remember(
-        self, prompt: TokenisedText, generated: Sequence[int], said: ParsedMessage | None = None
+        self, prompt: TokenisedText, generated: Sequence[int], message: ParsedMessage | None = None
     ) -> None:
-        """Let conversations go on from an answer, which says `said`."""
+        """Let conversations go on from an answer, which says `message`."""
         raw = self.history.remember(prompt, generated)
-        if raw and said:
-            self.keep(said, thoughts_of(prompt.text) + raw, prompt.cache_salt)
+        if raw and message:
+            self.keep(message, thoughts_of(prompt.text) + raw, prompt.cache_salt)
 
-    def keep(self, said: ParsedMessage, raw: str, cache_salt: str | None = None) -> None:
-        """Write the turn that says `said` as `raw` from now on, if there are calls in it.
+    def keep(self, message: ParsedMessage, raw: str, cache_salt: str | None = None) -> None:
+        """Write the turn that says `message` as `raw` from now on, if there are calls in it.
 
         Not if `raw` says more, because a stop string has cut the answer.
         """
-        if not said.calls:
+        if not message.calls:
             return
         read = self._read(raw)
-        names = [[call.name for call in one.calls] for one in (read, said)]
-        if names[0] != names[1] or read[:2] != said[:2]:
+        names = [[call.name for call in one.calls] for one in (read, message)]
+        if names[0] != names[1] or read[:2] != message[:2]:
             return
         with self._lock:
-            self._turns[cache_salt, said.calls[0].id] = _Turn(raw, said, read.meaning)
+            self._turns[cache_salt, message.calls[0].id] = _Turn(raw, message, read.meaning)
             self._num_bytes += 4 * len(raw)  # as itself and taken apart
             while self._num_bytes > self.max_bytes:
                 _, oldest = self._turns.popitem(last=False)
@@ -93,7 +93,7 @@ class Conversations:
         """The turns that `keep` was given without a salt, the oldest first."""
         with self._lock:
             turns = [turn for (salt, _), turn in self._turns.items() if salt is None]
-        return [(turn.raw, turn.said) for turn in turns]
+        return [(turn.raw, turn.message) for turn in turns]
 
     def render(
         self, messages: Sequence[_Message], cache_salt: str | None = None, **how: Any
@@ -107,8 +107,8 @@ class Conversations:
         mark = token_hex(16)
         whole, marked = [*messages], [*messages]
         for i, turn in known.items():
-            if turn.said.reasoning and "reasoning_content" not in messages[i]:
-                whole[i] = {**messages[i], "reasoning_content": turn.said.reasoning}
+            if turn.message.reasoning and "reasoning_content" not in messages[i]:
+                whole[i] = {**messages[i], "reasoning_content": turn.message.reasoning}
             marked[i] = {"role": "assistant", "content": f"{mark}{i}{mark}"}
         text = tokenizer.render_chat(whole, **how)
         try:
@@ -137,17 +137,17 @@ class Conversations:
         message = for_template(message)
         with self._lock:
             turn = self._turns.get((cache_salt, str(message["tool_calls"][0].get("id"))))
-        if turn is None or message["content"] != turn.said.content:
+        if turn is None or message["content"] != turn.message.content:
             return None
         functions = [call["function"] for call in message["tool_calls"]]
         named = [(function["name"], spelling(function["arguments"])) for function in functions]
-        return turn if named == turn.said.meaning[-1] else None
+        return turn if named == turn.message.meaning[-1] else None
 
     def _read(self, text: str) -> ParsedMessage:
         tokenizer = self.history.tokenizer
         parser = MessageParser(tokenizer.tool_format, tokenizer.reasons)
         parser.feed(text, ended=True)
-        return parser.said()
+        return parser.message()
 
 
 def thoughts_of(prompt: str) -> str:

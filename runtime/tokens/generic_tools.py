@@ -56,5 +56,5 @@ def tell_tools(
 
 def _spell(call: Mapping[str, Any]) -> str:
     function = call["function"]
-    said = {"name": function["name"], "arguments": function["arguments"]}
-    return json.dumps(said, ensure_ascii=False)
+    call = {"name": function["name"], "arguments": function["arguments"]}
+    return json.dumps(call, ensure_ascii=False)

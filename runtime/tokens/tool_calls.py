@@ -40,8 +40,8 @@ class Tool:
 
     def as_template(self) -> dict[str, Any]:
         """As chat templates take it."""
-        told = {} if self.description is None else {"description": self.description}
-        function = {"name": self.name, **told, "parameters": dict(self.parameters)}
+        described = {} if self.description is None else {"description": self.description}
+        function = {"name": self.name, **described, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
 

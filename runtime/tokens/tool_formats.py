@@ -125,20 +125,20 @@ class ToolFormat:
         more = f"({spell(self.between)} call)*" if choice.parallel and not self.bare else ""
         opening = "" if self.bare else spell(self.open)
         rules["calls"] = f"{opening} call {more} {spell(self.close)}"
-        said = "calls"
+        start = "calls"
         first, but = r"[^{\s]" if self.bare else r"(.|\n)", ""
         if choice.mode == "auto" and answer is None:
-            said = "ANSWER? | calls" if self.bare else "ANSWER? calls?"
+            start = "ANSWER? | calls" if self.bare else "ANSWER? calls?"
             if not self.bare and not _is_token(spell(self.opener)):
                 # Plain text: what is said ends where it first comes, and then it is a call.
                 rules[f"opened[suffix={_quote(self.opener)}]"] = r"/(.|\n)*/"
-                said = f"ANSWER? | opened ({' | '.join(opened)}) {more} {spell(self.close)}"
+                start = f"ANSWER? | opened ({' | '.join(opened)}) {more} {spell(self.close)}"
                 but = rf" & ~/(.|\n)*{re.escape(self.opener)}(.|\n)*/"
         elif choice.mode == "auto":
-            said = "calls | answer"
-        rules["start"] = f"({said})"
+            start = "calls | answer"
+        rules["start"] = f"({start})"
         if thinks and _is_token(spell(THINK)):
-            rules["start"] = f"({spell(THINK)} TEXT? {spell(THOUGHT)} SPACE?)? ({said})"
+            rules["start"] = f"({spell(THINK)} TEXT? {spell(THOUGHT)} SPACE?)? ({start})"
         rules["answer"] = answer or "ANSWER"
         rules[f"tagged_text[suffix={_quote(TAG_END)}]"] = r"/(.|\n)*/"
         rules |= {"ANSWER": rf"/{first}(.|\n)*/{but}", "TEXT": r"/(.|\n)+/", "SPACE": r"/\s{1,9}/"}
@@ -161,10 +161,10 @@ def _tagged(schema: Mapping[str, Any]) -> str:
     """The Lark of arguments as tags, in the schema's order; of what strings must be, lists only."""
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     required, parts = schema.get("required"), []
-    for name, told in properties(schema).items():
-        value = _json({**told, **shared}) + f" {_quote(chr(10) + TAG_END)}"
-        if told.get("type") == "string":
-            choices = told.get("enum", [told["const"]] if "const" in told else None)
+    for name, argument in properties(schema).items():
+        value = _json({**argument, **shared}) + f" {_quote(chr(10) + TAG_END)}"
+        if argument.get("type") == "string":
+            choices = argument.get("enum", [argument["const"]] if "const" in argument else None)
             value = "tagged_text"
             if isinstance(choices, list):
                 choices = [choice for choice in choices if isinstance(choice, str)]
@@ -182,10 +182,12 @@ def _tagged(schema: Mapping[str, Any]) -> str:
 
 def properties(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The schema of each argument, if it says anything; what it refers to takes its place."""
-    found, all_told = {}, schema.get("properties")
-    for name, told in all_told.items() if isinstance(all_told, dict) else ():
-        *_, path = str(told.get("$ref", "")).partition("#/") if isinstance(told, dict) else [""]
-        there: Any = schema if path else told
+    found, arguments = {}, schema.get("properties")
+    for name, argument in arguments.items() if isinstance(arguments, dict) else ():
+        *_, path = (
+            str(argument.get("$ref", "")).partition("#/") if isinstance(argument, dict) else [""]
+        )
+        there: Any = schema if path else argument
         for key in path.split("/") if path else ():
             there = there.get(key, {}) if isinstance(there, dict) else {}
         found[name] = there if isinstance(there, dict) else {}

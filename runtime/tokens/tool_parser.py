@@ -51,7 +51,7 @@ class MessageParser:
         self._text = ""
         self._held = ""
         self._pieces: list[ParsedDelta] = []
-        self._said: list[ParsedDelta] = []
+        self._parsed: list[ParsedDelta] = []
         self._starts: list[int] = []
         """The character at which each call begins."""
         self._after_mark = False
@@ -65,13 +65,13 @@ class MessageParser:
         self._ended = ended
         self._pieces = []
         next(self._reading, None)
-        self._said += self._pieces
+        self._parsed += self._pieces
         return self._pieces
 
-    def said(self) -> ParsedMessage:
+    def message(self) -> ParsedMessage:
         """All that has come; from a call on whose arguments are no JSON object, all is content."""
         content, reasoning, names, arguments = "", "", [], []
-        for piece in self._said:
+        for piece in self._parsed:
             match piece.kind:
                 case "content":
                     content += piece.text
@@ -167,8 +167,8 @@ class MessageParser:
             if known.get(found["name"], {}).get("type") != "string":
                 with suppress(ValueError):
                     value = read_json(value)
-            told = json.dumps({found["name"]: value}, ensure_ascii=False)
-            self._give("arguments", before + told[1:-1])
+            text = json.dumps({found["name"]: value}, ensure_ascii=False)
+            self._give("arguments", before + text[1:-1])
             before = ", "
         self._give("arguments", "{}" if before == "{" else "}")
 

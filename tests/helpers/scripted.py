@@ -41,9 +41,9 @@ _NO_THOUGHT = "<think>\n\n</think>\n\n"
 
 _CERTAIN = 40.0
 """The logit of what comes next in the script, halved for each way to go on that is as good but for
-a guide; of tokens that say nothing, from 0 to 1."""
+a grammar; of tokens that say nothing, from 0 to 1."""
 _CLOSING = ['"', "}", "]", "</tool_call>"]
-"""What a guided answer that has left its script says, where its guide lets it."""
+"""What a guided answer that has left its script says, where its grammar lets it."""
 
 CHAT_TEMPLATE = """\
 {%- macro calls(message) -%}
@@ -113,7 +113,7 @@ def turns(prompt: str) -> list[tuple[str, str]]:
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """The bundled model's, with the added tokens of Qwen3.
 
-    Without those of its own for pieces of JSON: no guide lets an added token stand for one.
+    Without those of its own for pieces of JSON: no grammar lets an added token stand for one.
     """
     state = json.loads((BUNDLED_MODEL / "tokenizer.json").read_text(encoding="utf-8"))
     state["added_tokens"] = [t for t in state["added_tokens"] if '"' not in t["content"]]
@@ -180,7 +180,7 @@ class ScriptedModel(PagedModel):
         prompt, said = self._split(tokens)
         answers = self._answers(prompt) if prompt is not None else [[]]
         ways = [token for answer in answers for token in self._next(answer, said)]
-        if not ways:  # a guide has led it away: what it wants is an end
+        if not ways:  # a grammar has led it away: what it wants is an end
             ways = [self._end]
             out[self._closing] += _CERTAIN / 2
         for rank, token in enumerate(dict.fromkeys(ways)):
@@ -196,7 +196,7 @@ class ScriptedModel(PagedModel):
                 return []
             rest = self._encode(left)
         ways = [rest]
-        if self._decode(rest[:1])[:1].isspace():  # which a guide may not want
+        if self._decode(rest[:1])[:1].isspace():  # which a grammar may not want
             ways.append(self._encode(self._decode(rest).lstrip()))
         return [[*way, self._end][0] for way in ways]
 

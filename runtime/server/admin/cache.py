@@ -69,7 +69,7 @@ async def view_cache(
     """
     cache, worker = backend.llm.cache, backend.llm.worker
     # Nodes go by no other name than the one told: whether one of a guessed hash is there is secret.
-    wanted = Look(rows, levels, under and _told.get(under), reveal and _told.get(reveal))
+    wanted = Look(rows, levels, under and _node_ids.get(under), reveal and _node_ids.get(reveal))
     if under is not None and not wanted.under:
         raise ApiError(404, f"no node {under[:100]!r} is cached")
 
@@ -155,28 +155,28 @@ async def flush_cache(backend: BackendDep) -> dict[str, bool]:
 
 
 def _node(node: CachedNode, tokenizer: Tokenizer | None) -> CacheNode:
-    told = {
+    fields = {
         "id": node.id if node.id == ROOT else _name(node.id),
         "text": tokenizer.decode(node.tokens, special=True) if tokenizer else "",
         "children": [_node(child, tokenizer) for child in node.children],
     }
-    return CacheNode(**{**vars(node), **told})
+    return CacheNode(**{**vars(node), **fields})
 
 
-_told: dict[str, str] = {}
+_node_ids: dict[str, str] = {}
 """The ids of the nodes that were told last, by what they are called outside."""
-_MAX_TOLD = 50_000
-_telling = threading.Lock()  # names are told by several threads
+_MAX_NODE_IDS = 50_000
+_node_ids_lock = threading.Lock()  # names are told by several threads
 
 
 def _name(node: str) -> str:
     """What a node is called outside: some ids are hashes of the text."""
     name = _digest(node)
-    with _telling:
-        _told.pop(name, None)
-        _told[name] = node
-        if len(_told) > _MAX_TOLD:
-            del _told[next(iter(_told))]
+    with _node_ids_lock:
+        _node_ids.pop(name, None)
+        _node_ids[name] = node
+        if len(_node_ids) > _MAX_NODE_IDS:
+            del _node_ids[next(iter(_node_ids))]
     return name
 
 

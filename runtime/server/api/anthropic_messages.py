@@ -176,15 +176,15 @@ class _Message(BlockExchange[MessagesRequest]):
 
     def _diagnose(self, previous: str, cached: int) -> JSON | None:
         """Why less was cached than of the earlier message's prompt; None if it was not less."""
-        past = self.store.find(previous, self.body.cache_salt)
-        if past is None:
+        earlier = self.store.find(previous, self.body.cache_salt)
+        if earlier is None:
             return {"cache_miss_reason": {"type": "previous_message_not_found"}}
-        change, reused = self.compare(past, cached)
+        change, reused = self.compare(earlier, cached)
         if change == "nothing":
             return None
         reason: JSON = {"type": "unavailable"}  # `radixcache.explanation` says more
         if change in ("tools", "system", "messages"):
-            missed = len(past.prompt) - reused
+            missed = len(earlier.prompt) - reused
             reason = {"type": f"{change}_changed", "cache_missed_input_tokens": missed}
         return {"cache_miss_reason": reason}
 

@@ -144,15 +144,15 @@ class Answers:
         """What the message `delta.index` gained; with its end, all that was held back."""
         return self._parsers[delta.index].feed(delta.text, delta.finish_reason is not None)
 
-    def said(self, index: int) -> ParsedMessage:
+    def message(self, index: int) -> ParsedMessage:
         """All that a message says so far."""
-        return self._parsers[index].said()
+        return self._parsers[index].message()
 
     def finish_reason(self, end: Delta | CompletionOutput) -> str | None:
         """As the engine says, or "tool_calls"; but "stop" for the one function that was named."""
         if end.finish_reason != "stop" or self.turn.choice.named:
             return end.finish_reason
-        return "tool_calls" if self.said(end.index).calls else "stop"
+        return "tool_calls" if self.message(end.index).calls else "stop"
 
     def read(self, output: RequestOutput) -> Answers:
         """Take in messages that were not streamed."""
@@ -164,4 +164,4 @@ class Answers:
     def remember(self, output: RequestOutput) -> None:
         """Let conversations go on from these messages; at the end of a stream."""
         for answer in output.outputs:
-            self._backend.remember(self.prompt, answer.token_ids, self.said(answer.index))
+            self._backend.remember(self.prompt, answer.token_ids, self.message(answer.index))

@@ -40,9 +40,9 @@ class Step(NamedTuple):
     text: str = ""
 
 
-def parts_of(said: ParsedMessage) -> list[Part]:
-    parts = [Part("reasoning", said.reasoning), Part("content", said.content)]
-    calls = [Part("call", call.arguments, call.name, call.id) for call in said.calls]
+def parts_of(message: ParsedMessage) -> list[Part]:
+    parts = [Part("reasoning", message.reasoning), Part("content", message.content)]
+    calls = [Part("call", call.arguments, call.name, call.id) for call in message.calls]
     return [part for part in parts if part.text] + calls
 
 
@@ -75,7 +75,7 @@ class BlockExchange(Exchange[B]):
     def end(self, whole: JSON) -> Iterator[JSON]: ...
 
     def whole(self, outputs: list[RequestOutput]) -> JSON:
-        self.parts = parts_of(self.answers.read(outputs[0]).said(0))
+        self.parts = parts_of(self.answers.read(outputs[0]).message(0))
         return self.finish(outputs[0])
 
     def events(self, news: PromptDelta) -> Iterator[JSON]:
@@ -116,6 +116,6 @@ class BlockExchange(Exchange[B]):
     def extension(self) -> JSON:
         return extension(self.backend, self.job, self.answers.turn)
 
-    def compare(self, past: StoredResponse, cached: int) -> tuple[Change, int]:
+    def compare(self, earlier: StoredResponse, cached: int) -> tuple[Change, int]:
         prompt, granularity = self.answers.prompt.tokens, self.backend.llm.cache.granularity
-        return compare(past, self.answers.turn, prompt, cached, granularity)
+        return compare(earlier, self.answers.turn, prompt, cached, granularity)

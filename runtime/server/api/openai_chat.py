@@ -57,14 +57,14 @@ class _Chat(Chunks[ChatRequest]):
         }
 
     def _choice(self, answer: CompletionOutput) -> JSON:
-        body, said = self.body, self._answers.said(answer.index)
-        reasoning = None if body.include_reasoning is False else said.reasoning or None
-        calls = [call_of(*call) for call in said.calls]
+        body, message = self.body, self._answers.message(answer.index)
+        reasoning = None if body.include_reasoning is False else message.reasoning or None
+        calls = [call_of(*call) for call in message.calls]
         return {
             "index": answer.index,
             "message": {
                 "role": "assistant",
-                "content": None if calls and not said.content else said.content,
+                "content": None if calls and not message.content else message.content,
                 "tool_calls": calls or None,
                 "reasoning": reasoning,
                 "reasoning_content": reasoning,

@@ -62,11 +62,11 @@ async def delete_response(response_id: str, store: StoreDep, cache_salt: CacheSa
 
 
 def _find(store: ResponseStore, response_id: str, cache_salt: str | None) -> StoredResponse:
-    past = store.find(response_id, cache_salt)
-    if past is None or past.response is None:
+    stored = store.find(response_id, cache_salt)
+    if stored is None or stored.response is None:
         whose = "without a cache_salt" if cache_salt is None else "with this cache_salt"
         raise ApiError(404, f"no response {response_id!r} is kept {whose}")
-    return past
+    return stored
 
 
 def _begin(body: ResponsesRequest, backend: Backend) -> JSON:
@@ -159,22 +159,22 @@ class _Response(BlockExchange[ResponsesRequest]):
         response["output"] = [self._item(i, part, end) for i, (part, end) in items]
         response["usage"] = self._usage(output)
         if body.compared is not None:
-            past = self.store.find(body.compared, body.cache_salt)
-            response["prompt_cache_diagnostics"] = self._diagnose(past, output.num_cached_tokens)
+            earlier = self.store.find(body.compared, body.cache_salt)
+            response["prompt_cache_diagnostics"] = self._diagnose(earlier, output.num_cached_tokens)
         response["radixcache"] = self.extension()
         if response["store"]:
-            said = answers.said(0)  # what is cut within a call is content
+            parsed = answers.message(0)  # what is cut within a call is content
             answer = for_template(
                 {
                     "role": "assistant",
-                    "content": said.content,
-                    "reasoning_content": said.reasoning or None,
-                    "tool_calls": [call_of(*call) for call in said.calls] or None,
+                    "content": parsed.content,
+                    "reasoning_content": parsed.reasoning or None,
+                    "tool_calls": [call_of(*call) for call in parsed.calls] or None,
                 }
             )
             conversation = [*self.conversation, answer]
-            past = StoredResponse(answers.turn, answers.prompt.tokens, conversation, response)
-            self.store.keep(response["id"], past)
+            stored = StoredResponse(answers.turn, answers.prompt.tokens, conversation, response)
+            self.store.keep(response["id"], stored)
         return response
 
     def _event(self, kind: str, **more: Any) -> JSON:
@@ -194,29 +194,29 @@ class _Response(BlockExchange[ResponsesRequest]):
         return {"id": f"msg_{name}", "type": "message", **message}
 
     def _usage(self, output: RequestOutput) -> JSON:
-        told = usage(self.backend, [output])
+        counts = usage(self.backend, [output])
         # As the tokenizer splits the text: what the model chose is not known by part.
         thoughts = "".join(part.text for part in self.parts if part.kind == "reasoning")
         reasoning = self.backend.tokenizer.encode(thoughts, special=False)
         return {
-            "input_tokens": told["prompt_tokens"],
-            "input_tokens_details": told["prompt_tokens_details"],
-            "output_tokens": told["completion_tokens"],
+            "input_tokens": counts["prompt_tokens"],
+            "input_tokens_details": counts["prompt_tokens_details"],
+            "output_tokens": counts["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": len(reasoning)},
-            "total_tokens": told["total_tokens"],
+            "total_tokens": counts["total_tokens"],
         }
 
-    def _diagnose(self, past: StoredResponse | None, cached: int) -> JSON:
+    def _diagnose(self, earlier: StoredResponse | None, cached: int) -> JSON:
         """Why the prompt was not cached as far as an earlier response would have it."""
-        if past is None:
+        if earlier is None:
             return {"type": "comparison_response_not_found"}
-        change, reused = self.compare(past, cached)
+        change, reused = self.compare(earlier, cached)
         if change in _REASONS:
             return {
                 "type": "cache_miss",
                 "reason": _REASONS[change],
                 "cache_missed_tokens": len(self.answers.prompt.tokens) - reused,
-                "comparison_reusable_tokens": len(past.prompt),
+                "comparison_reusable_tokens": len(earlier.prompt),
             }
         return {"type": "cache_hit" if change == "nothing" else "unavailable"}
 

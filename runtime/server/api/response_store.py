@@ -56,12 +56,12 @@ class ResponseStore:
     def num_bytes(self) -> int:
         return self._num_bytes.total()
 
-    def keep(self, name: str, past: StoredResponse) -> None:
+    def keep(self, name: str, entry: StoredResponse) -> None:
         """Remember a turn under an id that cannot be guessed. O(its text)."""
-        texts = (past.turn.messages, past.conversation, past.response, past.turn.tools)
-        salt = past.turn.cache_salt
-        size = past.prompt.nbytes + len(json.dumps((salt, *texts), default=vars)) + _OBJECTS
-        self._stored[salt][name] = past, size
+        texts = (entry.turn.messages, entry.conversation, entry.response, entry.turn.tools)
+        salt = entry.turn.cache_salt
+        size = entry.prompt.nbytes + len(json.dumps((salt, *texts), default=vars)) + _OBJECTS
+        self._stored[salt][name] = entry, size
         self._num_bytes[salt] += size
         while self.num_bytes > self.max_bytes:
             ((most, _),) = self._num_bytes.most_common(1)
@@ -76,11 +76,11 @@ class ResponseStore:
         """All without a salt that clients may ask for again, for another process."""
         stored = {
             name: (
-                past.turn.messages, past.turn.tools, {**past.turn.template_kwargs},
-                past.prompt.tolist(), past.conversation, past.response,
+                entry.turn.messages, entry.turn.tools, {**entry.turn.template_kwargs},
+                entry.prompt.tolist(), entry.conversation, entry.response,
             )
-            for name, (past, _) in self._stored.get(None, {}).items()
-            if past.response is not None
+            for name, (entry, _) in self._stored.get(None, {}).items()
+            if entry.response is not None
         }  # fmt: skip
         return json.dumps(stored, default=vars)
 
@@ -113,7 +113,7 @@ StoreDep = Annotated[ResponseStore, Depends(_store_of)]
 
 
 def compare(
-    past: StoredResponse, turn: Turn, prompt: Tokens, cached: int, granularity: int
+    earlier: StoredResponse, turn: Turn, prompt: Tokens, cached: int, granularity: int
 ) -> tuple[Change, int]:
     """What a client changed since an earlier turn, so that less of its prompt was cached.
 
@@ -127,10 +127,10 @@ def compare(
     Returns:
         The change, and how many leading tokens of the earlier prompt were of use.
     """
-    length = min(len(past.prompt), len(prompt))
-    shared = common_length(past.prompt[:length], prompt[:length])
-    change = _change(past.turn, turn) if shared < len(past.prompt) else None
-    reused = min(max(shared, cached), len(past.prompt))
+    length = min(len(earlier.prompt), len(prompt))
+    shared = common_length(earlier.prompt[:length], prompt[:length])
+    change = _change(earlier.turn, turn) if shared < len(earlier.prompt) else None
+    reused = min(max(shared, cached), len(earlier.prompt))
     # The last token of a prompt is computed in any case.
     if cached >= (length if change else shared) - max(1, granularity):
         return "nothing", reused

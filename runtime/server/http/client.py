@@ -52,8 +52,8 @@ def post(url: str, path: str, body: dict[str, Any], api_key: str) -> dict[str, A
         raise InvalidRequest(f"{root}{path} answers {error.code}: {_message(error)}") from None
     except (OSError, HTTPException) as error:
         reason = getattr(error, "reason", None) or error
-        said = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
-        raise InvalidRequest(f"no server answers at {root}: {said}") from None
+        detail = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
+        raise InvalidRequest(f"no server answers at {root}: {detail}") from None
     except ValueError as error:  # of the address, or of a key that is no Unicode
         raise InvalidRequest(f"cannot ask {root}{path}: {error}") from None
     try:

@@ -80,8 +80,8 @@ class ApiError(HTTPException):
 
     @property
     def body(self) -> dict[str, Any]:
-        told = {"message": self.message, "type": self.kind}
-        return {"error": {**told, "param": self.param, "code": self.code}}
+        fields = {"message": self.message, "type": self.kind}
+        return {"error": {**fields, "param": self.param, "code": self.code}}
 
     def body_at(self, path: str) -> dict[str, Any]:
         """The error in the words of the API at this path."""

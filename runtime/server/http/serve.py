@@ -38,10 +38,10 @@ def configure(app: ASGIApp, log_level: str = "warning") -> uvicorn.Config:
 
 
 def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> None:
-    """Serve an app until a signal ends it; its `state` has a `backend` and a `door`."""
+    """Serve an app until a signal ends it; its `state` has a `backend` and a `frontend`."""
     announce(app.state.backend, listener)
     server = Server(configure(app), shutdown_timeout)
-    server.door = app.state.door
+    server.frontend = app.state.frontend
     server.run([listener])
 
 
@@ -54,7 +54,7 @@ def announce(backend: Any, listener: socket.socket) -> None:
     print(f"Serving {names} at {where}", *backend.notes, sep="\n", file=sys.stderr, flush=True)
 
 
-class Door(Protocol):
+class Frontend(Protocol):
     """What takes requests in.
 
     Attributes:
@@ -108,10 +108,10 @@ class Server(uvicorn.Server):
     While they end, the socket stays open, so that who comes is told 503 and not left to guess.
 
     Attributes:
-        door: of what is served.
+        frontend: of what is served.
     """
 
-    door: Door
+    frontend: Frontend
 
     def __init__(self, config: uvicorn.Config, grace: float) -> None:
         super().__init__(config)
@@ -124,18 +124,18 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit or (self._loop is not None and self.door.draining):
+        if self.should_exit or (self._loop is not None and self.frontend.draining):
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
-        elif self._loop is None or not self.door.alive:
+        elif self._loop is None or not self.frontend.alive:
             super().handle_exit(sig, frame)
         else:
-            self.door.draining = True
+            self.frontend.draining = True
             self._loop.call_soon_threadsafe(self._begin_drain, sig, frame)
 
     def _begin_drain(self, sig: int, frame: Any) -> None:
         async def drain() -> None:
-            await self.door.drain(self._grace)
+            await self.frontend.drain(self._grace)
             super(Server, self).handle_exit(sig, frame)
 
         self._drain = asyncio.create_task(drain())

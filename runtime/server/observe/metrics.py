@@ -190,8 +190,8 @@ def engine_metrics(llm: LLM) -> list[Metric]:
     }
     lower, levels = [], [] if llm.offload is None else llm.offload.levels
     if levels:
-        told = "Hit tokens that came up from host memory or disk."
-        counters["loaded_tokens"] = told, stats.loaded_tokens
+        help_text = "Hit tokens that came up from host memory or disk."
+        counters["loaded_tokens"] = help_text, stats.loaded_tokens
     for level in levels:
         tier, medium = level.tier, level.tier.medium
         where = _MEDIA[medium]

@@ -97,8 +97,10 @@ class Tracing:
             whole.set_status(trace.StatusCode.ERROR, str(error))
         below = trace.set_span_in_context(whole, parent)
         for phase, start, end in request.phases:
-            told = _describe_phase(request, phase)
-            span = self._tracer.start_span(phase, below, attributes=told, start_time=unix(start))
+            attributes = _describe_phase(request, phase)
+            span = self._tracer.start_span(
+                phase, below, attributes=attributes, start_time=unix(start)
+            )
             span.end(unix(end))
         whole.end(unix(request.ended))
 
@@ -106,7 +108,7 @@ class Tracing:
 def _describe(request: Request, operation: str, model: str) -> dict[str, Any]:
     """A request in the words of OpenTelemetry's conventions for generative models."""
     params, sequences = request.params, request.sequences
-    told = {
+    attributes = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "radixcache",
         "gen_ai.request.model": model,
@@ -122,7 +124,7 @@ def _describe(request: Request, operation: str, model: str) -> dict[str, Any]:
         "gen_ai.usage.output_tokens": sum(len(s.generated) for s in sequences),
         "gen_ai.usage.cache_read.input_tokens": sequences[0].cached_tokens,
     }
-    return {name: value for name, value in told.items() if value is not None}
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 def _describe_phase(request: Request, phase: str) -> dict[str, Any]:

@@ -43,7 +43,7 @@ STRUCTURES = (
 
 
 class Letters:
-    """As much of a tokenizer as guides need: a token is a character, the last one is the end."""
+    """As much of a tokenizer as grammars need: a token is a character, the last one is the end."""
 
     def __init__(self) -> None:
         characters = TEXTS[:-1].replace(" ", "\u0120")
@@ -58,9 +58,9 @@ class Letters:
         return "".join(TEXTS[i] for i in ids)
 
 
-GUIDES = GrammarBackend(Letters(), VOCAB, [VOCAB - 1])  # type: ignore[arg-type]
+GRAMMARS = GrammarBackend(Letters(), VOCAB, [VOCAB - 1])  # type: ignore[arg-type]
 for one_of in STRUCTURES:  # outside of what is cut off
-    GUIDES.compile(one_of)
+    GRAMMARS.compile(one_of)
 
 
 class CutOff:
@@ -115,7 +115,7 @@ class Run:
             states = running + rng.choice([1, 2, 9])
         self.engine = hash_engine(
             rng.choice(CACHES), page_size, num_pages, rng.choice([8, 24, 200]), running, states,
-            decode=lambda ids: "".join(TEXTS[i] for i in ids), grammar_backend=GUIDES,
+            decode=lambda ids: "".join(TEXTS[i] for i in ids), grammar_backend=GRAMMARS,
         )  # fmt: skip
         if isinstance(self.engine.cache, RadixCache) and not states and rng.random() < 0.5:
             attach(self.engine, MemoryStore(self.engine.kv_pool), rng.choice([9, 200]))

@@ -94,8 +94,8 @@ def make_sequence(
     prompt: list[int], params: SamplingParams, vocab: int, ends: set[int]
 ) -> Sequence:
     request = Request(0, None, as_tokens(prompt), params)
-    edits = PenaltyState(params, vocab, ends, encode)
-    request.edits = edits if edits.any else None
+    penalties = PenaltyState(params, vocab, ends, encode)
+    request.penalties = penalties if penalties.any else None
     request.add_sequences(24, None)
     sequence = request.sequences[0]
     sequence.num_computed = len(sequence)
@@ -123,9 +123,7 @@ def test_logits_are_edited_as_the_definitions_say(vocab: int, place: str) -> Non
     with pretend_cuda() as pretended:
         device = torch.device("cuda", 0) if place == "device" else CPU
         for step in range(23):
-            ahead = step % 3 == 2 and not any(
-                s.request.edits and s.request.edits.reads_tokens for s in before
-            )
+            ahead = step % 3 == 2 and not any(s.request.reads_tokens for s in before)
             batch = rng.sample(before, rng.randrange(1, 1 + len(before))) if ahead else (
                 rng.sample(sequences, rng.randrange(1, 13)) if step % 2 else before or sequences
             )  # fmt: skip

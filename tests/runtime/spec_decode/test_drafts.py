@@ -28,7 +28,7 @@ from tests.helpers.engines import Layers, finish, make_engine, prompts, run
 from tests.helpers.hash_model import VOCAB, greedy, hash_engine, logits_after
 from tests.helpers.models import tiny_model
 from tests.helpers.traffic import Asked, play
-from tests.runtime.engine.cut_off import GUIDES, STRUCTURES, TEXTS
+from tests.runtime.engine.cut_off import GRAMMARS, STRUCTURES, TEXTS
 
 SEED = 20_261_125
 ENDS = VOCAB - 1
@@ -42,7 +42,7 @@ def encode(text: str) -> list[int]:
     return [TEXTS.index(letter) for letter in text]
 
 
-OPTIONS: dict[str, Any] = {"decode": decode, "encode": encode, "grammar_backend": GUIDES}
+OPTIONS: dict[str, Any] = {"decode": decode, "encode": encode, "grammar_backend": GRAMMARS}
 
 
 def random_params(rng: random.Random) -> SamplingParams:

@@ -58,7 +58,7 @@ class Talk(Conversations):
         begun = bool(thoughts_of(prompt.text))
         parser = MessageParser(tokenizer.tool_format, tokenizer.reasons, begun)
         parser.feed(text, ended=True)
-        said = parser.said()
+        said = parser.message()
         ids = self.plain.encode(text + (more or "<|im_end|>"), add_special_tokens=False)
         self.remember(prompt, ids, said)
         calls = [call.as_template() for call in said.calls]

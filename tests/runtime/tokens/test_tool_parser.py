@@ -77,9 +77,9 @@ ALL, WITH_MANY = each(HERMES, CODER, MISTRAL_11, MISTRAL, LLAMA), each(HERMES, C
 def test_a_call_is_found_however_it_comes(template: str, seed: int):
     arguments = {**TRICKY, "a": "tricky enough"} if template == CODER else TRICKY
     for given in (arguments, {}, {"a": "x"}):
-        said = parse(written(template, "f", given), template, random.Random(seed)).said()
+        said = parse(written(template, "f", given), template, random.Random(seed)).message()
         assert meaning(said) == ("", "", [("f", given)])
-        assert said == parse(written(template, "f", given), template).said()._replace(
+        assert said == parse(written(template, "f", given), template).message()._replace(
             calls=said.calls  # but for the ids
         )
 
@@ -91,19 +91,19 @@ def test_content_calls_and_thoughts_are_told_apart(template: str):
     expected = ("I look it up.", "Let me see: 1 < 2.", [("f", {"a": "f"}), ("g", {"a": "g"})])
     for seed in range(3):
         parser = parse(text, template, random.Random(seed), reasons=True)
-        assert meaning(parser.said()) == expected
+        assert meaning(parser.message()) == expected
         within = text.removeprefix("<think>\n")
-        assert meaning(parse(within, template, thinking=True).said()) == expected
-    ids = [call.id for call in parser.said().calls]
+        assert meaning(parse(within, template, thinking=True).message()) == expected
+    ids = [call.id for call in parser.message().calls]
     assert len({*ids}) == 2
     assert all(len(i) == (9 if template == MISTRAL_11 else 29) for i in ids)
 
 
 def test_several_calls_in_one_list():
     text = '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"a": 1}}]'
-    assert meaning(parse(text, MISTRAL).said()) == ("", "", [("f", {}), ("g", {"a": 1})])
+    assert meaning(parse(text, MISTRAL).message()) == ("", "", [("f", {}), ("g", {"a": 1})])
     text = '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"a": 1}}'
-    assert meaning(parse(text, LLAMA).said()) == ("", "", [("f", {}), ("g", {"a": 1})])
+    assert meaning(parse(text, LLAMA).message()) == ("", "", [("f", {}), ("g", {"a": 1})])
 
 
 @ALL
@@ -118,7 +118,7 @@ def test_what_is_no_call_is_content(template: str):
     ):
         for rng in (None, random.Random(0)):
             parser = parse(text, template, rng)
-            assert (parser.said().content, parser.said().calls) == (text, ())
+            assert (parser.message().content, parser.message().calls) == (text, ())
 
 
 @ALL
@@ -128,7 +128,7 @@ def test_a_call_that_is_cut_short_or_no_json_is_content_as_a_whole(template: str
     if template in (MISTRAL, LLAMA):
         first = ""
     for cut in (whole[: whole.rindex("x") + 1], whole.replace("{}", "{]", 1) + "?"):
-        said = parse("Well. " * (template != LLAMA) + first + cut, template).said()
+        said = parse("Well. " * (template != LLAMA) + first + cut, template).message()
         if template == CODER and "{]" in cut:  # then it is text
             continue
         assert [call.name for call in said.calls] == ["g"] * bool(first)
@@ -142,7 +142,7 @@ def test_a_call_that_is_cut_short_or_no_json_is_content_as_a_whole(template: str
 def test_arguments_that_no_client_could_read_are_content(value: str):
     """Python reads them all as JSON, and fails when it answers with them, or gives up at once."""
     text = f'<tool_call>\n{{"name": "f", "arguments": {{"a": {value}}}}}\n</tool_call>'
-    said = parse(text, HERMES).said()
+    said = parse(text, HERMES).message()
     assert (said.content, said.calls) == (text, ())
 
 
@@ -150,7 +150,7 @@ def test_arguments_that_no_client_could_read_are_content(value: str):
 def test_what_is_nested_too_deeply_is_no_json(template: str):
     deep = "[" * 100_000 + "]" * 100_000
     text = written(template, "f", {"c": 1}).replace("1", deep)
-    said = parse(text, template).said()
+    said = parse(text, template).message()
     if template == HERMES:
         assert (said.content, said.calls) == (text, ())
     else:  # no JSON is text there
@@ -163,7 +163,7 @@ def test_nobody_waits_for_ever_for_a_name(begun: str):
     parser = MessageParser(fmt(HERMES))
     parser.feed(begun)
     assert parser.feed("b")[-1].text.endswith("b")
-    assert parser.said().content == begun + "b"
+    assert parser.message().content == begun + "b"
 
 
 def test_arguments_stream_as_they_come():
@@ -194,7 +194,7 @@ def test_thoughts_without_an_end_are_thoughts():
     parser = MessageParser(None, thinking=True)
     parser.feed("\nI wonder ")
     parser.feed("why", ended=True)
-    assert parser.said() == ParsedMessage("", "I wonder why")
+    assert parser.message() == ParsedMessage("", "I wonder why")
 
 
 def test_templates_of_unknown_formats_are_not_mistaken():
