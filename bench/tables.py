@@ -21,9 +21,9 @@ def table(
     """
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for number, name in enumerate(header):
-        said = number >= len(header) - words
-        justify: JustifyMethod = "left" if said or number < left else "right"
-        shown.add_column(name, justify=justify, no_wrap=not said)
+        is_text = number >= len(header) - words
+        justify: JustifyMethod = "left" if is_text or number < left else "right"
+        shown.add_column(name, justify=justify, no_wrap=not is_text)
     for row in rows:
         shown.add_row(*map(plain, row))
     return shown
@@ -36,9 +36,9 @@ class _Console(Console):
         raise BrokenPipeError
 
 
-def plain(said: str) -> Text:
-    """What is said as it stands: no markup, nothing that moves a cursor."""
-    return Text("".join(char if char.isprintable() else "\ufffd" for char in said))
+def plain(text: str) -> Text:
+    """A text as it stands: no markup, nothing that moves a cursor."""
+    return Text("".join(char if char.isprintable() else "\ufffd" for char in text))
 
 
 def console(width: int = 80) -> Console:

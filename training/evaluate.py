@@ -173,8 +173,10 @@ def measure_calls(
         turns = turns_right(model, tokenizer, messages)
         right.update(calls=sum(turns[::2]), answers=sum(turns[1::2]))
         if wrong:
-            said = [message for message in messages if message["role"] == "assistant"]
-            print(*(f"wrong: {m}" for m, ok in zip(said, turns, strict=True) if not ok), sep="\n")
+            answers = [message for message in messages if message["role"] == "assistant"]
+            print(
+                *(f"wrong: {m}" for m, ok in zip(answers, turns, strict=True) if not ok), sep="\n"
+            )
     asked = count * CALLS
     print("| conversations | questions | exact calls | exact answers |\n|---|---|---|---|")
     shares = (f"{right[k]}/{asked} ({right[k] / asked:.1%})" for k in ("calls", "answers"))

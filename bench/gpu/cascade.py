@@ -29,8 +29,8 @@ def run(place: Place, report: Report) -> None:
             report.measure(name, _attention, place, heads, rows, shared, ratios)
         for rows in sizes.rows:
             pays = [shared for shared in sizes.shared if ratios.get((rows, shared), 0) >= 1]
-            told = f"from {min(pays)} tokens" if pays else "never"
-            report.tell(f"{heads[0]}/{heads[1]} heads, {rows} rows: it pays", told)
+            pays_from = f"from {min(pays)} tokens" if pays else "never"
+            report.tell(f"{heads[0]}/{heads[1]} heads, {rows} rows: it pays", pays_from)
 
 
 def _attention(

@@ -100,19 +100,19 @@ def run_apart(name: str, options: Sequence[str], out: Path) -> int:
     process = subprocess.Popen(
         command_of(name, options), stdin=subprocess.DEVNULL, start_new_session=True
     )
-    told = ""
+    failure = ""
     try:
         status = process.wait(limit + _GRACE)
         if status not in (0, CANNOT_RUN):
-            told = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+            failure = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
     except subprocess.TimeoutExpired:
-        status, told = 1, f"took longer than its {limit} s"
+        status, failure = 1, f"took longer than its {limit} s"
     finally:
         with suppress(ProcessLookupError, PermissionError):  # and what it may have left behind
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    if told:
-        Row("the process", "FAIL", told, section=name).tell(rows)
+    if failure:
+        Row("the process", "FAIL", failure, section=name).tell(rows)
     return status
 
 

@@ -100,7 +100,7 @@ def _graph(place: Place, rows: int) -> str:
         for side in (steps[0].k_pages, steps[0].v_pages)
     ]
     fixed = [t.clone() for t in (steps[0].query, steps[0].key, steps[0].value)]
-    replay, told = None, ""
+    replay, difference = None, ""
     for step in steps:
         used = [side[: len(step.k_pages)] for side in pages]
         for to, value in zip([*fixed, *used], step.tensors, strict=True):
@@ -108,8 +108,8 @@ def _graph(place: Place, rows: int) -> str:
         backend.plan_fixed(step.batch)
         if replay is None:
             replay = place.capture(partial(backend.run, *fixed, *pages, **step.options))
-        told = compare((replay(), *used), reference(place, step))
-    return told
+        difference = compare((replay(), *used), reference(place, step))
+    return difference
 
 
 @torch.inference_mode()

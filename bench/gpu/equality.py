@@ -100,14 +100,14 @@ def _ours(
 ) -> str:  # fmt: skip
     """All prompts at once, then all again, now cached."""
     total = sum(len(prompt) + place.sizes.answer for prompt in prompts)
-    told = []
+    parts = []
     with engine_on(
         place, model, num_tokens=2 * total, cache=cache, page_size=page_size,
         max_num_batched_tokens=512, max_num_seqs=16,
     ) as engine:  # fmt: skip
         for turn in ("cold", "warm"):
             found = generated(run_all(engine, prompts, place.sizes.answer))
-            told.append(f"{turn} {judge(prompts, found)}")
+            parts.append(f"{turn} {judge(prompts, found)}")
             engine.cache.check()
         graphs = [cascade for _, cascade in engine._graphs._replays] if engine._graphs else []
         copies = engine.cache.stats.copied_pages
@@ -115,4 +115,4 @@ def _ours(
         assert graphs, "no step ran in a graph"
         assert any(graphs) or cache is NoCache, "no step shared a prefix in two levels"
     assert copies or cache is not RadixCache or page_size == 1, "no page was copied"
-    return ", ".join([*told, f"{copies} copies", f"{len(graphs)} graphs"])
+    return ", ".join([*parts, f"{copies} copies", f"{len(graphs)} graphs"])

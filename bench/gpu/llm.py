@@ -97,7 +97,7 @@ def _mass_before(logits: torch.Tensor, answer: list[int]) -> float:
 
 def _float32(place: Place, judge: Judge) -> str:
     llm = _llm(torch.float32)
-    said = _greedy(place, llm, judge)
+    verdict = _greedy(place, llm, judge)
     del llm
     free_memory()
-    return said
+    return verdict

@@ -33,8 +33,8 @@ class Row:
         return "" if self.value is None else f"{self.value:.4g} {self.unit}".strip()
 
     def __str__(self) -> str:
-        told = "; ".join(p for p in (self.shown, self.aim and f"aim {self.aim}", self.text) if p)
-        head = f"{self.status:8} {self.name}" + (f": {told}" if told else "")
+        text = "; ".join(p for p in (self.shown, self.aim and f"aim {self.aim}", self.text) if p)
+        head = f"{self.status:8} {self.name}" + (f": {text}" if text else "")
         return "\n".join([head, *(f"         | {line}" for line in self.lines)])
 
     def tell(self, path: Path) -> None:

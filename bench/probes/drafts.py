@@ -84,12 +84,12 @@ def ask(llm: LLM, chats: list[Chat]) -> Run:
     start = time.perf_counter()
     outputs = llm.chat(chats, PARAMS, use_tqdm=False)
     seconds = time.perf_counter() - start
-    told = [output.metrics for output in outputs]
+    all_metrics = [output.metrics for output in outputs]
     return Run(
         seconds,
         sum(len(output.outputs[0].token_ids) for output in outputs),
-        sum(sum(metrics.drafted_tokens.values()) for metrics in told),
-        sum(sum(metrics.accepted_tokens.values()) for metrics in told),
+        sum(sum(metrics.drafted_tokens.values()) for metrics in all_metrics),
+        sum(sum(metrics.accepted_tokens.values()) for metrics in all_metrics),
     )
 
 
@@ -100,10 +100,10 @@ def live(model: str | None, pairs: int, seed: int) -> Iterator[Row]:
         "a fresh question on a known table", "regenerate", "the same question, another user",
     )]  # fmt: skip
     for pair in range(-2, pairs):
-        told, people = make_table(rng)
+        table, people = make_table(rng)
         for llm in llms:
-            ask(llm, [ask_about(rng, told, people)])
-        first, other = ask_about(rng, told, people), ask_about(rng, told, people)
+            ask(llm, [ask_about(rng, table, people)])
+        first, other = ask_about(rng, table, people), ask_about(rng, table, people)
         answer = {"role": "assistant", "content": "I do not know."}
         for row, chat in zip(rows, (first, first, [*other, answer, first[1]]), strict=True):
             row.in_turns(*(partial(ask, llm, [chat]) for llm in llms), counts=pair >= 0)
@@ -152,8 +152,8 @@ def file_changes(limit: int) -> list[tuple[str, str]]:
     root = Path(__file__).resolve().parents[2]
 
     def git(*command: str) -> str:
-        told = subprocess.run(["git", *command], cwd=root, capture_output=True, text=True)
-        return told.stdout if not told.returncode else ""
+        result = subprocess.run(["git", *command], cwd=root, capture_output=True, text=True)
+        return result.stdout if not result.returncode else ""
 
     found: list[tuple[str, str]] = []
     for line in git("log", "--format=%H", "-n", "400", "--diff-filter=M", "--", "*.py").split():

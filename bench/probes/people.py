@@ -21,7 +21,7 @@ def make_table(rng: random.Random) -> tuple[str, list[str]]:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows), people
 
 
-def ask_about(rng: random.Random, told: str, people: list[str]) -> list[dict[str, str]]:
+def ask_about(rng: random.Random, table: str, people: list[str]) -> list[dict[str, str]]:
     """A chat with one question about a table."""
     question = f"What is the {rng.choice([*FIELDS]).lower()} of {rng.choice(people)}?"
-    return [{"role": "system", "content": f"{told}\n"}, {"role": "user", "content": question}]
+    return [{"role": "system", "content": f"{table}\n"}, {"role": "user", "content": question}]

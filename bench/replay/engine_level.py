@@ -43,8 +43,8 @@ class ScriptedSampler(Sampler):
     ) -> PendingStep:
         """The sampler's own, of logits in which the script is certain."""
         if rows:
-            said = [self._answers[row.sequence.request] for row in rows]
-            script = [int(a[len(row.generated)]) for a, row in zip(said, rows, strict=True)]
+            answers = [self._answers[row.sequence.request] for row in rows]
+            script = [int(a[len(row.generated)]) for a, row in zip(answers, rows, strict=True)]
             logits[torch.arange(len(script)), torch.tensor(script)] = _CERTAIN
         return super().sample(rows, logits, latest)
 

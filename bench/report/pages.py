@@ -46,8 +46,8 @@ def _section(workload: WorkloadReport) -> Iterator[str]:
     yield "</div>"
     for columns, rows in tables(workload):
         yield from _table(columns, workload, rows)
-    if said := remarks(workload):
-        lines = "".join(f"<li>{escape(line)}</li>" for line in said)
+    if remarked := remarks(workload):
+        lines = "".join(f"<li>{escape(line)}</li>" for line in remarked)
         yield f"<details><summary>Remarks</summary><ul>{lines}</ul></details>"
 
 

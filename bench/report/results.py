@@ -65,18 +65,18 @@ class WorkloadReport:
     def summary(self) -> str:
         """What the workload is, in one paragraph."""
         unlimited = self.unlimited_hits / self.prompt_tokens
-        said = (
+        text = (
             f"{self.shape}: {self.requests:,} requests, {self.prompt_tokens:,} prompt and "
             f"{self.answer_tokens:,} generated tokens, {self.footprint:,} of them distinct; "
             f"unlimited memory hits {unlimited:.1%}."
         )
         if (differ := self.disagreements) is not None:
-            said += (
+            text += (
                 f" Index and engine level DIFFER in the hits of {differ:,} requests."
                 if differ
                 else " Index and engine level hit the same tokens, request by request."
             )
-        return said
+        return text
 
 
 @dataclass

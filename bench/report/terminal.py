@@ -25,8 +25,8 @@ def print_report(report: Report, console: Console) -> None:
                     words=REMARK in shown,
                 )
             )
-        if said := remarks(workload):
-            console.print(*said, sep="\n", markup=False)
+        if lines := remarks(workload):
+            console.print(*lines, sep="\n", markup=False)
     settings = [f"{key} {value}" for key, value in report.settings.items() if key != "command"]
     console.print(", ".join(settings), style="dim", markup=False)
     console.rule("What it shows", align="left")

@@ -23,9 +23,9 @@ def headline(workload: WorkloadReport) -> str:
     found: dict[str, list[str]] = {}
     for memory in _memories(workload):
         here = [row for row in workload.main_rows if row.memory == memory]
-        if said := _by_states(here) if workload.states else _verdict(here):
-            found.setdefault(said, []).append(memory)
-    return "; ".join(f"{', '.join(where)}: {said}" for said, where in found.items()) + "."
+        if verdict := _by_states(here) if workload.states else _verdict(here):
+            found.setdefault(verdict, []).append(memory)
+    return "; ".join(f"{', '.join(where)}: {verdict}" for verdict, where in found.items()) + "."
 
 
 def _verdict(rows: list[Figures]) -> str:

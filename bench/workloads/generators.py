@@ -55,10 +55,12 @@ def chat(
     write.rng.shuffle(order)
     for index in order.tolist():
         parts[index].append(write.about(user))
-        said = write.about(answer)
+        generated = write.about(answer)
         turn = (len(parts[index]) - 2) // 2
-        last[index] = workload.add(parts[index], said, after=last[index], turn=turn, template=1)
-        parts[index].append(said)
+        last[index] = workload.add(
+            parts[index], generated, after=last[index], turn=turn, template=1
+        )
+        parts[index].append(generated)
     return workload
 
 
@@ -96,8 +98,8 @@ def best_of_n(
     for _ in range(questions):
         asked = write.about(question)
         for sample in range(n):
-            said, together = write.about(answer), sample > 0
-            workload.add([common, asked], said, together=together, template=1, stem=2)
+            generated, together = write.about(answer), sample > 0
+            workload.add([common, asked], generated, together=together, template=1, stem=2)
     return workload
 
 
@@ -118,9 +120,11 @@ def tree_search(
             grown: list[tuple[list[Tokens], int | None]] = []
             for path, after in leaves:
                 for _ in range(branch):
-                    said = write.about(thought)
-                    index = workload.add(path, said, after=after, turn=level, template=1, stem=2)
-                    grown.append(([*path, said], index))
+                    generated = write.about(thought)
+                    index = workload.add(
+                        path, generated, after=after, turn=level, template=1, stem=2
+                    )
+                    grown.append(([*path, generated], index))
             leaves = grown
     return workload
 
@@ -156,9 +160,11 @@ def agents(
     last: list[int | None] = [None] * agents
     for step in range(steps):
         for agent in range(agents):
-            said = write.about(action)
-            last[agent] = workload.add(parts[agent], said, after=last[agent], turn=step, template=1)
-            parts[agent] += [said, write.about(observation)]
+            generated = write.about(action)
+            last[agent] = workload.add(
+                parts[agent], generated, after=last[agent], turn=step, template=1
+            )
+            parts[agent] += [generated, write.about(observation)]
     return workload
 
 

@@ -71,8 +71,8 @@ def gsm8k_best_of_8(folder: Path, encode: Encode) -> Workload:
         )
         length = len(encode(answer))
         for sample in range(8):
-            said = rng.integers(0, VOCABULARY, length, dtype=np.int32)
-            workload.add([prompt], said, together=sample > 0, stem=1)
+            generated = rng.integers(0, VOCABULARY, length, dtype=np.int32)
+            workload.add([prompt], generated, together=sample > 0, stem=1)
     return workload
 
 
@@ -90,7 +90,7 @@ def gsm8k_8_shot(folder: Path, encode: Encode) -> Workload:
 
 def gsm8k_answers(folder: Path) -> list[tuple[str, str]]:
     """The questions of GSM8K's test set, and people's answers."""
-    return [(f"Question: {question}\nAnswer:", f" {said}") for question, said in _gsm8k(folder)]
+    return [(f"Question: {question}\nAnswer:", f" {answer}") for question, answer in _gsm8k(folder)]
 
 
 def mmlu_5_shot(folder: Path, encode: Encode) -> Workload:
@@ -116,13 +116,13 @@ def mt_bench(folder: Path, encode: Encode) -> Workload:
     turns = [json.loads(line)["turns"] for line in lines]
     before = []
     for first, _ in turns:
-        said = rng.integers(0, VOCABULARY, 200, dtype=np.int32)
+        generated = rng.integers(0, VOCABULARY, 200, dtype=np.int32)
         prompt = [system, encode(first), encode("\n\nAssistant:")]
-        before.append(([*prompt, said], workload.add(prompt, said, template=1)))
+        before.append(([*prompt, generated], workload.add(prompt, generated, template=1)))
     for (_, second), (parts, index) in zip(turns, before, strict=True):
         prompt = [*parts, encode("\n\nUser: "), encode(second), encode("\n\nAssistant:")]
-        said = rng.integers(0, VOCABULARY, 200, dtype=np.int32)
-        workload.add(prompt, said, after=index, turn=1, template=1)
+        generated = rng.integers(0, VOCABULARY, 200, dtype=np.int32)
+        workload.add(prompt, generated, after=index, turn=1, template=1)
     return workload
 
 
@@ -155,8 +155,8 @@ def long_documents(folder: Path, encode: Encode) -> Workload:
     rng.shuffle(order)
     for number, index in enumerate(order.tolist()):
         asked = encode(f"\n\nQuestion: {questions[number]}\nAnswer:")
-        said = rng.integers(0, VOCABULARY, 60, dtype=np.int32)
-        workload.add([texts[index], asked], said, template=1)
+        generated = rng.integers(0, VOCABULARY, 60, dtype=np.int32)
+        workload.add([texts[index], asked], generated, template=1)
     return workload
 
 

@@ -43,10 +43,10 @@ class Joined:
     def render(
         self, prompt: str | Sequence[Message], tools: list[Any], answer: Message | None
     ) -> Rendered:
-        said = [prompt] if isinstance(prompt, str) else [*map(spoken, prompt)]
+        texts = [prompt] if isinstance(prompt, str) else [*map(spoken, prompt)]
         if tools:
-            said.insert(0, as_json(tools))
-        return [*map(self._tokens, said)], self._tokens(spoken(answer) if answer else "")
+            texts.insert(0, as_json(tools))
+        return [*map(self._tokens, texts)], self._tokens(spoken(answer) if answer else "")
 
 
 class Templated:
@@ -63,17 +63,17 @@ class Templated:
     def render(
         self, prompt: str | Sequence[Message], tools: list[Any], answer: Message | None
     ) -> Rendered:
-        said = spoken(answer) if answer else ""
+        generated = spoken(answer) if answer else ""
         if isinstance(prompt, str):
-            return [np.array(self._tokenizer.encode(prompt), np.int32)], self._plain(said)
+            return [np.array(self._tokenizer.encode(prompt), np.int32)], self._plain(generated)
         text = self._tokenizer.render_chat(prompt, tools=tools)
         before = self._history.encode(text)
         if answer:
             whole = self._tokenizer.render_chat([*prompt, answer], tools=tools, ask=False)
             # Some templates write a past answer otherwise than the model wrote it, less thoughts.
-            said = whole[len(text) :].rstrip() if whole.startswith(text) else said
-            self._history.remember(before, self._plain(said).tolist())
-        return [before.tokens], self._plain(said)
+            generated = whole[len(text) :].rstrip() if whole.startswith(text) else generated
+            self._history.remember(before, self._plain(generated).tolist())
+        return [before.tokens], self._plain(generated)
 
     def _plain(self, text: str) -> Tokens:
         return np.array(self._tokenizer.encode(text, special=False), np.int32)
@@ -95,7 +95,7 @@ def load_texts(
     for one in asked:
         text = one.messages or (one.prompt if isinstance(one.prompt, str) else "")
         try:
-            parts, said = renderer.render(text, one.tools, one.answer)
+            parts, generated = renderer.render(text, one.tools, one.answer)
         except InvalidRequest as error:
             raise InvalidRequest(f"{one.where}: {error}") from None
         parts = parts if text else [np.array(one.prompt, np.int32)]
@@ -103,7 +103,7 @@ def load_texts(
             raise InvalidRequest(f"{one.where}: a prompt without a token")
         if len(models) > 1:
             parts = [np.array([models.index(one.model)], np.int32), *parts]
-        if not len(said):
-            said = rng.integers(0, 1000, one.length, dtype=np.int32)
-        workload.add(parts, said, after=one.after, turn=one.turn)
+        if not len(generated):
+            generated = rng.integers(0, 1000, one.length, dtype=np.int32)
+        workload.add(parts, generated, after=one.after, turn=one.turn)
     return workload

@@ -158,13 +158,13 @@ def _in_rounds(chats: list[Asked]) -> list[Asked]:
     """The requests of whole conversations: each answer in them ends one."""
     rounds: dict[int, list[tuple[int, Asked]]] = {}
     for number, chat in enumerate(chats):
-        said = [message for message in chat.prompt if spoken(message)]
-        ends = [at for at, message in enumerate(said) if at and message["role"] == "assistant"]
-        if said and ends[-1:] != [len(said) - 1]:
-            ends.append(len(said))
+        messages = [message for message in chat.prompt if spoken(message)]
+        ends = [at for at, message in enumerate(messages) if at and message["role"] == "assistant"]
+        if messages and ends[-1:] != [len(messages) - 1]:
+            ends.append(len(messages))
         for turn, end in enumerate(ends):
-            answer = said[end] if end < len(said) else None
-            one = Asked(chat.where, said[:end], answer, tools=chat.tools, turn=turn)
+            answer = messages[end] if end < len(messages) else None
+            one = Asked(chat.where, messages[:end], answer, tools=chat.tools, turn=turn)
             rounds.setdefault(turn, []).append((number, one))
     found: list[Asked] = []
     last: dict[int, int] = {}
@@ -256,12 +256,12 @@ def _answer(where: str, response: Any) -> tuple[Message | None, int]:
     return answer if answer and spoken(answer) else None, length
 
 
-def _moment(said: Any) -> float | None:
+def _moment(value: Any) -> float | None:
     """Seconds since some time; None if that cannot be read."""
     try:
-        return datetime.fromisoformat(said.replace("Z", "+00:00")).timestamp()
+        return datetime.fromisoformat(value.replace("Z", "+00:00")).timestamp()
     except (AttributeError, ValueError):
-        return said if isinstance(said, int | float) else None
+        return value if isinstance(value, int | float) else None
 
 
 def _follow(logged: list[Asked]) -> None:

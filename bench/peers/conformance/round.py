@@ -98,7 +98,7 @@ class Round:
         self.trace: list[str] = []
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.past: list[list[int]] = [[]]
+        self.prompts: list[list[int]] = [[]]
         self.serial = 0
         self.choices: dict[Callable[[], None], int] = {
             self.arrive: 16, self.admit: 20, self.go_on: 50, self.abort: 2, self.preempt: 3,
@@ -122,7 +122,7 @@ class Round:
         if len(self.waiting) > 5:
             return
         rng = self.rng
-        known = rng.choice(self.past[-40:])
+        known = rng.choice(self.prompts[-40:])
         prompt = known[: rng.choice([len(known), len(known), rng.randint(0, len(known))])]
         prompt = prompt + self.some_tokens(rng.choice([0, 1, 2, self.size + 1, 30]))
         prompt = prompt[: max(1, self.longest - 1)] or self.some_tokens(1)
@@ -153,7 +153,7 @@ class Round:
             namespace = BlockNamespace(salt=salt, lora=lora, images=images)
         target = min(len(prompt) + rng.choice([1, 2, 8, 2 * self.size]), self.longest)
         self.waiting.append(Request(peer, namespace, target))
-        self.past.append(prompt)
+        self.prompts.append(prompt)
         self.trace.append(f"arrive {self.serial} {prompt} {namespace}")
 
     def admit(self) -> None:
@@ -196,7 +196,7 @@ class Round:
         if not left and peer.num_tokens >= request.target:
             self.trace.append(f"free {peer.request_id}")
             self.leave(request)
-            self.past.append(request.tokens)
+            self.prompts.append(request.tokens)
             return
         if not left:
             peer.append_output_token_ids(self.rng.randrange(self.alphabet))
@@ -215,7 +215,7 @@ class Round:
             request = self.rng.choice(self.running)
             self.trace.append(f"abort {request.peer.request_id}")
             self.leave(request)
-            self.past.append(request.tokens)
+            self.prompts.append(request.tokens)
 
     def preempt(self) -> None:
         if self.running:
@@ -225,7 +225,7 @@ class Round:
 
     def look(self) -> None:
         """A look-up that nothing comes of."""
-        prompt = self.rng.choice(self.past[-40:]) + self.some_tokens(self.rng.randint(1, 3))
+        prompt = self.rng.choice(self.prompts[-40:]) + self.some_tokens(self.rng.randint(1, 3))
         peer = PeerRequest("look", prompt, SamplingParams(), None, block_hasher=self.hasher)
         self.trace.append(f"look {prompt}")
         self.same("match", self.peer.get_computed_blocks(peer)[1], self.cache.match(prompt))

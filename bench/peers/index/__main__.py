@@ -52,10 +52,10 @@ class Result:
             total.update(one["phases"])
         last = self.rounds[-1]
         phases = {phase: ns / 1000 / last["requests"] for phase, ns in total.items()}
-        said = ", ".join(f"{phase} {us:.0f}" for phase, us in phases.items())
+        parts = ", ".join(f"{phase} {us:.0f}" for phase, us in phases.items())
         hits, prompts = last["hit_tokens"], last["prompt_tokens"]
         return (
-            f"mean {sum(phases.values()):.0f} ({said}); "
+            f"mean {sum(phases.values()):.0f} ({parts}); "
             f"hits {hits:,} of {prompts:,}, {hits / prompts:.4f}"
         )
 

@@ -37,14 +37,14 @@ def run(engine: str, block: int, plugin: bool, tokens: int, asked: list[Chat], a
             str(tokens), str(block), "on" if plugin else "off", RADIXCACHE_REPORT=str(report),
         )  # fmt: skip
         try:
-            told = worker.ask({"at_once": at_once, "chats": [chat._asdict() for chat in asked]})
+            answers = worker.ask({"at_once": at_once, "chats": [chat._asdict() for chat in asked]})
         finally:
             worker.close()
         lines = report.read_text().splitlines() if plugin else []
-        return told, [json.loads(line) for line in lines[1:]], worker.version
+        return answers, [json.loads(line) for line in lines[1:]], worker.version
 
 
-def expected(asked: list[Chat], told: list[Any], block: int) -> list[list[tuple[str, int, int]]]:
+def expected(asked: list[Chat], answers: list[Any], block: int) -> list[list[tuple[str, int, int]]]:
     """Why each chat's tokens beyond the hit were computed, by comparison with every earlier text.
 
     What nobody computed is called new here, also where a text goes on as an earlier one did after
@@ -52,7 +52,7 @@ def expected(asked: list[Chat], told: list[Any], block: int) -> list[list[tuple[
     """
     texts: list[tuple[str | None, list[int]]] = []
     reasons = []
-    for (tokens, salt), (answer, hit) in zip(asked, told, strict=True):
+    for (tokens, salt), (answer, hit) in zip(asked, answers, strict=True):
         last = len(tokens) - 1
         known = max([hit, *(common(tokens, text) for mine, text in texts if mine == salt)])
         known = min(known, last)
@@ -120,22 +120,22 @@ def compare(
     name: str, asked: list[Chat], off: Any, on: Any, lines: list[Any], block: int, at_once: int
 ) -> int:
     """Print what was compared; how much differed."""
-    answers = sum(a[0] != b[0] for a, b in zip(off["told"], on["told"], strict=True))
+    answers = sum(a[0] != b[0] for a, b in zip(off["answers"], on["answers"], strict=True))
     engine_hits = Counter(
-        (len(c.tokens), hit) for c, (_, hit) in zip(asked, on["told"], strict=True)
+        (len(c.tokens), hit) for c, (_, hit) in zip(asked, on["answers"], strict=True)
     )
     hits = (engine_hits - Counter((line["tokens"], line["hit"]) for line in lines)).total()
     reasons = 0
     if at_once == 1:
         texts: list[list[int]] = []
-        wanted = expected(asked, on["told"], block)
-        for line, one, chat, (answer, _) in zip(lines, wanted, asked, on["told"], strict=True):
+        wanted = expected(asked, on["answers"], block)
+        for line, one, chat, (answer, _) in zip(lines, wanted, asked, on["answers"], strict=True):
             reasons += not is_told_rightly(line["misses"], one, chat.tokens, texts)
             texts.append([*chat.tokens, *answer[:-1]])
     total = sum(line["tokens"] for line in lines)
-    told = Counter[str]()
+    missed = Counter[str]()
     for line in lines:
-        told.update({r: end - start for r, start, end in line["misses"]})
+        missed.update({r: end - start for r, start, end in line["misses"]})
     shares = {
         key: sum(line[key] for line in lines) / total
         for key in ("hit", "exact", "twice", "fourfold")
@@ -144,7 +144,7 @@ def compare(
         f"{name}: {len(lines)} requests; differ: {answers} answers, {hits} hits, {reasons} reasons"
     )
     print("  " + ", ".join(f"{key} {share:.1%}" for key, share in shares.items()))
-    print("  missed: " + ", ".join(f"{key} {n / total:.1%}" for key, n in told.most_common()))
+    print("  missed: " + ", ".join(f"{key} {n / total:.1%}" for key, n in missed.most_common()))
     print(f"  seconds {off['seconds']:.2f} without, {on['seconds']:.2f} with", flush=True)
     return answers + hits + reasons + (len(lines) != len(asked))
 

@@ -49,28 +49,28 @@ class SGLang:
 def load() -> tuple[Engine, str]:
     name, model, tokens, block, plugin = sys.argv[1:6]
     options: dict[str, Any]
-    told: dict[str, Any]
+    settings: dict[str, Any]
     if name == "sglang":
         options = {"max_total_tokens": int(tokens), "page_size": int(block)}
-        told = {"radix_cache_backend": "radixcache"}
+        settings = {"radix_cache_backend": "radixcache"}
         make: Any = SGLang
     else:
         blocks = int(tokens) // int(block)
         options = {"num_gpu_blocks_override": blocks, "block_size": int(block)}
         transfer = {"kv_connector": "RadixCacheConnector", "kv_role": "kv_producer"}
-        told = {"kv_transfer_config": transfer}
+        settings = {"kv_transfer_config": transfer}
         make = import_module("bench.peers.engines.vllm").VLLM
-    engine: Engine = make(Path(model), **options, **(told if plugin == "on" else {}))
+    engine: Engine = make(Path(model), **options, **(settings if plugin == "on" else {}))
     return engine, engine.version
 
 
 def answer(engine: Engine, request: dict[str, Any]) -> dict[str, Any]:
     asked = [Request(chat["tokens"], salt=chat["salt"]) for chat in request["chats"]]
-    at_once, told, start = request["at_once"], [], time.perf_counter()
+    at_once, served, start = request["at_once"], [], time.perf_counter()
     for first in range(0, len(asked), at_once):
         answers = engine.generate(asked[first : first + at_once], ANSWER)
-        told += [(one.tokens, one.cached) for one in answers]
-    return {"told": told, "seconds": time.perf_counter() - start}
+        served += [(one.tokens, one.cached) for one in answers]
+    return {"answers": served, "seconds": time.perf_counter() - start}
 
 
 if __name__ == "__main__":
