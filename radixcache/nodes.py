@@ -61,6 +61,8 @@ class Node:
         "serial",
         "start",
     )
+    medium = "pool"
+    """Of a `LowerNode` it is another."""
 
     def __init__(self, parent: Node | None, run: Run, start: int, end: int) -> None:
         self.parent = parent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from radixcache.lease import RadixLease as RadixLease
 from radixcache.nodes import Node
 from radixcache.pages import PagePool, Pages, as_count
 from radixcache.snapshot import Ends, Outline
+from radixcache.tiered_tree import TieredTree
 from radixcache.tree import RadixTree
 
 
@@ -411,7 +413,8 @@ class RadixCache(PrefixCache):
 
     # -- the whole -----------------------------------------------------------------------------
 
-    def outline(self) -> Outline[Node]:
+    def outline(self) -> Outline[Any]:
+        shown = TieredTree(self._tree, self.lower)
         clock, pins = self._clock, dict[Node, list[str]]()
         for (_, name), lease in self._pins.items():
             assert isinstance(lease, RadixLease)
@@ -421,9 +424,9 @@ class RadixCache(PrefixCache):
             running.setdefault(lease.node, []).append(lease.cached_tokens)
 
         return Outline(
-            {name: root.children.values() for name, root in self._tree.roots.items()},
-            below=lambda node: node.children.values(),
-            sizes=lambda nodes: [node.end - node.start for node in nodes],
+            shown.tops(),
+            below=shown.below,
+            sizes=lambda nodes: [node.end - shown.start(node) for node in nodes],
             ages=lambda nodes: [clock - max(node.last_use, 0) for node in nodes],
             ends=lambda nodes: {
                 at: Ends(running.get(node, ()), pins.get(node, ()))
@@ -431,8 +434,9 @@ class RadixCache(PrefixCache):
                 if node.leases
             },
             name=lambda node: str(node.serial),
-            start=lambda node: node.start,
-            tokens=lambda node: node.tokens,
+            start=shown.start,
+            tokens=lambda node: node.tokens[shown.start(node) - node.start :],
+            medium=lambda node: node.medium,
         )
 
     def _forget_cached(self) -> None:

@@ -76,6 +76,7 @@ class CachedNode:
         pinned: whether a pinned prefix goes through it.
         children: oldest first.
         more: children that the picture leaves out.
+        medium: where its KV is: "pool", or a lower tier: "host" or "disk".
     """
 
     id: str
@@ -89,6 +90,7 @@ class CachedNode:
     pinned: bool = False
     children: list[CachedNode] = field(default_factory=list)
     more: Folded | None = None
+    medium: str = "pool"
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class Picture:
         above: the nodes from the root to `Look.under`, which is not among them; they have no
             children here.
         more: namespaces that the picture leaves out, as branches.
-        num_nodes, num_tokens: of the whole cache.
+        num_nodes, num_tokens: of the whole cache, lower tiers apart.
     """
 
     roots: dict[Hashable, CachedNode]
@@ -137,6 +139,7 @@ class Outline(Generic[T]):
         name: the id of a node.
         start: the position of a node's first token.
         tokens: [num_tokens] of a node; a view.
+        medium: where its KV is.
     """
 
     def __init__(
@@ -149,8 +152,9 @@ class Outline(Generic[T]):
         name: Callable[[T], str],
         start: Callable[[T], int],
         tokens: Callable[[T], NDArray[np.int32]],
+        medium: Callable[[T], str] = lambda _: "pool",
     ) -> None:
-        self._name, self._start, self._tokens = name, start, tokens
+        self._name, self._start, self._tokens, self._medium = name, start, tokens, medium
         self._namespaces = [*tops]
         # An index below `_first` stands for a namespace's root, the others for nodes, level by
         # level: a parent comes first, and its children are those in [_begin[at], _begin[at + 1]).
@@ -235,12 +239,14 @@ class Outline(Generic[T]):
                 drawn[self._namespaces[root]] = picture = self._describe(root)
                 picture.children.append(self._draw(top, rows, look.levels - 1))
         above = self._path(top)[-2:0:-1] if top is not None else []
+        sizes = zip(self._nodes, self._size[self._first :], strict=True)
+        pool = [size for node, size in sizes if self._medium(node) == "pool"]
         return Picture(
             roots=drawn,
             above=[self._describe(at) for at in above],
             more=more,
-            num_nodes=len(self._nodes),
-            num_tokens=sum(self._sum[: self._first]),
+            num_nodes=len(pool),
+            num_tokens=sum(pool),
         )
 
     def spell(self) -> list[Spelled]:
@@ -307,4 +313,5 @@ class Outline(Generic[T]):
             computed_from=computed_from if computed_from < start + size else None,
             pins=sorted(self._ends[at].pins) if at in self._ends else [],
             pinned=pinned,
+            medium=self._medium(node),
         )

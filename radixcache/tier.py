@@ -320,6 +320,12 @@ class LowerTier:
         """All pages, the next to be evicted first. O(pages)."""
         return [p for group in [*self._copies, *self._only] for p in reversed(group.all())]
 
+    def newest(self) -> Iterator[StoredPage]:
+        """All pages, those first that were used last."""
+        for order in (self._only, self._copies):
+            for group in reversed(order):
+                yield from group.all()
+
     def clear(self) -> None:
         """Forget all pages, also below; those that are being read are read in vain."""
         self._forget()

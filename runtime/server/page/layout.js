@@ -100,7 +100,7 @@ export function noteGone(before, after, redraw) {
   const tokens = flushed ? before.stats.cached_tokens : after.stats.evicted_tokens - before.stats.evicted_tokens;
   if (tokens <= 0) return;
   const until = shownUntil = performance.now() + 1000 * SECONDS;
-  if (before.under === after.under) {
+  if (before.under === after.under && !after.stats.tiers.length) { // else it is drawn in its tier
     for (const { namespace, tree } of before.namespaces) {
       const there = after.namespaces.filter((other) => other.namespace === namespace);
       if (there.length || !after.more) note(namespace, tree, there.map((other) => other.tree), until);

@@ -24,6 +24,9 @@ export function showTree(news) {
   const nodes = stats.cached_nodes > 1 ? ` in ${count(stats.cached_nodes, "node")}` : "";
   $("pages").textContent = `${count(stats.cached_tokens, "token")}${nodes}; ${used}; ${format.format(stats.evicted_tokens)} evicted`
     + stats.tiers.map((tier) => `; ${inTier(tier)}`).join("");
+  for (const item of document.querySelectorAll("#legend .host, #legend .disk")) {
+    item.hidden = !stats.tiers.some(({ medium }) => medium === item.className);
+  }
   $("tiers").replaceChildren(...(stats.tiers.length ? [pool, ...stats.tiers] : []).map(meter));
   show();
 }
@@ -103,6 +106,7 @@ const age = ({ node }) => (node.more && node.isFold ? node.more.age : node.age);
 
 function state({ node }) {
   if (node.isFold) return `fold ${node.more.leases ? "used" : "idle"}${isThinned(node.id.slice(0, -5)) ? " thinned" : ""}`;
+  if (node.medium !== "pool") return node.medium;
   return node.gone ? "evicted" : node.leases ? "used" : node.pinned ? "pinned" : "idle";
 }
 
@@ -136,6 +140,7 @@ function facts({ node, rank, namespace, parent }) {
   const parts = [`${count(node.num_tokens, "token")} from ${format.format(node.start)} on`, count(pages, "page")];
   if (namespace) parts.push(`salt ${namespace}`);
   if (node.gone) return [...parts, "no longer cached"].join(", ");
+  if (node.medium !== "pool") return [...parts, WHERE[node.medium]].join(", ");
   parts.push(node.leases ? inUse(node.leases) : `${rank ? `${ordinal(rank + 1)} ` : ""}most recently used`);
   if (node.computed_from !== null) parts.push(`${count(end - Math.max(node.start, node.computed_from), "token")} computed by them`);
   if (node.pins.length) parts.push(`pinned as ${node.pins.join(", ")}`);

@@ -81,6 +81,7 @@ class CacheNode(Body):
     pinned: bool
     children: list[CacheNode]
     more: Folded | None
+    medium: Literal["pool", "host", "disk"]
 
 
 class CacheNamespace(Body):

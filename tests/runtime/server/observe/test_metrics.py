@@ -191,10 +191,14 @@ def test_the_documentation_names_what_there_is(fresh: LiveServer):
     assert {*asked} <= {sample.name for family in shown.values() for sample in family.samples}
 
 
-def test_a_server_tells_of_its_pages_on_disk(tmp_path: Path):
-    for _ in range(2):
+def test_a_server_tells_of_its_pages_on_disk_and_draws_them(tmp_path: Path):
+    for restarts in range(2):
         llm = LLM(kv_dir=tmp_path, kv_dir_size="30MB", kv_cache_memory_bytes="10MB")
         with llm, live(llm) as server:
+            trees = [one["tree"] for one in server.get("/v1/cache").json()["namespaces"]]
+            drawn = [(node["medium"], node["text"]) for tree in trees for node in tree["children"]]
+            assert [(medium, LINE in text) for medium, text in drawn] == [("disk", True)] * restarts
+            assert server.get(f"/v1/cache/search?text={LINE[:9]}").json()["total"] == restarts
             body = server.post(COMPLETIONS, {"prompt": LINE * 9, "max_tokens": 1}).json()
             found = samples(server)
             loaded = body["radixcache"]["loaded_tokens"]
