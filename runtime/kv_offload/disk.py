@@ -200,9 +200,13 @@ class DiskStore(Store):
         checksum = xxhash.xxh3_128(value.encode()).digest()
         self._writes.put(lambda: self._index.execute(replace, (*row, checksum)))
 
+    def drop_note(self, name: str) -> None:
+        """Keep it no longer."""
+        self._writes.put(lambda: self._index.execute("delete from notes where name = ?", (name,)))
+
     def notes(self) -> dict[str, str]:
-        """The texts that were kept, and are what they were."""
-        query = "select name, value, checksum from notes"
+        """The texts that were kept, and are what they were; the oldest first."""
+        query = "select name, value, checksum from notes order by rowid"
         try:
             rows = self._on_thread(lambda: self._index.execute(query).fetchall())
         except sqlite3.Error:  # which was counted, as any failure

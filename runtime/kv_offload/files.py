@@ -31,6 +31,7 @@ import numpy as np
 import xxhash
 
 from radixcache.errors import InvalidRequest, RadixCacheError, first_sentence
+from radixcache.runtime.kv_offload.session import RESPONSE
 from radixcache.runtime.sizes import format_memory
 
 PAGES, INDEX, LOCK = "pages.kv", "index.sqlite", "lock"
@@ -311,7 +312,7 @@ def _look(folder: Path) -> Contents | None:
             )
         about = json.loads(notes[ABOUT])
         _, texts, turns = json.loads(notes.get("texts", '["", [], []]'))
-        responses = json.loads(notes.get("responses", "{}"))
+        responses = [name for name in notes if name.startswith(RESPONSE)]
         prefixes = [name for name, *_ in json.loads(notes.get("prefixes", "[]"))]
         slots = (folder / PAGES).stat().st_size // about["page_bytes"]
     except (sqlite3.Error, OSError, KeyError, ValueError, TypeError) as error:

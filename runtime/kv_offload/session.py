@@ -29,6 +29,9 @@ if TYPE_CHECKING:  # imports xxhash and sqlite3
 
 _log = logging.getLogger("radixcache")
 
+RESPONSE = "response "
+"""How the names of the notes begin that are a server's stored responses: see `ResponseStore`."""
+
 Prefix = tuple[str, Tokens, float | None, list[Message] | None]
 """A name, its tokens, how many seconds it is still pinned (None is for good), its messages."""
 

@@ -43,21 +43,16 @@ def create_app(llm: LLM, options: ServerArgs | None = None) -> FastAPI:
 
     `app.state.backend` is the `Backend` of the routes.
     """
-    backend, stored = Backend(llm, options or ServerArgs()), ResponseStore()
-    disk = None if llm.offload is None else llm.offload.disk
+    backend = Backend(llm, options or ServerArgs())
+    stored = ResponseStore(disk=None if llm.offload is None else llm.offload.disk)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        if disk is not None:
-            kept = disk.notes().get("responses", "{}")
-            disk.note("responses", "{}")  # what is deleted from now on is not found again
-            if disk.notes().get("responses") == "{}":
-                stored.load(kept)
+        stored.load()
         backend.jobs.start()
         yield
         await backend.close()
-        if disk is not None:
-            disk.note("responses", stored.dump())
+        stored.save()
 
     app = FastAPI(
         title="radixcache",

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import numpy as np
 from fastapi import Depends, Request
 
 from radixcache.base import Tokens
 from radixcache.nodes import common_length
+from radixcache.runtime.kv_offload.session import RESPONSE
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.server.protocol.responses import split_system
 from radixcache.runtime.server.protocol.turn import Turn
 from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import Tool
+
+if TYPE_CHECKING:  # imports xxhash and sqlite3
+    from radixcache.runtime.kv_offload.disk import DiskStore
 
 Change = Literal["tools", "settings", "system", "messages", "nothing", "unknown"]
 
@@ -44,10 +49,13 @@ class ResponseStore:
     """The last turns, by salt and id: nobody finds those of another salt.
 
     If there are too many, the oldest of the salt that has most is forgotten first.
+
+    Args:
+        disk: where those without a salt are, too, that clients may ask for again.
     """
 
-    def __init__(self, max_bytes: int = 64 << 20) -> None:
-        self.max_bytes = max_bytes
+    def __init__(self, max_bytes: int = 64 << 20, disk: DiskStore | None = None) -> None:
+        self.max_bytes, self._disk = max_bytes, disk
         self._stored: defaultdict[str | None, OrderedDict[str, tuple[StoredResponse, int]]]
         self._stored = defaultdict(OrderedDict)
         self._num_bytes: Counter[str | None] = Counter()
@@ -63,6 +71,7 @@ class ResponseStore:
         size = entry.prompt.nbytes + len(json.dumps((salt, *texts), default=vars)) + _OBJECTS
         self._stored[salt][name] = entry, size
         self._num_bytes[salt] += size
+        self._save(name, entry)
         while self.num_bytes > self.max_bytes:
             ((most, _),) = self._num_bytes.most_common(1)
             self.drop(next(iter(self._stored[most])), most)
@@ -72,22 +81,17 @@ class ResponseStore:
         kept = self._stored[salt].get(name or "") if salt in self._stored else None
         return kept and kept[0]
 
-    def dump(self) -> str:
-        """All without a salt that clients may ask for again, for another process."""
-        stored = {
-            name: (
-                entry.turn.messages, entry.turn.tools, {**entry.turn.template_kwargs},
-                entry.prompt.tolist(), entry.conversation, entry.response,
-            )
-            for name, (entry, _) in self._stored.get(None, {}).items()
-            if entry.response is not None
-        }  # fmt: skip
-        return json.dumps(stored, default=vars)
-
-    def load(self, dumped: str) -> None:
-        """Take in what another process has dumped."""
-        for name, stored in json.loads(dumped).items():
-            messages, tools, template_kwargs, prompt, conversation, response = stored
+    def load(self) -> None:
+        """Take in what the disk has from before; nothing if it takes no more, as what is deleted
+        now would be found again."""
+        if self._disk is None:
+            return
+        self._disk.note("serving", str(now := time.time()))
+        notes = self._disk.notes()
+        for name, note in notes.items() if notes.get("serving") == str(now) else ():
+            if not name.startswith(RESPONSE):
+                continue
+            messages, tools, template_kwargs, prompt, conversation, response = json.loads(note)
             turn = Turn(
                 messages,
                 SamplingParams(),
@@ -95,9 +99,27 @@ class ResponseStore:
                 template_kwargs=template_kwargs,
             )
             tokens = np.array(prompt, np.int32)
-            self.keep(name, StoredResponse(turn, tokens, conversation, response))
+            entry = StoredResponse(turn, tokens, conversation, response)
+            self.keep(name.removeprefix(RESPONSE), entry)
+
+    def save(self) -> None:
+        """Let the disk have all of them, though it was emptied by a flush."""
+        for name, (entry, _) in self._stored.get(None, {}).items():
+            self._save(name, entry)
+
+    def _save(self, name: str, entry: StoredResponse) -> None:
+        turn = entry.turn
+        if self._disk is None or turn.cache_salt is not None or entry.response is None:
+            return
+        values = (
+            turn.messages, turn.tools, {**turn.template_kwargs},
+            entry.prompt.tolist(), entry.conversation, entry.response,
+        )  # fmt: skip
+        self._disk.note(f"{RESPONSE}{name}", json.dumps(values, default=vars))
 
     def drop(self, name: str, salt: str | None) -> None:
+        if self._disk is not None and salt is None:
+            self._disk.drop_note(f"{RESPONSE}{name}")
         _, size = self._stored[salt].pop(name)
         self._num_bytes[salt] -= size
         if not self._stored[salt]:

@@ -111,7 +111,7 @@ def test_a_reset_forgets_the_disk_too(tmp_path: Path) -> None:
 
 def test_a_server_that_is_stopped_keeps_all(tmp_path: Path) -> None:
     flags = ("--kv-dir", str(tmp_path / "kv"), "--kv-dir-size", "30MB")
-    folders = tmp_path / "first", tmp_path / "second"
+    folders = [tmp_path / name for name in ("first", "killed", "last")]
     for folder in folders:
         folder.mkdir()
     with forked(folders[0], *flags) as (running, url):
@@ -124,9 +124,18 @@ def test_a_server_that_is_stopped_keeps_all(tmp_path: Path) -> None:
         assert running.wait(30) in (0, -SIGTERM)
     (kept,) = contents(tmp_path / "kv")
     assert kept.responses == 1 and kept.prefixes == ["rules"]
-    with forked(folders[1], *flags) as (_, url):
+    with forked(folders[1], *flags) as (running, url):
+        body |= {"previous_response_id": first["id"]}
+        then = http.post(f"{url}/v1/responses", json=body).json()
+        assert http.get(f"{url}/v1/responses/{then['id']}").json() == then
+        (kept,) = contents(tmp_path / "kv")
+        assert kept.responses == 2, "while it runs, too"
+        running.kill()
+        running.wait(30)
+    with forked(folders[2], *flags) as (_, url):
         assert http.get(f"{url}/v1/responses/{gone['id']}").status_code == 404
-        assert http.get(f"{url}/v1/responses/{first['id']}").json() == first
+        for one in (first, then):
+            assert http.get(f"{url}/v1/responses/{one['id']}").json() == one
         assert http.post(f"{url}/v1/prefixes", json=rules).status_code == 200, "the same again"
         chat = {"prefix": "rules", "messages": [{"role": "user", "content": "Who?"}]}
         chatted = http.post(f"{url}/v1/chat/completions", json={**chat, "max_tokens": 1})
