@@ -395,9 +395,10 @@ class PrefixCache(ABC):
     def reset(self) -> None:
         """Forget all that is cached and zero the statistics; `LeaseError` while a lease lives."""
         if self._leases:
-            raise LeaseError(
-                f"{len(self._leases)} leases live, {len(self._pins)} of them pins: release first"
-            )
+            num_leases, names = len(self._leases) - len(self._pins), [n for _, n in self._pins]
+            wanted = [f"release {num_leases} leases"] * (num_leases > 0)
+            wanted += [f"unpin {', '.join(map(repr, names))}"] * (len(names) > 0)
+            raise LeaseError(f"before a reset, {' and '.join(wanted)}")
         self._forget_cached()
         self.stats = CacheStats()
         self._emit(Cleared())

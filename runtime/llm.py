@@ -13,7 +13,7 @@ from weakref import finalize
 
 import torch
 
-from radixcache.base import PrefixCache, TokensLike, as_tokens
+from radixcache.base import CacheStats, PrefixCache, TokensLike, as_tokens
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.engine.args import EngineArgs
 from radixcache.runtime.engine.build import build_engine, model_path
@@ -91,6 +91,7 @@ class LLM:
         if self.offload is not None and self.offload.disk is not None:
             try:
                 session.restore(self.offload.disk, self.inputs.conversations, self._pin)
+                self.cache.stats = CacheStats()  # nobody has asked anything yet
             except BaseException:
                 self.close()  # or the folder would be locked as long as the error's traceback
                 raise

@@ -71,8 +71,11 @@ class EngineArgs:
     kv_dir: str | Path | None = setting(
         None, "a folder for evicted KV pages, which a restart finds again", metavar="DIR"
     )
-    kv_dir_size: int | str = setting(
-        KV_DIR_SIZE, "of it, taken from the disk at the start", metavar="SIZE", rule=_MEMORY
+    kv_dir_size: int | str | None = setting(
+        None,
+        f"of it, taken from the disk at the start ({KV_DIR_SIZE})",
+        metavar="SIZE",
+        rule=_MEMORY,
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "number format; auto is float32 on a CPU, the checkpoint's on a GPU"
@@ -120,7 +123,9 @@ class EngineArgs:
                 raise InvalidRequest(
                     f"{name} is for one process: no rank keeps its part of a page there"
                 )
-        if self.kv_dir is None and self.kv_dir_size != KV_DIR_SIZE:
+        if self.kv_dir is None and self.kv_dir_size is not None:
             raise InvalidRequest("kv_dir_size is the size of a kv_dir: name one")
+        if self.kv_dir is not None and self.kv_dir_size is None:
+            object.__setattr__(self, "kv_dir_size", KV_DIR_SIZE)
         if None not in (self.host_memory, self.kv_dir, self.kv_events_config):
             raise InvalidRequest("kv_events_config goes with host_memory or kv_dir, not with both")

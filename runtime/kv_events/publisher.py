@@ -42,6 +42,7 @@ class KVEventPublisher:
 
     Attributes:
         endpoint: where it publishes, with the port that was found for a 0.
+        connects: that is a subscriber, who listens there.
         replay_endpoint: where it answers who asks for a replay; None if nowhere.
 
     Raises:
@@ -63,6 +64,7 @@ class KVEventPublisher:
         self._numbers = count()
         self._closed = False
         self._pub, self.endpoint = _open(zmq.PUB, config.endpoint, config.hwm)
+        self.connects = not _is_bound(config.endpoint)
         self._replay: zmq.Socket[bytes] | None = None
         self.replay_endpoint: str | None = None
         if config.replay_endpoint is not None:
@@ -83,6 +85,7 @@ class KVEventPublisher:
             cache.lower.listener = self
             for page, tokens in cache.lower.from_root():
                 self.added(page, tokens)
+            self.end_step()  # routers learn of it before the first request
 
     # -- on the engine's thread ----------------------------------------------------------------
 
@@ -192,10 +195,9 @@ def _open(kind: int, endpoint: str, hwm: int) -> tuple[zmq.Socket[bytes], str]:
     opened.setsockopt(zmq.LINGER, 0)
     opened.setsockopt(zmq.MAXMSGSIZE, _MAX_RECEIVED)
     opened.setsockopt(zmq.IPV6, "[" in endpoint)
-    is_bound = any(mark in endpoint for mark in ("*", "::", "ipc://", "inproc://"))
     try:
         _check_place(endpoint)
-        if is_bound or kind == zmq.ROUTER:
+        if _is_bound(endpoint) or kind == zmq.ROUTER:
             opened.bind(endpoint)
         else:
             opened.connect(endpoint)
@@ -204,6 +206,11 @@ def _open(kind: int, endpoint: str, hwm: int) -> tuple[zmq.Socket[bytes], str]:
         opened.close()
         reason = first_sentence(error)
         raise InvalidRequest(f"KV events cannot be at {endpoint!r}: {reason}") from None
+
+
+def _is_bound(endpoint: str) -> bool:
+    """As in vLLM; else it is a subscriber's."""
+    return any(mark in endpoint for mark in ("*", "::", "ipc://", "inproc://"))
 
 
 def _check_place(endpoint: str) -> None:

@@ -77,12 +77,13 @@ def lock_folder(folder: Path) -> int:
             raise InvalidRequest(f"kv_dir {folder} holds other files: name an empty folder")
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise InvalidRequest(f"kv_dir {folder} cannot be used: {error.strerror}") from None
+        reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
+        raise InvalidRequest(f"kv_dir {folder} cannot be used: {reason}") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(lock)
-        raise InvalidRequest(f"kv_dir {folder} is in use by another process") from None
+        raise InvalidRequest(f"kv_dir {folder} is in use by another process, or LLM") from None
     return lock
 
 
@@ -161,7 +162,7 @@ def remove_others(kv_dir: Path, own: Path, about: str) -> None:
             found = None
             with suppress(RadixCacheError):
                 found = _look(folder)
-            if found is not None:
+            if found is not None and found.num_tokens:
                 other = "other weights or another version of " if found.about == about else ""
                 _log.warning(
                     "kv_dir %s: %s tokens are removed, of %s%s; it is for %s now",
@@ -286,9 +287,7 @@ _Row = tuple[int, bytes, bytes, bytes, bytes]
 def _models(kv_dir: Path) -> list[Path]:
     """Known by their names: whoever made or removed one may have been killed half-way."""
     if not (kv_dir / LOCK).is_file():
-        raise InvalidRequest(
-            f"{kv_dir} is no folder of KV pages: nothing was run with it as kv_dir"
-        )
+        raise InvalidRequest(f"{kv_dir} is no folder that anything was run with as kv_dir")
     return [folder for folder in sorted(kv_dir.iterdir()) if _FINGERPRINT.fullmatch(folder.name)]
 
 

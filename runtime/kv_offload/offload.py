@@ -126,6 +126,7 @@ def open_offload(
             from radixcache.runtime.kv_offload.disk import open_disk
 
             report("reading the KV directory", 1.0)
+            assert args.kv_dir_size is not None
             folder, size = Path(args.kv_dir).expanduser(), parse_memory(args.kv_dir_size)
             disk = open_disk(folder, size, model, name_or_path, pool)
         return Offload(cache, pool, host, disk)

@@ -99,8 +99,13 @@ class Backend:
         sampling = self.completion_defaults.describe()
         notes = [*self.llm.notes, f"answers by {sampling}, where a request says nothing else"]
         if (events := self.llm.kv_events) is not None:
-            places = " and ".join(filter(None, (events.endpoint, events.replay_endpoint)))
-            notes.append(f"KV events at {places}: whoever connects reads all tokens and salts")
+            places = " and ".join(
+                filter(None, ("" if events.connects else events.endpoint, events.replay_endpoint))
+            )
+            if events.connects:
+                notes.append(f"KV events go to {events.endpoint}, where a subscriber must listen")
+            if places:
+                notes.append(f"KV events at {places}: whoever connects reads all tokens and salts")
         return notes
 
     @property

@@ -105,7 +105,9 @@ def test_blocks_of_the_tier_are_told_while_they_can_be_loaded():
         whole = {(None, tuple(range(end))) for end in (4, 8)}
         assert not consumer.held and {*consumer.below.values()} == whole
     with publishing(cache) as publisher:  # of a process that goes on with the tier of another one
-        assert {*heard(publisher).below.values()} == whole
+        consumer = Consumer(4)
+        catch_up(consumer, publisher)  # before any step
+        assert {*consumer.below.values()} == whole
         store(cache, [*range(50, 66)])
         cache.evict(16)  # all slots are wanted
         for page in late.saved:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from radixcache import LLM, InvalidRequest, SamplingParams
+from radixcache import LLM, CacheStats, InvalidRequest, LeaseError, SamplingParams
 from radixcache.runtime.kv_offload import disk, session
 from radixcache.runtime.kv_offload.files import contents, lock_folder
 from tests.helpers.models import tiny_model
@@ -53,6 +53,9 @@ def test_conversations_and_prefixes_go_on_to_the_token(tmp_path: Path) -> None:
     ]
     with open_llm(tmp_path) as llm:
         assert [prefix.name for prefix in llm.prefixes.list()] == ["table"]
+        assert llm.engine.lifetime_stats == CacheStats(), "nobody has asked anything"
+        with pytest.raises(LeaseError, match="before a reset, unpin 'table'"):
+            llm.reset_prefix_cache()
         (second,) = llm.chat(messages, params)
         said = len(first.prompt_token_ids) + len(first.outputs[0].token_ids)
         assert second.num_cached_tokens >= said - 2, "the end of the turn, and the last token"
@@ -242,6 +245,8 @@ def test_what_cannot_be_is_refused_in_a_sentence(tmp_path: Path) -> None:
         ({"tensor_parallel_size": 2}, "kv_dir is for one process"),
         ({"kv_dir": ""}, "kv_dir is the name of a folder"),
         ({"kv_dir": None}, "kv_dir_size is the size of a kv_dir: name one"),
+        ({"kv_dir": None, "kv_dir_size": "10GB"}, "kv_dir_size is the size of a kv_dir"),
+        ({"kv_dir": __file__}, "cannot be used: it is a file"),
         ({"kv_dir_size": "1kB"}, "holds no page"),
         ({"kv_dir_size": "900TB"}, "cannot hold .* smaller kv_dir_size"),
         ({"kv_dir_size": "much"}, "kv_dir_size must be an amount"),
