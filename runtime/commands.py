@@ -214,6 +214,7 @@ def cache(args: argparse.Namespace) -> int:
     folder = Path(args.DIR)
     if args.ACTION == "clear":
         files.clear(folder)
+        print(f"{folder} holds no pages any more")
         return 0
     if args.ACTION == "inspect":
         found = [files.describe(one) for one in files.contents(folder)]

@@ -200,12 +200,18 @@ class Explanation:
 
     def __str__(self) -> str:
         sentences = [miss.describe(self.decode) for miss in self.misses]
-        return summarise(self.num_tokens, self.num_cached_tokens, sentences)
+        below = [miss for miss in self.misses if miss.reason in _BELOW.values()]
+        loadable = sum(len(miss) for miss in below if miss.cost.pays)
+        return summarise(self.num_tokens, self.num_cached_tokens, sentences, loadable)
 
 
-def summarise(num_tokens: int, num_cached_tokens: int, sentences: Iterable[str]) -> str:
-    """How much of a prompt is cached, and a line for each stretch that is not."""
+def summarise(
+    num_tokens: int, num_cached_tokens: int, sentences: Iterable[str], loadable: int = 0
+) -> str:
+    """How much of a prompt is cached, what can be loaded from lower tiers, and a line for each
+    stretch that is not cached."""
     head = f"{num_cached_tokens:,} of {_tokens(num_tokens)} cached"
+    head += f", {loadable:,} more to be loaded" if loadable else ""
     if num_cached_tokens == num_tokens:
         return f"{head}, and the logits at the end are kept: nothing is computed"
     return "\n- ".join([head, *sentences, "the last token is computed for its logits"])

@@ -148,6 +148,9 @@ class DiskStore(Store):
                     slot, parent, key, np.frombuffer(tokens, np.int32), "stored"
                 )
                 self._checksums[slot] = checksum
+        gone = sum(slot not in range(self.num_slots) for slot, *_ in rows)
+        if gone:
+            _log.warning("kv_dir_size is less than it was: %s pages are removed", f"{gone:,}")
         self._delete_others()
         self._was_read = True
         return [*found.values()]

@@ -314,6 +314,9 @@ def _look(folder: Path) -> Contents | None:
         responses = [name for name in notes if name.startswith(RESPONSE)]
         prefixes = [name for name, *_ in json.loads(notes.get("prefixes", "[]"))]
         slots = (folder / PAGES).stat().st_size // about["page_bytes"]
+    except sqlite3.DatabaseError as error:
+        reason = f"{first_sentence(error)}; the next start begins anew what is no manifest"
+        raise InvalidRequest(f"{folder} cannot be read: {reason}") from None
     except (sqlite3.Error, OSError, KeyError, ValueError, TypeError) as error:
         raise InvalidRequest(f"{folder} cannot be read: {first_sentence(error)}") from None
     return Contents(

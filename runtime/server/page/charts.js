@@ -16,7 +16,7 @@ export function showCharts(view) {
   draw(hits, rates.map((rate) => Math.max(0.03, rate)).map((height, index) => (
     { top: 1 - height, height, loaded: recent[index].loaded_tokens / recent[index].prompt_tokens }
   )), {
-    summary: stats.requests ? `${percent(stats.hit_rate)} of all prompt tokens` : "",
+    summary: (stats.requests ? `${percent(stats.hit_rate)} of all prompt tokens` : "") + (stats.loaded_tokens ? ", the brown part loaded" : ""),
     ticks: [1, 0.5, 0].map((rate) => ({ text: percent(rate).replace(".0", ""), top: 1 - rate })),
   });
   const times = recent.map((request) => Math.max(request.ttft, 1e-5));
@@ -102,7 +102,7 @@ function draw({ title, caption, axis, plot }, marks, { summary, ticks }) {
 function choose(index) {
   const request = index === null ? undefined : recent.at(-1 - Math.min(index, recent.length - 1));
   chosen = request ? Math.min(index, recent.length - 1) : null;
-  const all = recent.length ? `the last ${count(recent.length, "request")}, newest on the right` : "no request yet";
+  const all = recent.length ? `${count(recent.length, "request")}, newest on the right` : "no request yet";
   for (const { plot, note } of [hits, ttft]) {
     const bars = [...plot.querySelectorAll("rect:not(.loaded)")];
     bars.forEach((bar, at) => bar.classList.toggle("chosen", bars.length - 1 - at === chosen));

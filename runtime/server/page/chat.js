@@ -1,12 +1,12 @@
 // The chat: conversations, of which one is shown, and answers as they come to any of them.
 
 import { receive, size } from "./answering.js";
-import { hurry, refresh } from "./cache.js";
+import { hurry, onView, refresh } from "./cache.js";
 import { showDefaults, takeFiles } from "./composer.js";
 import { attach, detach, end, forget, keep, kept, newId, onKept, path, reach, versions } from "./conversations.js";
 import { $, button, make } from "./dom.js";
 import { showList } from "./list.js";
-import { tell } from "./server.js";
+import { SILENT, tell } from "./server.js";
 import { newTurn, sendsOnEnter, showUsage } from "./turn.js";
 
 const live = new Set(); // the conversations that were shown since the page was loaded
@@ -245,6 +245,11 @@ onKept(() => {
   const chat = find(current.id) ?? current;
   if (chat === current) update();
   else show(chat);
+});
+onView(() => { // it answers again
+  if (current.trouble !== SILENT) return;
+  current.trouble = "";
+  update();
 });
 takeFiles($("chat"), $("question"), (sentence) => { current.trouble = sentence; update(); });
 show(find(history.state) ?? open({}));

@@ -95,18 +95,18 @@ export const isThinned = (id) => thinned.get(id) > performance.now();
  * only cut in two, or joined, is there still; what may have been folded is not taken for gone.
  */
 export function noteGone(before, after, redraw) {
-  if (!before) return;
+  if (!before || after.stats.tiers.some((tier) => tier.used_pages)) return; // it is drawn in its tier
   const flushed = after.stats.requests < before.stats.requests;
   const tokens = flushed ? before.stats.cached_tokens : after.stats.evicted_tokens - before.stats.evicted_tokens;
   if (tokens <= 0) return;
   const until = shownUntil = performance.now() + 1000 * SECONDS;
-  if (before.under === after.under && !after.stats.tiers.length) { // else it is drawn in its tier
+  if (before.under === after.under) {
     for (const { namespace, tree } of before.namespaces) {
       const there = after.namespaces.filter((other) => other.namespace === namespace);
       if (there.length || !after.more) note(namespace, tree, there.map((other) => other.tree), until);
     }
   }
-  $("gone").textContent = `${count(tokens, "token")} ${flushed ? "flushed" : "evicted"}`;
+  $("gone").textContent = `${count(tokens, "token")} ${flushed ? "gone" : "evicted"}`;
   setTimeout(() => {
     const now = performance.now();
     ghosts = ghosts.filter((ghost) => ghost.until > now);

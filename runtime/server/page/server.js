@@ -31,5 +31,7 @@ export async function* events(response) {
   }
 }
 
+export const SILENT = "the server does not answer";
+
 /** What to tell of an error; `fetch` throws a TypeError if there is no connection. */
-export const tell = (error) => (error instanceof TypeError ? "the server does not answer" : error.message);
+export const tell = (error) => (error instanceof TypeError ? SILENT : error.message);

@@ -94,7 +94,7 @@ def test_turns_grow_the_tree_and_edits_branch_it_until_it_is_flushed(page: Page,
 
     tokens = cached_tokens(page)
     page.one("#flush").click()
-    page.until(lambda: page.texts("#gone") == [f"{tokens:,} tokens flushed"])
+    page.until(lambda: page.texts("#gone") == [f"{tokens:,} tokens gone"])
     assert page.all(".node.evicted")
     page.run("skip(3100)")
     page.until(lambda: not page.all(".node") and page.texts("#gone") == [""])
