@@ -101,6 +101,23 @@ def test_turns_grow_the_tree_and_edits_branch_it_until_it_is_flushed(page: Page,
     assert cached_tokens(page) == 0
 
 
+def test_what_only_the_disk_holds_has_a_colour_of_its_own(window: Page, tmp_path: Path):
+    settings: dict[str, Any] = {"kv_dir": tmp_path, "kv_dir_size": "30MB"}
+    with LLM(kv_cache_memory_bytes="10MB", **settings) as before, live(before) as server:
+        window.open(server.url)
+        window.ask(QUESTION)
+        tokens = cached_tokens(window)
+        window.driver.get("about:blank")
+    with LLM(kv_cache_memory_bytes="10MB", **settings) as after, live(after) as server:
+        window.open(server.url)
+        assert window.texts(".node.disk small") == [f"{tokens:,}"] and not cached_tokens(window)
+        assert window.all("#legend .disk")[0].is_displayed()
+        window.ask(OTHER)
+        idle(window, 2)
+        assert len(window.all(".node.disk")) == 1, "the end of what was asked before"
+        window.driver.get("about:blank")
+
+
 def test_the_tree_is_read_with_the_keyboard(page: Page):
     page.ask(QUESTION)
     page.edit(0, OTHER)
