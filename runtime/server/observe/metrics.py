@@ -235,7 +235,7 @@ def engine_metrics(llm: LLM) -> list[Metric]:
 
 
 _MEDIA = {"host": "host memory", "disk": "disk"}
-_SLOTS = "Slots of KV pages in the tier below the KV memory."
+_SLOTS = "Slots of KV pages in the tier below the KV memory, host memory or disk."
 _LOWER = {
     "stored_pages": "KV pages written to {}.",
     "loaded_pages": "KV pages read from {} that were what was written.",
