@@ -186,7 +186,10 @@ class SamplingArgs:
     """What the command line, or a server's settings, say of every request that does not."""
 
     max_tokens: int | None = setting(
-        None, "most tokens to generate (`radixcache chat`: 512; else the model's, or 16)", metavar="N"
+        None,
+        "most tokens (512 in `radixcache chat`, else the model's, or 16)",
+        metavar="Nmost tokens to generate (`radixcache chat`: 512; else the model's, or 16)",
+        metavar="N",
     )
     temperature: float | None = setting(None, "0 is greedy", metavar="T")
     top_p: float | None = setting(None, "likeliest tokens that add up to P", metavar="P")

@@ -66,12 +66,11 @@ class ResponseStore:
 
     def keep(self, name: str, entry: StoredResponse) -> None:
         """Remember a turn under an id that cannot be guessed. O(its text)."""
-        texts = (entry.turn.messages, entry.conversation, entry.response, entry.turn.tools)
-        salt = entry.turn.cache_salt
-        size = entry.prompt.nbytes + len(json.dumps((salt, *texts), default=vars)) + _OBJECTS
+        salt, text = entry.turn.cache_salt, _spell(entry)
+        size = entry.prompt.nbytes + len(salt or "") + len(text) + _OBJECTS
         self._stored[salt][name] = entry, size
         self._num_bytes[salt] += size
-        self._save(name, entry)
+        self._save(name, entry, text)
         while self.num_bytes > self.max_bytes:
             ((most, _),) = self._num_bytes.most_common(1)
             self.drop(next(iter(self._stored[most])), most)
@@ -105,17 +104,11 @@ class ResponseStore:
     def save(self) -> None:
         """Let the disk have all of them, though it was emptied by a flush."""
         for name, (entry, _) in self._stored.get(None, {}).items():
-            self._save(name, entry)
+            self._save(name, entry, _spell(entry))
 
-    def _save(self, name: str, entry: StoredResponse) -> None:
-        turn = entry.turn
-        if self._disk is None or turn.cache_salt is not None or entry.response is None:
-            return
-        values = (
-            turn.messages, turn.tools, {**turn.template_kwargs},
-            entry.prompt.tolist(), entry.conversation, entry.response,
-        )  # fmt: skip
-        self._disk.note(f"{RESPONSE}{name}", json.dumps(values, default=vars))
+    def _save(self, name: str, entry: StoredResponse, text: str) -> None:
+        if self._disk is not None and entry.turn.cache_salt is None and entry.response is not None:
+            self._disk.note(f"{RESPONSE}{name}", text)
 
     def drop(self, name: str, salt: str | None) -> None:
         if self._disk is not None and salt is None:
@@ -124,6 +117,13 @@ class ResponseStore:
         self._num_bytes[salt] -= size
         if not self._stored[salt]:
             del self._stored[salt], self._num_bytes[salt]
+
+
+def _spell(entry: StoredResponse) -> str:
+    """All of it that lasts, as JSON."""
+    turn, prompt = entry.turn, entry.prompt.tolist()
+    what = turn.messages, turn.tools, {**turn.template_kwargs}, prompt
+    return json.dumps((*what, entry.conversation, entry.response), default=vars)
 
 
 def _store_of(request: Request) -> ResponseStore:
