@@ -188,7 +188,6 @@ class SamplingArgs:
     max_tokens: int | None = setting(
         None,
         "most tokens (512 in `radixcache chat`, else the model's, or 16)",
-        metavar="Nmost tokens to generate (`radixcache chat`: 512; else the model's, or 16)",
         metavar="N",
     )
     temperature: float | None = setting(None, "0 is greedy", metavar="T")
