@@ -396,7 +396,7 @@ class PrefixCache(ABC):
         """Forget all that is cached and zero the statistics; `LeaseError` while a lease lives."""
         if self._leases:
             num_leases, names = len(self._leases) - len(self._pins), [n for _, n in self._pins]
-            wanted = [f"release {num_leases} leases"] * (num_leases > 0)
+            wanted = [f"release {num_leases} lease{'s' * (num_leases > 1)}"] * (num_leases > 0)
             wanted += [f"unpin {', '.join(map(repr, names))}"] * (len(names) > 0)
             raise LeaseError(f"before a reset, {' and '.join(wanted)}")
         self._forget_cached()
