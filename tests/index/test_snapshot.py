@@ -174,10 +174,12 @@ def test_what_only_lower_tiers_hold_goes_on_from_what_the_tree_holds(two_tiers: 
             for root in cache.snapshot().values()
             for path in paths(root)
         }
-        whole: list[list[int]] = []
+        salted = {path[-1].id for path in paths(cache.snapshot().get("salt", CachedNode("")))}
+        whole, names = list[list[int]](), list[str]()
         shown: set[tuple[int, ...]] = {()}
         for name, parent, more in outline.spell():
             whole.append([*(whole[parent] if parent >= 0 else ()), *more.tolist()])
+            names.append(name)
             media |= {*kinds[name]}
             in_pool = kinds[name].count("pool")
             assert {*kinds[name][:in_pool]} <= {"pool"}, "a tier above the pool"
@@ -185,6 +187,8 @@ def test_what_only_lower_tiers_hold_goes_on_from_what_the_tree_holds(two_tiers: 
                 assert reach(whole[-1]) == len(whole[-1]), f"seed {SEED}"
             shown.update(tuple(whole[-1][:n]) for n in range(len(whole[-1]) + 1))
         assert {tuple(prompt[: reach(prompt)]) for prompt in prompts} <= shown, f"seed {SEED}"
+        drawn = [tuple(path) for path, name in zip(whole, names, strict=True) if name not in salted]
+        assert len({*drawn}) == len(drawn), "drawn twice"
         picture = outline.draw(Look())
         assert picture is not None
         assert picture.num_nodes == sum({*path} == {"pool"} for path in kinds.values())
