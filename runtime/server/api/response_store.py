@@ -64,13 +64,18 @@ class ResponseStore:
     def num_bytes(self) -> int:
         return self._num_bytes.total()
 
-    def keep(self, name: str, entry: StoredResponse) -> None:
-        """Remember a turn under an id that cannot be guessed. O(its text)."""
+    def keep(self, name: str, entry: StoredResponse, *, is_saved: bool = False) -> None:
+        """Remember a turn under an id that cannot be guessed. O(its text).
+
+        Args:
+            is_saved: it came from the disk.
+        """
         salt, text = entry.turn.cache_salt, _spell(entry)
         size = entry.prompt.nbytes + len(salt or "") + len(text) + _OBJECTS
         self._stored[salt][name] = entry, size
         self._num_bytes[salt] += size
-        self._save(name, entry, text)
+        if not is_saved:
+            self._save(name, entry, text)
         while self.num_bytes > self.max_bytes:
             ((most, _),) = self._num_bytes.most_common(1)
             self.drop(next(iter(self._stored[most])), most)
@@ -99,7 +104,7 @@ class ResponseStore:
             )
             tokens = np.array(prompt, np.int32)
             entry = StoredResponse(turn, tokens, conversation, response)
-            self.keep(name.removeprefix(RESPONSE), entry)
+            self.keep(name.removeprefix(RESPONSE), entry, is_saved=True)
 
     def save(self) -> None:
         """Let the disk have all of them, though it was emptied by a flush."""
