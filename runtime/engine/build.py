@@ -25,7 +25,6 @@ from radixcache.runtime.engine.request import Sequence
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.engine.state_planner import StatePlanner
 from radixcache.runtime.engine.worker import answer
-from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.kv_events.config import KVEventsConfig
 from radixcache.runtime.kv_events.publisher import KVEventPublisher
 from radixcache.runtime.kv_offload.host import STAGED_BYTES
@@ -35,6 +34,7 @@ from radixcache.runtime.model.kv_pool import count_pages
 from radixcache.runtime.model.load import load_model, resolve_device
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
+from radixcache.runtime.model_files import BUNDLED_MODEL
 from radixcache.runtime.sampling.grammar import GrammarBackend
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sizes import parse_memory

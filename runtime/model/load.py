@@ -19,7 +19,6 @@ from transformers.generation.configuration_utils import GenerationConfig
 from radixcache.errors import InvalidRequest, ModelError, first_sentence
 from radixcache.kernels.attention import AttentionBackend, PagedBatch
 from radixcache.kernels.upload import on_device
-from radixcache.runtime.files import check_model, split_gguf
 from radixcache.runtime.gguf_file import GGUFFile
 from radixcache.runtime.model import compatibility as gate
 from radixcache.runtime.model import exact as exactness
@@ -35,6 +34,7 @@ from radixcache.runtime.model.gguf.config import (
 from radixcache.runtime.model.operations.linear import pack_linears
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
+from radixcache.runtime.model_files import check_model, split_gguf
 from radixcache.states import SequenceStates
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import Policy, Scheduler
 from radixcache.runtime.engine.state_planner import StatePlanner
-from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.model.load import load_model, load_stock
 from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.model_files import BUNDLED_MODEL
 from radixcache.states import StateIndex
 from tests.helpers.models import MULTIMODAL
 

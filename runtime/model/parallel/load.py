@@ -26,13 +26,13 @@ from radixcache.errors import (
     RanksLost,
     first_sentence,
 )
-from radixcache.runtime.files import check_model, split_gguf
 from radixcache.runtime.model.compatibility import refusal
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.load import load_config, load_stock, resolve_device, resolve_dtype
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.parallel.workers import Ranks, as_rank_0, join
 from radixcache.runtime.model.transformers_model import TransformersModel
+from radixcache.runtime.model_files import check_model, split_gguf
 
 
 class LeadingModel(TransformersModel):

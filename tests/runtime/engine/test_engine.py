@@ -13,8 +13,8 @@ import pytest
 
 from radixcache import InvalidRequest, SamplingParams
 from radixcache.runtime.engine.request import Request
-from radixcache.runtime.files import BUNDLED_MODEL
 from radixcache.runtime.model.decoder import Decoder
+from radixcache.runtime.model_files import BUNDLED_MODEL
 from tests.helpers.cover import covering, seeds
 from tests.helpers.engines import (
     Layers,

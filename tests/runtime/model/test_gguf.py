@@ -14,7 +14,6 @@ import torch
 
 from radixcache import LLM, ModelError
 from radixcache.kernels.quantized import Quantized
-from radixcache.runtime.files import check_model, split_gguf
 from radixcache.runtime.gguf_file import GGUFFile
 from radixcache.runtime.model import load
 from radixcache.runtime.model.gguf import blocks as gguf_blocks
@@ -22,6 +21,7 @@ from radixcache.runtime.model.gguf.blocks import read_tensor
 from radixcache.runtime.model.gguf.checkpoint import GGUFCheckpoint, open_gguf
 from radixcache.runtime.model.gguf.config import settings_of
 from radixcache.runtime.model.load import load_model
+from radixcache.runtime.model_files import check_model, split_gguf
 from tests.helpers.gguf_files import (
     Stored,
     decode,

@@ -19,7 +19,7 @@ from radixcache.kernels.native.library import problem
 from radixcache.runtime.engine.input_processor import Prompt
 from radixcache.runtime.engine.request import Request, Sequence
 from radixcache.runtime.engine.scheduler import Chunk, Scheduler
-from radixcache.runtime.files import BUNDLED_MODEL
+from radixcache.runtime.model_files import BUNDLED_MODEL
 from radixcache.runtime.sampling.prompt_logprobs import ScoredPrompts
 from radixcache.runtime.spec_decode.proposer import DraftProposer
 from tests.helpers.cover import covering
