@@ -80,7 +80,7 @@ class Chat:
 
     def explain(self, text: str | Sequence[Message]) -> Explanation:
         """Why the prompt that `ask` would make is not cached in full; see `LLM.explain`."""
-        messages = [*self.messages, *_said(text)]
+        messages = [*self.messages, *_as_messages(text)]
         return self.llm.explain(messages, cache_salt=self.cache_salt, tools=self.tools)
 
     def stream(
@@ -111,7 +111,7 @@ class Chat:
     def _stream(
         self, text: str | Sequence[Message], params: SamplingParams
     ) -> Generator[RequestOutput, None, None]:
-        messages = [*self.messages, *_said(text)]
+        messages = [*self.messages, *_as_messages(text)]
         prompt = self.llm.turns.encode(messages, self.cache_salt, tools=self.tools)
         output = None
         for output in self.llm.stream(
@@ -129,7 +129,7 @@ class Chat:
         self.llm.turns.remember(prompt, answer.token_ids)
 
 
-def _said(text: str | Sequence[Message]) -> Sequence[Message]:
+def _as_messages(text: str | Sequence[Message]) -> Sequence[Message]:
     """What a user says, as messages."""
     messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
     if not isinstance(messages, Sequence):

@@ -23,8 +23,8 @@ export function showDefaults({ temperature, top_p, max_tokens: most, description
 }
 
 function summarise() {
-  const said = given().map((field) => `${field.name} ${field.value.trim()}`).join(", ") || own;
-  $("sampling").querySelector("summary").textContent = said ? `Sampling: ${said}` : "Sampling";
+  const text = given().map((field) => `${field.name} ${field.value.trim()}`).join(", ") || own;
+  $("sampling").querySelector("summary").textContent = text ? `Sampling: ${text}` : "Sampling";
 }
 
 $("sampling").addEventListener("input", summarise);

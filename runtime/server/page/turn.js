@@ -56,9 +56,9 @@ function answer(turn, { again, goOn }) {
     turn.draw();
     turn.article.removeAttribute("aria-busy");
     const regenerate = button("↻", again, { className: "again", title: "Regenerate", ariaLabel: "Regenerate" });
-    const said = turn.reply ? usageOf(turn.reply) : [make("p", { className: "usage" }, "stopped")];
-    const foot = make("div", { className: "foot" }, said.pop(), turn.versions, regenerate);
-    end.replaceChildren(...endOf(turn, goOn), ...said, foot);
+    const notes = turn.reply ? usageOf(turn.reply) : [make("p", { className: "usage" }, "stopped")];
+    const foot = make("div", { className: "foot" }, notes.pop(), turn.versions, regenerate);
+    end.replaceChildren(...endOf(turn, goOn), ...notes, foot);
   };
   return turn;
 }
@@ -71,14 +71,14 @@ function showPrefill(element, { prompt_tokens: prompt, computed_tokens: computed
 }
 
 function endOf({ content, calls, reply }, goOn) {
-  const said = [];
-  if (reply?.repeats) said.push(make("p", { className: "warning" }, `The last ${count(reply.repeats, "token")} of this repeat themselves again and again.`));
+  const notes = [];
+  if (reply?.repeats) notes.push(make("p", { className: "warning" }, `The last ${count(reply.repeats, "token")} of this repeat themselves again and again.`));
   if (reply?.finish === "length") {
     const cut = `cut at ${format.format(reply.tokens)} tokens`;
     const canGoOn = content.trim() && !calls; // else the prompt would not end with it
-    said.push(canGoOn ? button(`${cut}, continue`, goOn, { className: "continue" }) : make("p", { className: "usage" }, cut));
+    notes.push(canGoOn ? button(`${cut}, continue`, goOn, { className: "continue" }) : make("p", { className: "usage" }, cut));
   }
-  return said;
+  return notes;
 }
 
 /** Let a question be written anew; `edit` is called with what it says then. */

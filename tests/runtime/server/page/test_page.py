@@ -106,15 +106,17 @@ def test_what_only_the_disk_holds_has_a_colour_of_its_own(window: Page, tmp_path
     with LLM(kv_cache_memory_bytes="10MB", **settings) as before, live(before) as server:
         window.open(server.url)
         window.ask(QUESTION)
-        tokens = cached_tokens(window)
         window.driver.get("about:blank")
     with LLM(kv_cache_memory_bytes="10MB", **settings) as after, live(after) as server:
+        assert after.offload is not None
+        tokens = f"{after.offload.levels[0].tier.num_tokens:,}"
         window.open(server.url)
-        assert window.texts(".node.disk small") == [f"{tokens:,}"] and not cached_tokens(window)
+        window.until(lambda: window.texts(".node.disk small") == [tokens])
+        assert tokens != "0" and not cached_tokens(window)
         assert window.all("#legend .disk")[0].is_displayed()
         window.ask(OTHER)
         idle(window, 2)
-        assert len(window.all(".node.disk")) == 1, "the end of what was asked before"
+        window.until(lambda: len(window.all(".node.disk")) == 1)  # the end of what was asked before
         window.driver.get("about:blank")
 
 
