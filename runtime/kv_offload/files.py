@@ -126,7 +126,7 @@ def open_index(path: Path) -> sqlite3.Connection:
             return index
         except sqlite3.Error as error:
             index.close()
-            if any(word in str(error) for word in _PASSING):
+            if is_passing(error):
                 reason = first_sentence(error)
                 raise InvalidRequest(f"{path} cannot be used: {reason}") from None
             _log.warning("the manifest %s is begun anew: %s", path, first_sentence(error))
@@ -136,6 +136,11 @@ def open_index(path: Path) -> sqlite3.Connection:
             except OSError as reason:
                 raise InvalidRequest(f"{name} cannot be removed: {reason.strerror}") from None
     raise InvalidRequest(f"{path} cannot be written")
+
+
+def is_passing(error: sqlite3.Error) -> bool:
+    """Whether the manifest may be right all the same: it is kept then."""
+    return any(word in str(error) for word in _PASSING)
 
 
 def free_folder(kv_dir: Path) -> Path:
@@ -314,11 +319,11 @@ def _look(folder: Path) -> Contents | None:
         responses = [name for name in notes if name.startswith(RESPONSE)]
         prefixes = [name for name, *_ in json.loads(notes.get("prefixes", "[]"))]
         slots = (folder / PAGES).stat().st_size // about["page_bytes"]
-    except sqlite3.DatabaseError as error:
-        reason = f"{first_sentence(error)}; the next start begins anew what is no manifest"
-        raise InvalidRequest(f"{folder} cannot be read: {reason}") from None
     except (sqlite3.Error, OSError, KeyError, ValueError, TypeError) as error:
-        raise InvalidRequest(f"{folder} cannot be read: {first_sentence(error)}") from None
+        reason = first_sentence(error)
+        if isinstance(error, sqlite3.Error) and not is_passing(error):
+            reason += "; the next start begins it anew"
+        raise InvalidRequest(f"{folder} cannot be read: {reason}") from None
     return Contents(
         folder, about["model"], about["page_bytes"], slots, pages, tokens, len(texts), len(turns),
         len(responses), prefixes,
