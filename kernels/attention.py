@@ -155,6 +155,9 @@ class AttentionBackend(ABC):
     max_fixed_rows = 0
     """Sequences in a batch for `plan_fixed`, which CUDA graphs need; 0 if it cannot."""
 
+    max_fixed_tokens = 0
+    """New tokens in a batch with prefill for `plan_fixed`; 0 if it takes decodes alone."""
+
     @abstractmethod
     def plan(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> list[torch.Tensor]:
         """Prepare the step: index arrays on the device, masks, work split. Once per step.
@@ -211,10 +214,12 @@ class AttentionBackend(ABC):
         raise NotImplementedError
 
     def plan_fixed(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> list[torch.Tensor]:
-        """`plan` for a batch of decodes whose `run` is captured in a CUDA graph, or replayed.
+        """`plan` for a batch whose `run` is captured in a CUDA graph, or replayed.
 
         All that `run` launches, and every address, those of the returned tensors included, are the
-        same for all batches with as many sequences and `shared` or not, if `arrays` are as long.
-        The groups of `shared` stand first and have `cascade.MIN_ROWS` rows or more.
+        same for all batches of as many sequences and new tokens, all of them decodes or not, and
+        `shared` or not, if `arrays` are as long. The groups of `shared` stand first and have
+        `cascade.MIN_ROWS` rows or more; there are none in a batch with prefill, some of whose
+        sequences may have no new token.
         """
         raise NotImplementedError

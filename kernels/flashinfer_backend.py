@@ -2,7 +2,8 @@
 
 A step's decodes (one new token each) come first in its batch and go to the decode kernel. The other
 rows go to one causal prefill over pages, whose alignment at the bottom right is what a suffix after
-a cached prefix needs, or over the new tokens alone if none of them has a cached prefix.
+a cached prefix needs, or over the new tokens alone if none of them has a cached prefix. In CUDA
+graphs of steps with prefill, that kernel takes all rows.
 
 Where decodes share a prefix (`PagedBatch.shared`), a cascade of two levels reads it once for each
 group: all its queries over the shared pages, each query over the pages of its own, then a merge of
@@ -32,11 +33,16 @@ TENSOR_CORE_GROUP = 4
 """Query heads per KV head from which decodes run on tensor cores."""
 
 MAX_FIXED_ROWS = 256
-"""Sequences in a batch for `plan_fixed`."""
+"""Decodes in a batch for `plan_fixed`."""
+
+MAX_FIXED_TOKENS, MAX_FIXED_SEQUENCES = 512, 64
+"""New tokens and sequences in a batch with prefill for `plan_fixed`."""
 
 _WORKSPACE = 128 << 20  # bytes; what FlashInfer's documentation says, too little for wide groups
 _WRAPPER_BYTES = 8 << 20  # each wrapper's own workspace on the device, for its work split
 _Use = Literal["decode", "prefill", "ragged", "shared"]
+FixedShape = tuple[int, int] | None
+"""Sequences and new tokens of a batch for launches of a fixed shape."""
 
 
 class _Tables(NamedTuple):
@@ -78,6 +84,7 @@ class FlashInferBackend(AttentionBackend):
 
     name = f"FlashInfer {flashinfer.__version__}"
     max_fixed_rows = MAX_FIXED_ROWS
+    max_fixed_tokens = MAX_FIXED_TOKENS
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype, kinds: Sequence[LayerKind]
@@ -103,8 +110,9 @@ class FlashInferBackend(AttentionBackend):
         self._upload = Upload(device)
         self._fixed_upload: Upload | None = None
         self._fixed_indices: dict[_Use, torch.Tensor] = {}
+        self._fixed_ints: dict[tuple[_Use, LayerKind], torch.Tensor] = {}
         self._fixed_in_group: dict[int, torch.Tensor] = {}
-        self._wrappers: dict[tuple[_Use, LayerKind, int], Any] = {}
+        self._wrappers: dict[tuple[_Use, LayerKind, FixedShape], Any] = {}
         self._step: _Step | None = None
 
     def _check(self, kind: LayerKind) -> None:
@@ -112,7 +120,7 @@ class FlashInferBackend(AttentionBackend):
             raise ValueError(f"it has no kernel for heads of {kind.head_dim}/{kind.value_dim}")
 
     def plan(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> list[torch.Tensor]:
-        return self._plan(batch, arrays, self._upload, 0)
+        return self._plan(batch, arrays, self._upload, None)
 
     @torch.inference_mode()
     def allocate_fixed(self, max_rows: int, max_indices: int) -> None:
@@ -128,14 +136,16 @@ class FlashInferBackend(AttentionBackend):
             )
 
     def fixed_bytes(self, sizes: Sequence[int], max_indices: int) -> int:
-        levels = sum(1 + (self.reads_shared_once and size >= MIN_ROWS) for size in sizes)
+        uses = 2 + self.reads_shared_once
         int32s = _upload_capacity(max(sizes), max_indices) + 2 * max_indices
-        return levels * len(self._kinds) * _WRAPPER_BYTES + 4 * int32s
+        return uses * len(self._kinds) * _WRAPPER_BYTES + 4 * int32s
 
     def plan_fixed(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> list[torch.Tensor]:
         assert self._fixed_upload is not None, "allocate_fixed() first"
-        assert batch.num_decodes == len(batch.query_lens), "only decodes have a fixed shape"
-        return self._plan(batch, arrays, self._fixed_upload, len(batch.query_lens))
+        fixed = len(batch.query_lens), int(batch.qo_indptr[-1])
+        if batch.num_decodes < len(batch.query_lens):
+            assert not batch.shared and fixed <= (MAX_FIXED_SEQUENCES, self.max_fixed_tokens)
+        return self._plan(batch, arrays, self._fixed_upload, fixed)
 
     @torch.inference_mode()
     def run(
@@ -216,21 +226,25 @@ class FlashInferBackend(AttentionBackend):
         batch: PagedBatch,
         arrays: Sequence[NDArray[np.integer]],
         upload: Upload,
-        size: int,
+        fixed: FixedShape,
     ) -> list[torch.Tensor]:
-        """Plan for launches of a fixed shape if `size`, the number of sequences, is not 0."""
+        """Plan for launches of this shape, or of whatever the batch has."""
         if (batch.query_lens > batch.kv_lens).any():
             raise ValueError("a sequence has more new tokens than its pages hold")
         self._step = None
         decodes, total = batch.num_decodes, len(batch.query_lens)
-        levels = split_levels(batch, max_groups(size)) if batch.shared else None
+        levels = None
+        if batch.shared:
+            levels = split_levels(batch, max_groups(decodes) if fixed else None)
         own = batch if levels is None else levels.own
+        if fixed and decodes < total:
+            decodes = 0  # how many there are changes from batch to batch: all rows are prefill
         subs: list[tuple[_Use, PagedBatch]] = []
         if decodes:
             subs.append(("decode", own.rows(0, decodes)))
         if decodes < total:
             rest = own.rows(decodes, total)
-            fresh = bool((rest.query_lens == rest.kv_lens).all())
+            fresh = not fixed and bool((rest.query_lens == rest.kv_lens).all())
             subs.append(("ragged" if fresh else "prefill", rest))
         if levels is not None:
             subs.append(("shared", levels.shared))
@@ -242,7 +256,7 @@ class FlashInferBackend(AttentionBackend):
         staging += [sub.kv_indices for _, sub in subs]
         self._fence.wait()  # until the step before no longer reads the pinned buffers
         try:
-            return self._plan_staged(batch, subs, arrays, iter(upload(staging)), size)
+            return self._plan_staged(batch, subs, arrays, iter(upload(staging)), fixed)
         finally:
             self._fence.record()
 
@@ -252,39 +266,41 @@ class FlashInferBackend(AttentionBackend):
         subs: Sequence[tuple[_Use, PagedBatch]],
         arrays: Sequence[NDArray[np.integer]],
         staged: Iterator[Staged],
-        size: int,
+        fixed: FixedShape,
     ) -> list[torch.Tensor]:
         """Plan the parts `subs` of a step, whose arrays come in the order of `_plan`."""
-        decodes, cascade = batch.num_decodes, bool(batch.shared)
+        cascade = bool(batch.shared)
         given = [next(staged).device for _ in arrays]
-        in_group = self._bytes(next(staged).device, size) if cascade else None
-        fixed = [[next(staged) for _ in _fixed_arrays(sub)] for _, sub in subs]
+        in_group = self._bytes(next(staged).device, fixed) if cascade else None
+        tables = [[next(staged) for _ in _fixed_arrays(sub)] for _, sub in subs]
         parts: list[_Part] = []
-        for (use, sub), arrays_of_sub in zip(subs, fixed, strict=True):
-            first = decodes if use in ("prefill", "ragged") else 0
-            rows = slice(first, first + int(sub.qo_indptr[-1]))
-            part = _Part(use, rows, _Tables(next(staged), *arrays_of_sub), {})
+        end = 0
+        for (use, sub), arrays_of_sub in zip(subs, tables, strict=True):
+            first = 0 if use == "shared" else end
+            end = first + int(sub.qo_indptr[-1])
+            part = _Part(use, slice(first, end), _Tables(next(staged), *arrays_of_sub), {})
             for kind in self._kinds:
-                part.wrappers[kind] = self._plan_wrapper(part, kind, batch.page_size, size)
+                part.wrappers[kind] = self._plan_wrapper(part, kind, batch.page_size, fixed)
             parts.append(part)
         shared = parts.pop() if cascade else None
         self._step = _Step(parts, shared, in_group)
         return given
 
-    def _bytes(self, flags: torch.Tensor, size: int) -> torch.Tensor:
-        """`flags` as uint8, at an address of their own for each `size` but 0."""
-        if not size:
+    def _bytes(self, flags: torch.Tensor, fixed: FixedShape) -> torch.Tensor:
+        """`flags` as uint8, for a fixed shape at an address of their own."""
+        if fixed is None:
             return flags.byte()
+        size = len(flags)
         if size not in self._fixed_in_group:
             self._fixed_in_group[size] = flags.byte()
         return self._fixed_in_group[size].copy_(flags)
 
-    def _plan_wrapper(self, part: _Part, kind: LayerKind, page_size: int, size: int) -> Any:
+    def _plan_wrapper(self, part: _Part, kind: LayerKind, page_size: int, fixed: FixedShape) -> Any:
         """The wrapper for these rows and layers, planned for the step."""
         use, tables = part.use, part.tables
-        key = (use, kind, size)
+        key = (use, kind, fixed)
         if key not in self._wrappers:
-            self._wrappers[key] = self._make_wrapper(use, kind, size)
+            self._wrappers[key] = self._make_wrapper(use, kind, fixed)
         wrapper = self._wrappers[key]
         options = {
             "num_qo_heads": kind.query_heads,
@@ -327,49 +343,55 @@ class FlashInferBackend(AttentionBackend):
             )
         return wrapper
 
-    def _make_wrapper(self, use: _Use, kind: LayerKind, size: int) -> Any:
+    def _make_wrapper(self, use: _Use, kind: LayerKind, fixed: FixedShape) -> Any:
         # "fa2" said outright: "auto" takes fa3 on Hopper, which neither splits the KV nor packs
         # a group of query heads, and is slow for decodes and short suffixes.
         options: dict[str, Any] = {"kv_layout": "NHD", "backend": "fa2"}
         if use == "ragged":
             return flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self._workspace, **options)
+        make, qo = flashinfer.BatchPrefillWithPagedKVCacheWrapper, {}
+        if use == "decode":
+            make = flashinfer.BatchDecodeWithPagedKVCacheWrapper
+            options["use_tensor_cores"] = kind.query_heads // kind.kv_heads >= TENSOR_CORE_GROUP
+        if fixed is None:
+            return make(self._workspace, **options)
+        size = max_groups(fixed[0]) if use == "shared" else fixed[0]
 
         def zeros(count: int) -> torch.Tensor:
             return torch.zeros(count, dtype=torch.int32, device=self.device)
 
-        if use == "decode":
-            options["use_tensor_cores"] = kind.query_heads // kind.kv_heads >= TENSOR_CORE_GROUP
-            if size:
-                options |= {
-                    "use_cuda_graph": True,
-                    "paged_kv_indptr_buffer": zeros(size + 1),
-                    "paged_kv_indices_buffer": self._fixed_indices[use],
-                    "paged_kv_last_page_len_buffer": zeros(size),
-                }
-            return flashinfer.BatchDecodeWithPagedKVCacheWrapper(self._workspace, **options)
-        if groups := max_groups(size):
-            options |= {
-                "use_cuda_graph": True,
-                "qo_indptr_buf": zeros(groups + 1),
-                "paged_kv_indptr_buf": zeros(groups + 1),
-                "paged_kv_indices_buf": self._fixed_indices[use],
-                "paged_kv_last_page_len_buf": zeros(groups),
-            }
-        return flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, **options)
+        ending = "buffer" if use == "decode" else "buf"
+        if use != "decode":
+            qo["qo_indptr_buf"] = zeros(size + 1)
+        options |= {
+            "use_cuda_graph": True,
+            **qo,
+            f"paged_kv_indptr_{ending}": zeros(size + 1),
+            f"paged_kv_indices_{ending}": self._fixed_indices[
+                "shared" if use == "shared" else "decode"
+            ],
+            f"paged_kv_last_page_len_{ending}": zeros(size),
+        }
+        wrapper = make(self._workspace, **options)
+        # One plan at a time: that of the next step is written behind what reads this one.
+        if (use, kind) not in self._fixed_ints:
+            self._fixed_ints[use, kind] = self._workspace.new_empty(_WRAPPER_BYTES)
+        wrapper.reset_workspace_buffer(self._workspace, self._fixed_ints[use, kind])
+        return wrapper
 
 
-def max_groups(size: int) -> int | None:
-    """Groups in a fixed launch for `size` rows, the rest as one; as many as launched if 0.
+def max_groups(size: int) -> int:
+    """Groups in a fixed launch for `size` rows, the rest as one.
 
     No more than can occur: fa2 sizes its query tiles for the rows that are left if each group but
     one has a single row, so one group of all rows would read its pages tile after small tile.
     """
-    return size // MIN_ROWS + 1 if size else None
+    return size // MIN_ROWS + 1
 
 
 def _upload_capacity(max_rows: int, max_indices: int) -> int:
-    """int32s of the arrays that go up for a batch of decodes, on both levels."""
-    return 2 * max_indices + 24 * (max_rows + 4)
+    """int32s of the arrays that go up for a batch of decodes, on both levels, or with prefill."""
+    return 2 * max_indices + 24 * (max(max_rows, MAX_FIXED_TOKENS) + 4)
 
 
 def _fixed_arrays(batch: PagedBatch) -> list[NDArray[np.integer]]:
@@ -385,13 +407,15 @@ def _split_kv_bytes(kind: LayerKind, device: torch.device) -> int:
     """What fa2 may need for the partial results of a split KV.
 
     That is two blocks an SM with 128 rows each, or all the query tiles that a fixed launch might
-    have: a small one for each decode, or one of 128 rows for each group of the shared level. MLA's
-    kernels need two tiles of 64 rows an SM, 17 MB of 132, which is there anyway.
+    have: a small one for each decode, one of 128 rows for each group of the shared level or for
+    each sequence of a batch with prefill, beside those that its tokens fill. MLA's kernels need two
+    tiles of 64 rows an SM, 17 MB of 132, which is there anyway.
     """
     if kind.mla:
         return 0
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     group = kind.query_heads // kind.kv_heads
     tile = max(16 if group <= 16 else 64, 128 // MIN_ROWS)
-    rows = max((2 * sms // kind.kv_heads) * 128, MAX_FIXED_ROWS * (group + tile))
+    prefill = MAX_FIXED_TOKENS * group + MAX_FIXED_SEQUENCES * 128
+    rows = max((2 * sms // kind.kv_heads) * 128, MAX_FIXED_ROWS * (group + tile), prefill)
     return rows * kind.query_heads * 4 * (kind.value_dim + 1)

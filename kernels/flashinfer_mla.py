@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from radixcache.kernels.attention import LayerKind, PagedBatch
-from radixcache.kernels.flashinfer_backend import FlashInferBackend, flashinfer
+from radixcache.kernels.flashinfer_backend import FixedShape, FlashInferBackend, flashinfer
 from radixcache.kernels.upload import Upload
 
 LATENT, ROTATED = 512, 64
@@ -31,6 +31,7 @@ class FlashInferMLABackend(FlashInferBackend):
     """
 
     name = f"FlashInfer {flashinfer.__version__}, over latents"
+    max_fixed_tokens = 0  # its kernel's shape depends on the mean number of new tokens
     _slots: torch.Tensor | None = None
     _planned: dict[LayerKind, Any]
 
@@ -74,7 +75,11 @@ class FlashInferMLABackend(FlashInferBackend):
 
     @torch.inference_mode()  # what is written here may be written again inside of it
     def _plan(
-        self, batch: PagedBatch, arrays: Sequence[NDArray[np.integer]], upload: Upload, size: int
+        self,
+        batch: PagedBatch,
+        arrays: Sequence[NDArray[np.integer]],
+        upload: Upload,
+        fixed: FixedShape,
     ) -> list[torch.Tensor]:
         if (batch.query_lens > batch.kv_lens).any():
             raise ValueError("a sequence has more new tokens than its pages hold")
@@ -87,7 +92,7 @@ class FlashInferMLABackend(FlashInferBackend):
             metadata = flashinfer.mla.MLAPlanMetadata.csr(
                 qo_indptr.host, kv_indptr.host, indices.device, kv_lens.host
             )
-            self._planned = {kind: self._wrapper(kind, size) for kind in self._kinds}
+            self._planned = {kind: self._wrapper(kind, fixed) for kind in self._kinds}
             for kind, wrapper in self._planned.items():
                 wrapper.plan(
                     metadata=metadata,
@@ -108,11 +113,12 @@ class FlashInferMLABackend(FlashInferBackend):
         self._slots = slots.device
         return [array.device for array in given]
 
-    def _wrapper(self, kind: LayerKind, size: int) -> Any:
-        """The wrapper of these layers, with buffers of its own for each `size` but 0."""
-        if ("decode", kind, size) not in self._wrappers:
+    def _wrapper(self, kind: LayerKind, fixed: FixedShape) -> Any:
+        """The wrapper of these layers, with buffers of its own for each fixed shape."""
+        if ("decode", kind, fixed) not in self._wrappers:
             buffers: dict[str, Any] = {}
-            if size:
+            if fixed:
+                size = fixed[0]
                 indices = self._fixed_indices["decode"]
                 buffers = {
                     "use_cuda_graph": True,
@@ -122,10 +128,10 @@ class FlashInferMLABackend(FlashInferBackend):
                     "kv_len_arr": indices.new_zeros(size),
                 }
             wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper
-            self._wrappers["decode", kind, size] = wrapper(
+            self._wrappers["decode", kind, fixed] = wrapper(
                 self._workspace, backend="fa2", **buffers
             )
-        return self._wrappers["decode", kind, size]
+        return self._wrappers["decode", kind, fixed]
 
 
 def _planned_heads(heads: int) -> int:

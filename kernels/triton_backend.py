@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch
 from radixcache.kernels.upload import Fence, Upload
 
-MAX_FIXED_ROWS = 256
-"""Sequences in a batch for `plan_fixed`."""
+MAX_FIXED_ROWS, MAX_FIXED_TOKENS = 256, 512
+"""Decodes in a batch for `plan_fixed`, and new tokens of one with prefill."""
 
 SPLITS = 16
 """Parts of a decode's keys; with 8 KV heads, one row fills a GPU of 128 processors."""
@@ -50,14 +50,15 @@ class TritonBackend(AttentionBackend):
             raise ValueError("it computes on a CPU in the interpreter alone")
         if any(kind.mla for kind in kinds):
             raise ValueError("it has no kernel for MLA")
-        self.max_fixed_rows = MAX_FIXED_ROWS if device.type == "cuda" else 0
+        if device.type == "cuda":
+            self.max_fixed_rows, self.max_fixed_tokens = MAX_FIXED_ROWS, MAX_FIXED_TOKENS
         self._device, self._kinds = device, list(dict.fromkeys(kinds))
         self._fence, self._upload = Fence(device), Upload(device)
         self._fixed_upload: Upload | None = None
         self._step: _Step | None = None
 
     def plan(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> list[torch.Tensor]:
-        return self._plan(batch, arrays, self._upload)
+        return self._plan(batch, arrays, self._upload, batch.num_decodes)
 
     def allocate_fixed(self, max_rows: int, max_indices: int) -> None:
         if self._fixed_upload is None:
@@ -69,11 +70,19 @@ class TritonBackend(AttentionBackend):
 
     def plan_fixed(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> list[torch.Tensor]:
         assert self._fixed_upload is not None, "allocate_fixed() first"
-        return self._plan(batch, arrays, self._fixed_upload)
+        only_decodes = batch.num_decodes == len(batch.query_lens)
+        return self._plan(
+            batch, arrays, self._fixed_upload, batch.num_decodes if only_decodes else 0
+        )
 
     def _plan(
-        self, batch: PagedBatch, arrays: Sequence[NDArray[np.integer]], upload: Upload
+        self,
+        batch: PagedBatch,
+        arrays: Sequence[NDArray[np.integer]],
+        upload: Upload,
+        decodes: int,
     ) -> list[torch.Tensor]:
+        """Plan `decodes` leading sequences for the decode kernel, the others for the prefill's."""
         queries, lens = batch.query_lens, batch.kv_lens
         if (queries > lens).any():
             raise ValueError("a sequence has more new tokens than its pages hold")
@@ -84,11 +93,13 @@ class TritonBackend(AttentionBackend):
             staged = [one.device for one in upload([*arrays, *tables])]
         finally:
             self._fence.record()
-        longest = int(queries[batch.num_decodes :].max(initial=0))
+        longest = int(queries[decodes:].max(initial=0))
+        if upload is self._fixed_upload and longest:
+            longest = int(batch.qo_indptr[-1])  # as long as one may be
         qo_indptr, kv_indptr, kv_lens, slots, kv_indices = staged[len(arrays) :]
         self._step = _Step(
             qo_indptr, kv_indptr, kv_lens, slots, kv_indices, batch.page_size, len(queries),
-            batch.num_decodes, longest,
+            decodes, longest,
         )  # fmt: skip
         return staged[: len(arrays)]
 
@@ -157,7 +168,7 @@ class _Step(NamedTuple):
     sequences: int
     decodes: int
     longest: int
-    """Most new tokens of a sequence that prefills."""
+    """Most new tokens of a sequence that prefills, or that might in a graph."""
 
 
 def _power(size: int) -> int:
@@ -172,7 +183,7 @@ def block_of(dim: int, dtype: torch.dtype, amd: bool = torch.version.hip is not 
 
 def _capacity(max_rows: int, max_indices: int) -> int:
     """int32s for token ids, positions, rows, four tables and the page numbers, each aligned."""
-    return 8 * (max_rows + 8) + max_indices
+    return 8 * (max(max_rows, MAX_FIXED_TOKENS) + 8) + max_indices
 
 
 @triton.jit

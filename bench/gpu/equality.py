@@ -109,7 +109,7 @@ def _ours(
             found = generated(run_all(engine, prompts, place.sizes.answer))
             parts.append(f"{turn} {judge(prompts, found)}")
             engine.cache.check()
-        graphs = [cascade for _, cascade in engine._graphs._replays] if engine._graphs else []
+        graphs = [shape.cascade for shape in engine._graphs._replays] if engine._graphs else []
         copies = engine.cache.stats.copied_pages
     if place.with_flashinfer:
         assert graphs, "no step ran in a graph"

@@ -472,8 +472,8 @@ class Engine:
         copies = [copy for lease in leases if lease for copy in lease.take_copies()]
         if copies:
             self.kv_pool.copy(copies)
-        if self._graphs is not None and len(rows) == len(tokens):
-            logits = self._graphs.run(tokens, batch)
+        if self._graphs is not None:
+            logits = self._graphs.run(tokens, batch, rows)
             if logits is not None:
                 return logits
         if self.scheduler.states is None:

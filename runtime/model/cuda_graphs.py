@@ -1,9 +1,11 @@
-"""CUDA graphs of the decode step.
+"""CUDA graphs of decode steps, and of steps with some hundred tokens of prompts.
 
-A decode step is hundreds of small kernels, which Python launches slower than a GPU runs them. A
-graph replays them in one launch, for one batch size and fixed addresses: so there is a graph for
-each of a few sizes, a batch is filled up to the next one with rows on the pool's spare page, and
+A step is hundreds of small kernels, which Python launches slower than a GPU runs them. A graph
+replays them in one launch, for one shape of the batch and fixed addresses. So there is a graph for
+each of a few shapes, a batch is filled up to the next one with rows on the pool's spare page, and
 the attention backend plans into buffers that stay where they are. All graphs share one memory pool.
+
+vLLM and SGLang capture their prefills likewise (full and piecewise graphs).
 """
 
 from __future__ import annotations
@@ -11,13 +13,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from radixcache.base import Tokens
-from radixcache.kernels.attention import PagedBatch, SharedPrefix
+from radixcache.kernels.attention import AttentionBackend, PagedBatch, SharedPrefix
 from radixcache.kernels.cascade import MIN_ROWS
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
@@ -27,30 +32,55 @@ _log = logging.getLogger("radixcache")
 MAX_INDICES = 1 << 24
 """Page numbers in the tables of one batch; a batch with more runs without a graph."""
 
+PREFILL_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512)
+"""New tokens of a step with prefill that get graphs; longer steps keep a GPU busy without."""
+
+PREFILL_SEQUENCES = (2, 8, 24, 64)
+"""Sequences of such a step: the last ones fill it up, at least one."""
+
 _SAMPLING_COPIES = 6  # of the logits: noise, probabilities, what filters take
 _GRAPH_BYTES = 8 << 20  # a guess: nodes, and what the pool of all graphs cannot use twice
 
 Compute = Callable[[], torch.Tensor]
 
 
+class Shape(NamedTuple):
+    """What one graph has in it.
+
+    Attributes:
+        tokens: rows of the step.
+        sequences: as many rows give logits. In a step of decodes, as many as tokens.
+        cascade: decodes read shared prefixes once for each group.
+    """
+
+    tokens: int
+    sequences: int
+    cascade: bool = False
+
+    @property
+    def only_decodes(self) -> bool:
+        return self.tokens == self.sequences
+
+
 class CudaGraphRunner:
-    """Runs batches of decodes through graphs, captured by `capture` or when first needed.
+    """Runs steps through graphs, captured by `capture` or when first needed.
 
     Args:
         model: its attention backend can `plan_fixed`.
-        max_num_seqs: the largest batch that the engine makes; larger than the backend's
-            `max_fixed_rows`, it runs without a graph.
+        max_rows: the most sequences that the engine puts into a step, each drafted token counted as
+            one; steps with more than the backend's `max_fixed_rows` run without a graph.
     """
 
-    def __init__(self, model: PagedModel, pool: KVPool, max_num_seqs: int) -> None:
+    def __init__(self, model: PagedModel, pool: KVPool, max_rows: int) -> None:
         self._model, self._pool = model, pool
-        self._sizes, most = _limits(model, pool.page_size, max_num_seqs)
+        self._sizes, self._prefills, most = _limits(model, pool.page_size, max_rows)
         self._max_indices = min(most, self._sizes[-1] * pool.num_pages)
         model.attention.allocate_fixed(self._sizes[-1], self._max_indices)
         self._capture = _Capture(model.device)
-        self._replays: dict[tuple[int, bool], Compute | None] = {}  # None: cannot be captured
+        self._replays: dict[Shape, Compute | None] = {}  # None: cannot be captured
+        rows = max([self._sizes[-1], *(shape.sequences for shape in self._prefills)])
         self._logits = torch.empty(
-            (self._sizes[-1], model.vocab_size), dtype=torch.float32, device=model.device
+            (rows, model.vocab_size), dtype=torch.float32, device=model.device
         )
 
     def capture(self) -> None:
@@ -59,57 +89,100 @@ class CudaGraphRunner:
         Before the first request: each waits for the device and empties torch's cache of memory.
         """
         start = time.perf_counter()
-        for size in reversed(self._sizes):
-            for pages in (1, 2) if self._takes_cascade(size) else (1,):
-                batch = PagedBatch(
-                    qo_indptr=np.arange(size + 1, dtype=np.int32),
-                    kv_indptr=np.arange(0, pages * size + 1, pages, dtype=np.int32),
-                    kv_indices=np.full(pages * size, self._pool.spare_page, np.int32),
-                    kv_last_page_len=np.ones(size, np.int32),
-                    page_size=self._pool.page_size,
-                    shared=(SharedPrefix(0, size, 1),) * (pages - 1),
-                )
-                self.run(np.zeros(size, np.int32), batch)
+        free = _free_memory(self._model.device)
+        decodes = [
+            Shape(size, size, cascade)
+            for size in reversed(self._sizes)
+            for cascade in (False, True)[: 1 + self._takes_cascade(size)]
+        ]
+        for shape in [*reversed(self._prefills), *decodes]:
+            self._run(shape, np.arange(0), self._spare_batch(shape), np.arange(0))
         count = sum(replay is not None for replay in self._replays.values())
-        _log.info("captured %d CUDA graphs in %.1f s", count, time.perf_counter() - start)
+        _log.info(
+            "captured %d CUDA graphs in %.1f s; they take %.0f MiB", count,
+            time.perf_counter() - start, (free - _free_memory(self._model.device)) / 2**20,
+        )  # fmt: skip
+
+    def _spare_batch(self, shape: Shape) -> PagedBatch:
+        """A batch of this shape on the spare page; with a cascade, all share a page before it."""
+        none = np.empty(0, np.int32)
+        start, page = np.zeros(1, np.int32), self._pool.spare_page
+        batch = pad(PagedBatch(start, start, none, none, self._pool.page_size), shape, page)
+        if not shape.cascade:
+            return batch
+        return replace(
+            batch,
+            kv_indptr=2 * batch.kv_indptr,
+            kv_indices=np.repeat(batch.kv_indices, 2),
+            shared=(SharedPrefix(0, shape.sequences, 1),),
+        )
 
     def _takes_cascade(self, size: int) -> bool:
         return self._model.attention.reads_shared_once and size >= MIN_ROWS
 
-    @torch.inference_mode()
-    def run(self, token_ids: Tokens | torch.Tensor, batch: PagedBatch) -> torch.Tensor | None:
-        """Logits [B, vocab] of a batch of decodes, or None if it takes no graph.
+    def run(
+        self, token_ids: Tokens | torch.Tensor, batch: PagedBatch, logit_rows: NDArray[np.integer]
+    ) -> torch.Tensor | None:
+        """Logits [R, vocab_size], float32, or None if the step takes no graph.
 
-        `token_ids` [B] are on the host as an array, or on the device as a tensor.
         The logits are valid until the next call, whatever its batch.
+
+        Args:
+            token_ids: [T] on the host as an array, or on the device as a tensor.
+            batch: the step's page tables.
+            logit_rows: [R] rows of the flat batch whose logits are wanted.
         """
+        shape = self._shape(len(token_ids), batch, len(logit_rows))
+        if shape is None or (shape in self._replays and self._replays[shape] is None):
+            return None
+        padded = pad(batch, shape, self._pool.spare_page)
+        if len(padded.kv_indices) > self._max_indices:
+            return None
+        return self._run(shape, token_ids, padded, logit_rows)
+
+    def _shape(self, tokens: int, batch: PagedBatch, rows: int) -> Shape | None:
+        """The smallest shape that holds a step."""
+        sequences = len(batch.query_lens)
+        if batch.num_decodes == sequences:
+            size = next((size for size in self._sizes if size >= tokens), None)
+            return None if size is None else Shape(size, size, bool(batch.shared))
+        if batch.shared:  # read once for all, which pays more than a graph
+            return None
+        for shape in self._prefills:
+            if shape.tokens >= tokens and shape.sequences > sequences and shape.sequences >= rows:
+                return shape
+        return None
+
+    @torch.inference_mode()
+    def _run(
+        self,
+        shape: Shape,
+        token_ids: Tokens | torch.Tensor,
+        batch: PagedBatch,
+        logit_rows: NDArray[np.integer],
+    ) -> torch.Tensor | None:
+        """`run` for a batch that is filled up to `shape`."""
         count = len(token_ids)
-        size = next((size for size in self._sizes if size >= count), 0)
-        if count != batch.num_decodes or count != len(batch.query_lens) or not size:
-            return None
-        key = (size, bool(batch.shared))
-        if key in self._replays and self._replays[key] is None:
-            return None
-        if len(batch.kv_indices) + size - count > self._max_indices:
-            return None
-        batch = pad(batch, size, self._pool.spare_page)
-        ids = np.zeros(size, dtype=np.int32)
+        ids, rows = np.zeros(shape.tokens, np.int32), np.zeros(shape.sequences, np.int32)
+        rows[: len(logit_rows)] = logit_rows
+        # What fills up is one token at one position, so that all of it writes the same K/V.
+        positions = np.where(np.arange(shape.tokens) < count, batch.positions(), 0)
         if isinstance(token_ids, np.ndarray):
             ids[:count] = token_ids
-        inputs = self._model.attention.plan_fixed(batch, ids, batch.positions(), np.arange(size))
+        inputs = self._model.attention.plan_fixed(batch, ids, positions, rows)
         if isinstance(token_ids, torch.Tensor):
             inputs[0][:count].copy_(token_ids)
-        if key not in self._replays:
-            self._replays[key] = self._try_capture(partial(self._compute, *inputs))
-        replay = self._replays[key]
-        return None if replay is None else replay()[:count]
+        if shape not in self._replays:
+            self._replays[shape] = self._try_capture(partial(self._compute, *inputs))
+        replay = self._replays[shape]
+        return None if replay is None else replay()[: len(logit_rows)]
 
     @torch.inference_mode()
     def _compute(
         self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
     ) -> torch.Tensor:
         """The logits, in the one tensor that all graphs write."""
-        out = self._logits[: len(token_ids)]
+        out = self._logits[: len(rows)]
         return self._model.compute(self._pool, token_ids, positions, rows, out)
 
     def _try_capture(self, compute: Compute) -> Compute | None:
@@ -118,29 +191,31 @@ class CudaGraphRunner:
         except Exception as error:  # out of memory, or a model that synchronises
             if None not in self._replays.values():  # tell the first time
                 first = str(error).partition("\n")[0]
-                _log.warning("some batch sizes of decodes run without a CUDA graph: %s", first)
+                _log.warning("some steps run without a CUDA graph: %s", first)
             return None
 
 
-def bytes_beside_pages(model: PagedModel, page_size: int, max_num_seqs: int) -> int:
+def bytes_beside_pages(model: PagedModel, page_size: int, max_rows: int) -> int:
     """Bytes on the device that an engine takes besides the KV pages and a step's activations.
 
     That is arithmetic for logits, index buffers and FlashInfer's wrappers; for what a graph itself
     keeps, it is a guess.
     """
-    logits = max_num_seqs * model.vocab_size
+    logits = max_rows * model.vocab_size
     count = 4 * (1 + _SAMPLING_COPIES) * logits
     if model.attention.max_fixed_rows:
-        sizes, most = _limits(model, page_size, max_num_seqs)
+        sizes, prefills, most = _limits(model, page_size, max_rows)
         count += model.attention.fixed_bytes(sizes, most)
-        count += 2 * len(sizes) * _GRAPH_BYTES + model.dtype.itemsize * logits
+        count += (2 * len(sizes) + len(prefills)) * _GRAPH_BYTES + model.dtype.itemsize * logits
     return count
 
 
-def _limits(model: PagedModel, page_size: int, max_num_seqs: int) -> tuple[list[int], int]:
-    """Batch sizes, and page numbers in the tables of a batch if the pool has enough pages."""
-    sizes = batch_sizes(min(max_num_seqs, model.attention.max_fixed_rows))
-    return sizes, min(MAX_INDICES, sizes[-1] * (model.max_context // page_size + 1))
+def _limits(model: PagedModel, page_size: int, max_rows: int) -> tuple[list[int], list[Shape], int]:
+    """Batch sizes of decodes, shapes of steps with prefill, and page numbers in the tables of a
+    batch if the pool has enough pages."""
+    sizes = batch_sizes(min(max_rows, model.attention.max_fixed_rows))
+    most = min(MAX_INDICES, sizes[-1] * (model.max_context // page_size + 1))
+    return sizes, prefill_shapes(model.attention, max_rows), most
 
 
 def batch_sizes(largest: int) -> list[int]:
@@ -149,18 +224,48 @@ def batch_sizes(largest: int) -> list[int]:
     return [size for size in sizes if size < largest] + [largest]
 
 
-def pad(batch: PagedBatch, size: int, spare_page: int) -> PagedBatch:
-    """A batch of decodes filled up to `size` with sequences of one token on the spare page."""
-    missing = size - len(batch.query_lens)
-    ends = np.arange(1, missing + 1, dtype=np.int32)
+def prefill_shapes(attention: AttentionBackend, max_rows: int) -> list[Shape]:
+    """The shapes of steps with prefill that get a graph, the smallest first.
+
+    fa2 sizes its query tiles for the rows that one sequence could have beside the others, so there
+    are two rows for each sequence or more: else a chunk would read its pages tile by small tile.
+    """
+    largest = next((n for n in PREFILL_SEQUENCES if n > max_rows), PREFILL_SEQUENCES[-1])
+    return [
+        Shape(tokens, sequences)
+        for tokens in PREFILL_TOKENS
+        for sequences in PREFILL_SEQUENCES
+        if tokens <= attention.max_fixed_tokens and 2 * sequences <= tokens
+        if sequences <= largest
+    ]
+
+
+def pad(batch: PagedBatch, shape: Shape, spare_page: int) -> PagedBatch:
+    """A batch filled up on the spare page, which nobody reads: with decodes of one token, or with
+    one prefill of all tokens that are missing and sequences of none."""
+    missing = shape.sequences - len(batch.query_lens)
+    queries = np.ones(missing, np.int32)
+    if not shape.only_decodes:
+        queries[:] = 0
+        queries[:1] = shape.tokens - batch.qo_indptr[-1]
+    lens = np.maximum(queries, 1)
+    pages = -(-lens // batch.page_size)
     return PagedBatch(
-        qo_indptr=np.arange(size + 1, dtype=np.int32),
-        kv_indptr=np.concatenate([batch.kv_indptr, batch.kv_indptr[-1] + ends]),
-        kv_indices=np.concatenate([batch.kv_indices, np.full(missing, spare_page, np.int32)]),
-        kv_last_page_len=np.concatenate([batch.kv_last_page_len, np.ones(missing, np.int32)]),
+        qo_indptr=np.append(
+            batch.qo_indptr, batch.qo_indptr[-1] + np.cumsum(queries, dtype=np.int32)
+        ),
+        kv_indptr=np.append(
+            batch.kv_indptr, batch.kv_indptr[-1] + np.cumsum(pages, dtype=np.int32)
+        ),
+        kv_indices=np.append(batch.kv_indices, np.full(pages.sum(), spare_page, np.int32)),
+        kv_last_page_len=np.append(batch.kv_last_page_len, (lens - 1) % batch.page_size + 1),
         page_size=batch.page_size,
         shared=batch.shared,
     )
+
+
+def _free_memory(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0]
 
 
 class _Capture:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from radixcache.kernels.attention import LayerKind, PagedBatch, SharedPrefix
+from radixcache.runtime.model.cuda_graphs import Shape, pad
 from tests.helpers.pretend_cuda import CUDA
 from tests.kernels.reference import Step, make_step, random_step
 from tests.kernels.reference import error as error_on_cpu
@@ -129,6 +130,48 @@ def test_a_replay_reads_only_what_plan_fixed_rewrote() -> None:
         assert error(step, out, scale=0.3) < 2e-5
         assert ids.tolist() == list(range(size)) and positions.tolist() == [n for _, n in lens]
     assert len(captured) == 4
+
+
+@pytest.mark.parametrize("shape", [Shape(16, 2), Shape(64, 8), Shape(96, 24)], ids=str)
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_a_replay_of_a_step_with_prefill_gives_the_bits_of_the_eager_one(shape, page_size) -> None:
+    """Decodes, suffixes and prompts, as many as there is room for, in two kinds of layers; what
+    fills the step up may be all but two tokens of it."""
+    kind = kind_of(make_step(1, [(1, 30)]), 0.3)
+    kinds = [kind, kind._replace(window=9)]
+    backend, eager = make_backend(*kinds), make_backend(*kinds)
+    backend.allocate_fixed(24, 4000)
+    pages = torch.zeros(2, 700, page_size, 2, 16, device=CUDA)
+    inputs = [torch.zeros(shape.tokens, heads, 16, device=CUDA) for heads in (8, 2, 2)]
+    graph, rng = None, np.random.default_rng(7)
+    for seed in range(12):
+        count = int(rng.integers(1, shape.sequences))
+        cuts = rng.choice(np.arange(1, shape.tokens), count, replace=False)
+        cuts = np.diff([0, *sorted(cuts)]) if seed % 3 else [1] * (count - 1) + [2]
+        step = make_step(
+            seed, [(int(n), int(rng.choice([0, 5, 40]))) for n in cuts], page_size=page_size
+        )
+        spare = pages.shape[1] - 1
+        padded = pad(step.batch, shape, spare)
+        given = backend.plan_fixed(padded, padded.positions())
+        if graph is None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                outs = [backend.run(*inputs, *pages, scale=0.3, window=k.window) for k in kinds]
+            addresses = [one.data_ptr() for one in given]
+        assert [one.data_ptr() for one in given] == addresses
+        total = len(step.query)
+        for fixed, new in zip(inputs, (step.query, step.key, step.value), strict=True):
+            fixed.zero_()
+            fixed[:total].copy_(new)
+        for side, new in zip(pages, (step.k_pages, step.v_pages), strict=True):
+            side[: len(new)] = new.nan_to_num(0)
+            side[spare] = torch.nan  # nobody reads what was there before
+        graph.replay()
+        for kind, out in zip(kinds, outs, strict=True):
+            wanted = attend(eager, step, scale=0.3, window=kind.window)
+            assert torch.equal(out[:total].cpu(), wanted.cpu())
+            assert error(step, out[:total], scale=0.3, window=kind.window) < 2e-5
 
 
 def test_what_flashinfer_cannot_do_is_refused() -> None:

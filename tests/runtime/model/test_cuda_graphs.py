@@ -1,4 +1,4 @@
-"""Decodes in CUDA graphs, and the engine on a GPU: pretended, with a stand-in for FlashInfer."""
+"""Steps in CUDA graphs, and the engine on a GPU: pretended, with a stand-in for FlashInfer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from radixcache import LLM, SamplingParams
 from radixcache.kernels import cascade
 from radixcache.runtime.engine import engine
-from radixcache.runtime.model import cuda_graphs as decode_graphs
-from radixcache.runtime.model.cuda_graphs import CudaGraphRunner
+from radixcache.runtime.model import cuda_graphs
+from radixcache.runtime.model.cuda_graphs import CudaGraphRunner, Shape, pad
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from tests.helpers import engines
@@ -44,8 +44,8 @@ def load(path: Path, stock: bool = False) -> PagedModel:
     return load_model(path, device="cuda", dtype="float32")
 
 
-def graphs_of(made: engine.Engine) -> set[tuple[int, bool]]:
-    """Batch sizes that were captured, without shared prefixes and with them."""
+def graphs_of(made: engine.Engine) -> set[Shape]:
+    """What was captured."""
     assert made._graphs is not None
     return {key for key, replay in made._graphs._replays.items() if replay is not None}
 
@@ -69,7 +69,8 @@ def test_greedy_tokens_equal_plain_transformers(folders, family, page_size, cach
     assert graphs_of(made), "no step took a graph"
     if proposer is not None:
         assert proposer.num_accepted_tokens["tree"] > 20
-        assert max(size for size, _ in graphs_of(made)) > 8, "a draft is as many decodes"
+        decodes = [shape.tokens for shape in graphs_of(made) if shape.only_decodes]
+        assert max(decodes) > 8, "a draft is as many decodes"
 
 
 def plain_greedy_all(path: Path, prompt: list[int]) -> list[int]:
@@ -122,7 +123,7 @@ def test_sharers_are_attended_in_two_levels_with_the_same_tokens(folders, gpu, m
         assert generated(run(made, prompts, params)) == flat
     assert max(grouped) == 2 and proposer.num_accepted_tokens["tree"] > 20
     assert gpu.kernels.calls["merge"]
-    assert (16, True) in graphs_of(made)  # eleven rows, filled up
+    assert Shape(16, 16, True) in graphs_of(made)  # eleven rows, filled up
 
 
 def test_without_a_graph_decodes_run_all_the_same(folders, gpu, monkeypatch, caplog) -> None:
@@ -151,7 +152,7 @@ def test_without_a_graph_decodes_run_all_the_same(folders, gpu, monkeypatch, cap
     assert generated(requests) == [[plain_greedy_all(folders["llama"], prompt)]]
     (record,) = caplog.records
     assert torch.cuda.current_stream() is main
-    assert len(tries) == len(planned) == 1
+    assert len(tries) == len(planned) == 2  # the prompt's step, and the decodes'
     assert record.getMessage().endswith("without a CUDA graph: out of memory")
 
 
@@ -166,8 +167,10 @@ def test_an_llm_has_all_its_graphs_before_the_first_request(
         folders[family], device="cuda", dtype="float32", kv_cache_memory_bytes="4MiB", page_size=4,
         max_num_seqs=9,
     )  # fmt: skip
-    wanted = [(9, False), (9, True), (8, False), (8, True), (4, False), (4, True)]
-    wanted = [key for key in wanted if family == "llama" or not key[1]] + [(2, False), (1, False)]
+    decodes = [Shape(n, n, cascade) for n in (9, 8, 4, 2, 1) for cascade in (False, True)]
+    decodes = [s for s in decodes if not s.cascade or (family == "llama" and s.tokens >= 4)]
+    prefills = [Shape(n, s) for n in (512, 384, 256, 192, 128, 64, 32, 16) for s in (24, 8, 2)]
+    wanted = [s for s in prefills if 2 * s.sequences <= s.tokens] + decodes
     graphs = llm.engine._graphs
     assert graphs is not None and list(graphs._replays) == wanted
     assert graphs_of(llm.engine) == set(wanted)
@@ -176,7 +179,7 @@ def test_an_llm_has_all_its_graphs_before_the_first_request(
     prompts = [[*range(30), i] for i in range(7)] + [[5, 6]]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     requests = [llm.engine.add_request(prompt, params) for prompt in prompts]
-    monkeypatch.setattr(decode_graphs._Capture, "__call__", None)
+    monkeypatch.setattr(cuda_graphs._Capture, "__call__", None)
     engines.finish(llm.engine)
     assert generated(requests) == [[plain_greedy_all(folders[family], p)] for p in prompts]
     assert list(graphs._replays) == wanted
@@ -200,7 +203,7 @@ def test_an_interrupt_in_a_capture_leaves_the_stream_as_it_was(folders, gpu, mon
     assert torch.cuda.current_stream() is main
     engines.finish(made)
     assert generated([request]) == [[plain_greedy_all(folders["llama"], [1, 2, 3, 4])]]
-    assert (1, False) in graphs_of(made)  # nor does it count as a capture that failed
+    assert Shape(1, 1) in graphs_of(made)  # nor does it count as a capture that failed
 
 
 @pytest.mark.parametrize(("temperature", "logprobs"), [(0.0, None), (0.8, None), (0.0, 2)])

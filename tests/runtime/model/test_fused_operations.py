@@ -72,21 +72,28 @@ def test_logits_are_those_of_plain_transformers(folders, family) -> None:
     assert relative_error(got, plain) < 1e-4
 
 
-@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("graph", [None, "decodes", "suffixes"])
 @pytest.mark.parametrize(("family", "most"), [*((f, 12) for f in FAMILIES[:3]), ("qwen3", 14)])
 def test_a_layer_is_few_kernels(folders, gpu, family, most, graph) -> None:
-    """In a decode's graph, and in a suffix that is launched kernel by kernel."""
+    """In graphs, and in suffixes that are launched kernel by kernel."""
     launched: list[Counter[str]] = []
+    new = 1 if graph == "decodes" else 3
+    step = np.arange(2 * new, dtype=np.int32), batch(9, 8, new=new), np.arange(1, 3) * new - 1
     for count in (2, 3):
         model = load(folders[family, count])
         pool = model.allocate(16, 4)
         graphs = CudaGraphRunner(model, pool, 2)
         gpu.device.ops.clear()
         if graph:
-            assert graphs.run(np.array([5, 6], np.int32), batch(9, 4)) is not None
+            assert graphs.run(*step) is not None
         else:
-            model.forward(np.arange(6), batch(9, 8, new=3), np.array([2, 5]), pool)
+            model.forward(*step, pool)
         launched.append(Counter(gpu.device.ops))
+    if graph:
+        gpu.device.ops.clear()
+        assert graphs.run(*step) is not None
+        outside = Counter(gpu.device.ops)
+        assert sum(outside.values()) <= 12, f"outside of the graph: {outside}"
     runs = 2 if graph else 1  # once to try it out, and the capture
     layer = launched[1] - launched[0]
     layer -= Counter({name: layer[name] for name in ("empty_like", "new_empty")})  # no kernels
