@@ -205,6 +205,9 @@ class AttentionBackend(ABC):
             the latent.
         """
 
+    def compile_in_background(self) -> None:  # noqa: B027 - most have nothing more to compile
+        """Begin to compile kernels that make it faster; called once it is known to run."""
+
     def allocate_fixed(self, max_rows: int, max_indices: int) -> None:
         """Make room for `plan_fixed`: sequences in a batch, and page numbers in their tables."""
         raise NotImplementedError

@@ -48,6 +48,7 @@ def choose_backend(
         else:
             if reasons:
                 _log.warning("attention runs in Triton: %s", reasons[0])
+            backend.compile_in_background()
             _log.info("%s is ready after %.1f s", backend.name, time.perf_counter() - start)
             return backend
     flashinfer, triton = reasons

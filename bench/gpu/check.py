@@ -34,10 +34,12 @@ if TYPE_CHECKING:
 
 
 SECTIONS = {
-    "environment": (1, 70),
+    "environment": (1, 200),  # of which it builds kernels, where they are not packed
     "equality": (1, 85),
     "speed": (1, 200),
-    "triton": (1, 100),  # of which it compiles for most
+    "triton": (2, 100),  # of which it compiles for most
+    "layers": (2, 70),
+    "serving": (2, 120),
     "correctness": (2, 90),
     "llm": (2, 100),
     "cascade": (2, 95),

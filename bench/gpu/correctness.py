@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -23,6 +23,8 @@ from radixcache.bench.gpu.steps import (
     reference,
     with_wrong_page,
 )
+from radixcache.kernels.attention import LayerKind
+from radixcache.runtime.model.cuda_graphs import Shape, pad, prefill_shapes
 from radixcache.runtime.model.kv_pool import KVPool, LayerShape
 
 GROUPS = {1: (8, 8), 4: (8, 2), 8: (8, 1)}
@@ -50,6 +52,15 @@ def run(place: Place, report: Report) -> None:
     report.check("self-test: a wrong page is seen", _planted, place, make)
     for rows in (5, 256 // min(place.sizes.shrink, 8)):
         report.check(f"cascade in a graph, {rows} rows, 32/8 heads", _graph, place, rows)
+    dim = place.sizes.head_dims[-1]
+    kind = LayerKind(32, 8, dim, dim, dim**-0.5)
+    for shape in prefill_shapes(place.make_backend(kind), 63):
+        report.check(
+            f"with prefill in a graph, {shape.tokens} tokens of {shape.sequences}",
+            _prefill_graph,
+            place,
+            shape,
+        )
     report.check("pages beyond 2^31 elements", _far_pages, place, make)
     report.check("copy-on-write", _copies, place, 64)
     report.check("copy-on-write beyond 2^31 elements", _copies, place, None)
@@ -80,36 +91,50 @@ def _planted(place: Place, make: Callable[..., Step]) -> str:
     return f"error {worst:.2g}"
 
 
-@torch.inference_mode()
 def _graph(place: Place, rows: int) -> str:
-    """A cascade in a graph that is replayed on other tables; the workspace must hold its results.
+    """A cascade, of as many rows as a graph may have: the workspace must hold its results."""
+    by, rng = place.sizes.shrink, np.random.default_rng(4)
+    share = 2048 // by
+    lens = [[(1, share + int(n)) for n in rng.integers(0, 128 // by, rows)] for _ in range(2)]
+    return _replayed(place, lens, share, Shape(rows, rows, True))
 
-    As many rows as a graph may have.
-    """
-    by, dim = place.sizes.shrink, place.sizes.head_dims[-1]
-    share, rng = 2048 // by, np.random.default_rng(4)
+
+def _prefill_graph(place: Place, shape: Shape) -> str:
+    """Decodes and chunks, some of which go on from long prefixes, in a batch that is filled up."""
+    by, rng = place.sizes.shrink, np.random.default_rng(shape.tokens)
+    lens = []
+    for count in (1, shape.sequences - 1, shape.sequences // 2):
+        cuts = np.sort(rng.choice(np.arange(1, shape.tokens), count, replace=False))
+        new = np.sort(np.diff([0, *cuts]))
+        cached = rng.choice([0, 40 // by, 700 // by, 9000 // by], count)
+        lens.append([(int(n), int(c)) for n, c in zip(new, cached, strict=True)])
+    lens = [each if each[-1][0] > 1 else [*each[:-1], (2, 9)] for each in lens]
+    return _replayed(place, lens, 0, shape)
+
+
+@torch.inference_mode()
+def _replayed(place: Place, lens: Sequence[Lens], share: int, shape: Shape) -> str:
+    """The worst of steps in one graph, each on other tables."""
+    dim = place.sizes.head_dims[-1]
     make = partial(make_step, place, page_size=16, heads=(32, 8), dim=dim, share=share)
-    steps = [
-        make(seed, [(1, share + int(n)) for n in rng.integers(0, 128 // by, rows)])
-        for seed in (4, 5)
-    ]
+    steps = [make(seed, each) for seed, each in enumerate(lens)]
     backend = place.make_backend(steps[0].kind)
-    backend.allocate_fixed(rows, max(len(step.batch.kv_indices) for step in steps) + rows)
-    pages = [
-        side.new_zeros(max(len(step.k_pages) for step in steps), *side.shape[1:])
-        for side in (steps[0].k_pages, steps[0].v_pages)
-    ]
-    fixed = [t.clone() for t in (steps[0].query, steps[0].key, steps[0].value)]
-    replay, difference = None, ""
+    most = max(len(step.k_pages) for step in steps) + 1
+    backend.allocate_fixed(max(shape.sequences, 64), shape.sequences * most + shape.tokens)
+    pages = [side.new_zeros(most, *side.shape[1:]) for side in (steps[0].k_pages, steps[0].v_pages)]
+    fixed = [t.new_zeros(shape.tokens, *t.shape[1:]) for t in steps[0].tensors[:3]]
+    replay, differences = None, []
     for step in steps:
         used = [side[: len(step.k_pages)] for side in pages]
         for to, value in zip([*fixed, *used], step.tensors, strict=True):
-            to.copy_(value)
-        backend.plan_fixed(step.batch)
+            to[: len(value)].copy_(value)
+            to[len(value) :].zero_()
+        backend.plan_fixed(pad(step.batch, shape, most - 1))
         if replay is None:
             replay = place.capture(partial(backend.run, *fixed, *pages, **step.options))
-        difference = compare((replay(), *used), reference(place, step))
-    return difference
+        out = replay()[: len(step.query)]
+        differences.append(compare((out, *used), reference(place, step)))
+    return max(differences, key=lambda text: float(text.split()[-1]))
 
 
 @torch.inference_mode()

@@ -1,21 +1,20 @@
-"""What the machine is, what is installed there, and whether FlashInfer runs, also for each kind of
-layer that a supported model has.
-"""
+"""What the machine is, what is installed there, and whether FlashInfer runs."""
 
 from __future__ import annotations
 
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from radixcache.bench.gpu import kernels
+from radixcache.bench.gpu.layers import try_layer
 from radixcache.bench.gpu.place import Place
 from radixcache.bench.gpu.report import NotRun, Report
-from radixcache.kernels.attention import AttentionBackend, LayerKind
-from radixcache.kernels.choice import try_out
+from radixcache.kernels.attention import LayerKind
 
 PACKAGES = (
     "torch", "flashinfer-python", "transformers", "tokenizers", "numpy", "sortedcontainers",
@@ -23,34 +22,6 @@ PACKAGES = (
 )  # fmt: skip
 
 COMMANDS = (["nvidia-smi"], ["nvidia-smi", "topo", "-m"], ["nvcc", "--version"], ["lscpu"])
-
-
-def _kinds(
-    shapes: list[tuple[int, int]],
-    windows: tuple[int | None, ...] = (None,),
-    cap: float | None = None,
-) -> list[LayerKind]:
-    """Layers by (query heads of a KV head, head size), and by window."""
-    return [
-        LayerKind(2 * group, 2, dim, dim, dim**-0.5, window, cap)
-        for group, dim in shapes
-        for window in windows
-    ]
-
-
-LAYERS = {
-    "llama": _kinds([(4, 64), (4, 128), (1, 128)]),
-    "qwen2": _kinds([(7, 64), (7, 128)]),
-    "qwen3": _kinds([(2, 64), (2, 128)]),
-    "mistral": _kinds([(4, 128)], (None, 4096)),
-    "gemma": _kinds([(8, 256), (1, 256)]),
-    "gemma2": _kinds([(2, 256), (2, 128)], (None, 4096), 50.0),
-    "gemma3_text": _kinds([(4, 256), (2, 256), (2, 128)], (None, 1024)),
-}
-"""Of published checkpoints of every model type that `load` takes without comparing logits."""
-
-MLA = LayerKind(16, 1, 512, 64, 192**-0.5, mla=True)
-"""Over latents: of DeepSeek-V2-Lite."""
 
 
 def run(place: Place, report: Report) -> None:
@@ -66,18 +37,9 @@ def run(place: Place, report: Report) -> None:
             report.tell(package, "not installed by this name")
     for command in COMMANDS:
         report.tell(" ".join(command), "", _output(command))
+    report.measure("kernels of the first call", kernels.build, place)
     report.check("FlashInfer runs", _flashinfer, place)
     place.with_flashinfer = sys.modules.get("flashinfer") is not None
-    for dtype in (place.dtype, *place.sizes.other_dtypes):
-        for model, kinds in LAYERS.items():
-            for kind in kinds:
-                heads = f"{kind.query_heads}/{kind.kv_heads} x {kind.head_dim}"
-                rules = f"window {kind.window}, softcap {kind.softcap}"
-                name = f"{model}, {dtype}, {heads}, {rules}"
-                report.check(name, try_layer, place, place.make_backend, dtype, kind)
-    for dtype in (torch.bfloat16, torch.float16):
-        name = f"deepseek, {dtype}, latents of 512 and 64"
-        report.check(name, try_layer, place, place.make_backend, dtype, MLA)
 
 
 def _output(command: Sequence[str]) -> list[str]:
@@ -96,10 +58,3 @@ def _flashinfer(place: Place) -> str:
     kind = LayerKind(*place.sizes.heads[0], dim, dim, dim**-0.5)
     try_layer(place, place.make_backend, place.dtype, kind)
     return str(sys.modules["flashinfer"].__version__)
-
-
-def try_layer(
-    place: Place, make: Callable[..., AttentionBackend], dtype: torch.dtype, kind: LayerKind
-) -> None:
-    try_out(make(kind, dtype=dtype), place.device, dtype, [kind])
-    torch.cuda.synchronize()

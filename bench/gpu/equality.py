@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from radixcache.base import Tokens
 from radixcache.bench.gpu.models import Cache, engine_on, generated, random_llama, run_all
 from radixcache.bench.gpu.place import Place, Sizes
 from radixcache.bench.gpu.report import Report
+from radixcache.runtime.engine import engine as engine_module
 
 NEAR = 5e-2
 """Two logits closer than this share of their row's range are a tie in bfloat16; a wrong page moves
@@ -101,7 +103,8 @@ def _ours(
     """All prompts at once, then all again, now cached."""
     total = sum(len(prompt) + place.sizes.answer for prompt in prompts)
     parts = []
-    with engine_on(
+    # So small a model would never read enough twice.
+    with patch.object(engine_module, "MIN_SAVED", 0), engine_on(
         place, model, num_tokens=2 * total, cache=cache, page_size=page_size,
         max_num_batched_tokens=512, max_num_seqs=16,
     ) as engine:  # fmt: skip
@@ -110,9 +113,11 @@ def _ours(
             parts.append(f"{turn} {judge(prompts, found)}")
             engine.cache.check()
         graphs = [shape.cascade for shape in engine._graphs._replays] if engine._graphs else []
+        prefills = engine._graphs and any(not s.only_decodes for s in engine._graphs._replays)
         copies = engine.cache.stats.copied_pages
     if place.with_flashinfer:
         assert graphs, "no step ran in a graph"
         assert any(graphs) or cache is NoCache, "no step shared a prefix in two levels"
+        assert prefills, "no step with prefill ran in a graph"
     assert copies or cache is not RadixCache or page_size == 1, "no page was copied"
     return ", ".join([*parts, f"{copies} copies", f"{len(graphs)} graphs"])

@@ -1,11 +1,13 @@
-"""Packs FlashInfer with its kernels, for a GPU machine without network and without a compiler.
+"""Packs FlashInfer for a GPU machine without network: with its kernels, or to be built there.
 
+    python -m radixcache.bench.gpu.pack --sources flashinfer.tgz
     python -m radixcache.bench.gpu.pack flashinfer.tgz
 
-needs nvcc 13.0 and gcc, but no GPU, loads half a gigabyte, and takes an hour on two cores; what is
-built stays in the build folder, where a second call goes on. On that machine `bench/gpu_session.sh`
-unpacks the archive and sources its `env.sh`. Kernels that are missing are built there, if it has
-nvcc.
+The first takes seconds and no compiler here; that machine needs nvcc and ninja, and the check
+builds on all of its cores what its first call needs. The second needs nvcc 13.0 and gcc here, but
+no GPU, and an hour of two cores; what is built stays in the build folder, where a second call goes
+on. Either loads half a gigabyte. On that machine `bench/gpu_session.sh` unpacks the archive and
+sources its `env.sh`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from typing import Any
 
 import torch
 
-from radixcache.bench.gpu.environment import LAYERS, MLA
+from radixcache.bench.gpu.kernels import attention_kernels, small_kernels
+from radixcache.bench.gpu.layers import LAYERS, MLA
 
 FLASHINFER = "flashinfer-python==0.7.2.post1"
 HEADERS = ("nvidia-curand==10.4.0.35", "nvidia-cublas==13.0.2.14")
@@ -45,8 +48,6 @@ _INCLUDED = (
 )  # fmt: skip
 """What kernels include, of FlashInfer's data, besides the files of `csrc`."""
 
-_TENSOR_CORE_GROUP = 4  # as in the backend, which cannot be imported without FlashInfer
-
 ENV = """\
 _here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 export PYTHONPATH=$_here/site${PYTHONPATH:+:$PYTHONPATH} PATH=$PATH:$_here/site/bin
@@ -63,16 +64,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("archive", type=Path, help="to write, a .tgz")
     parser.add_argument("--build", type=Path, default=Path("build/flashinfer"), metavar="FOLDER",
                         help="for downloads and built kernels (build/flashinfer)")  # fmt: skip
+    parser.add_argument("--sources", action="store_true", help="without kernels")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="kernels with one in their names")
     parser.add_argument("--arch", default="9.0a", help="of the GPU (9.0a, Hopper)")
     parser.add_argument("--python", default="3.12", metavar="V", help="of that machine (3.12)")
     args = parser.parse_args(arguments)
-    if shutil.which("nvcc") is None:
-        print("nvcc is not there: kernels cannot be built here", file=sys.stderr)
+    if not args.sources and shutil.which("nvcc") is None:
+        print("nvcc is not there: kernels cannot be built here; see --sources", file=sys.stderr)
         return 2
     build = args.build.resolve()
     fetch(build, args.python)
-    kernels = compile_kernels(build, args.only, args.arch)
+    kernels = [] if args.sources else compile_kernels(build, args.only, args.arch)
     write(build, args.archive, kernels, args.arch, args.python)
     size = args.archive.stat().st_size / 2**20
     print(f"{args.archive}: {len(kernels)} kernels, {size:.1f} MiB")
@@ -107,15 +109,21 @@ def _pip(verb: str, *arguments: str | Path) -> None:
     subprocess.run([sys.executable, "-m", "pip", verb, "-q", *map(str, arguments)], check=True)
 
 
+def link_stub(build: Path) -> Path:
+    """An empty library in the place of the driver's, to link with."""
+    stub = build / "stub"
+    stub.mkdir(exist_ok=True)
+    if (compiler := shutil.which("gcc")) is not None:
+        (stub / "empty.c").write_text("int radixcache_stub;\n")
+        library, source = stub / "libcuda.so", stub / "empty.c"
+        subprocess.run(
+            [compiler, "-shared", "-Wl,-soname,libcuda.so.1", "-o", library, source], check=True
+        )
+    return stub
+
+
 def compile_kernels(build: Path, only: Sequence[str] | None, arch: str) -> list[str]:
     """Build what is not built yet into `aot` of the build folder; returns the kernels' names."""
-    stub = build / "stub"  # of the driver, to link with
-    stub.mkdir(exist_ok=True)
-    (stub / "empty.c").write_text("int radixcache_stub;\n")
-    subprocess.run(
-        ["gcc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", stub / "libcuda.so", stub / "empty.c"],
-        check=True,
-    )
     nvcc = Path(shutil.which("nvcc") or "").resolve()
     usual = Path("/usr/local/cuda")  # nvcc may be a script elsewhere that calls the one there
     home = usual if (usual / "bin/nvcc").exists() else nvcc.parent.parent
@@ -126,7 +134,7 @@ def compile_kernels(build: Path, only: Sequence[str] | None, arch: str) -> list[
         "FLASHINFER_EXTRA_CUDAFLAGS": " ".join(
             f"-I{folder}" for folder in (build / "headers").glob("nvidia/*/include")
         ),
-        "FLASHINFER_EXTRA_LDFLAGS": f"-L{stub}",
+        "FLASHINFER_EXTRA_LDFLAGS": f"-L{link_stub(build)}",
         "FLASHINFER_USE_CUDA_NORM": "1",
         "MAX_JOBS": os.environ.get("MAX_JOBS", "2"),
         "PATH": f"{build / 'tools/bin'}:{os.environ['PATH']}",
@@ -150,21 +158,12 @@ def compile_kernels(build: Path, only: Sequence[str] | None, arch: str) -> list[
 
 def _specs() -> list[Any]:
     """FlashInfer's own recipes for whatever the backend may ask of it for `LAYERS`."""
-    from flashinfer.jit import activation, cascade, norm, page, rope, sampling
     from flashinfer.jit.attention import modules
 
-    found = [
-        page.gen_page_module(), cascade.gen_cascade_module(), sampling.gen_sampling_module(),
-        norm.gen_norm_module(), rope.gen_rope_module(),
-        activation.gen_act_and_mul_module("silu"), activation.gen_act_and_mul_module("gelu_tanh"),
-    ]  # fmt: skip
+    found = small_kernels()
     for dtype in (torch.bfloat16, torch.float16):
         for kind in (kind for kinds in LAYERS.values() for kind in kinds):
-            rules = (kind.window is not None, kind.softcap is not None)
-            rest = (dtype, dtype, dtype, torch.int32, kind.head_dim, kind.head_dim, 0, *rules)
-            found.append(modules._gen_batch_prefill_primary_module("fa2", *rest, False))
-            if kind.query_heads // kind.kv_heads < _TENSOR_CORE_GROUP:
-                found.append(modules.gen_batch_decode_module(*rest))
+            found += attention_kernels(kind, dtype)
         dims = (MLA.head_dim, MLA.value_dim)
         types = (dtype, dtype, dtype, torch.int32)
         found.append(modules.gen_batch_mla_module("fa2", *types, *dims, False))

@@ -28,6 +28,9 @@ def llama(*values: int) -> dict[str, int]:
     return dict(zip(_FIELDS, values, strict=True))
 
 
+LLAMA_1B = llama(0, 2048, 8192, 16, 32, 8, 64, 131_072)
+"""The shape of Llama-3.2-1B, but for its vocabulary."""
+
 LLAMA_8B = llama(128_256, 4096, 14_336, 32, 32, 8, 128, 131_072)
 """The shape of Llama-3.1-8B."""
 
@@ -56,8 +59,13 @@ class Sizes(NamedTuple):
     decode_context: int = 1024
     steps: int = 15
     cached: tuple[int, ...] = (4096, 16_384, 32_768)
-    question: int = 64
+    questions: tuple[int, ...] = (16, 64, 256)
     chunk: int = 8192  # max_num_batched_tokens
+    # Serving: each request is a question on the shortest of `cached`
+    served: dict[str, int] = LLAMA_1B
+    served_answer: int = 64
+    clients: int = 32
+    requests: int = 256
     # Cascade
     heads: tuple[tuple[int, int], ...] = ((32, 8), (8, 1))  # (query heads, KV heads)
     head_dim: int = 128

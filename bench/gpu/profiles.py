@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -36,8 +37,9 @@ def _decode(place: Place, model: PreTrainedModel, batch: int) -> Iterator[Row]:
 
 def _question(place: Place, model: PreTrainedModel, cached: int) -> Iterator[Row]:
     with asking(place, model, cached) as (_, ask):
-        ask()
-        yield _profile(place, f"question on {cached} cached", ask)
+        question = partial(ask, place.sizes.questions[-2])
+        question()
+        yield _profile(place, f"question on {cached} cached", question)
 
 
 def _profile(place: Place, name: str, work: Work) -> Row:

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from radixcache.bench.gpu.environment import LAYERS, try_layer
+from radixcache.bench.gpu.layers import LAYERS, try_layer
 from radixcache.bench.gpu.place import Place
 from radixcache.bench.gpu.report import Report, Row, figure
 from radixcache.bench.gpu.steps import Way, seconds_of_decodes

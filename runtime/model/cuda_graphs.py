@@ -96,7 +96,8 @@ class CudaGraphRunner:
             for cascade in (False, True)[: 1 + self._takes_cascade(size)]
         ]
         for shape in [*reversed(self._prefills), *decodes]:
-            self._run(shape, np.arange(0), self._spare_batch(shape), np.arange(0))
+            none = np.empty(0, np.int32)
+            self._run(shape, none, self._spare_batch(shape), none)
         count = sum(replay is not None for replay in self._replays.values())
         _log.info(
             "captured %d CUDA graphs in %.1f s; they take %.0f MiB", count,

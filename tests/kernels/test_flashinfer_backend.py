@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -147,9 +149,9 @@ def test_a_replay_of_a_step_with_prefill_gives_the_bits_of_the_eager_one(shape, 
     for seed in range(12):
         count = int(rng.integers(1, shape.sequences))
         cuts = rng.choice(np.arange(1, shape.tokens), count, replace=False)
-        cuts = np.diff([0, *sorted(cuts)]) if seed % 3 else [1] * (count - 1) + [2]
+        new = np.diff([0, *sorted(cuts)]).tolist() if seed % 3 else [1] * (count - 1) + [2]
         step = make_step(
-            seed, [(int(n), int(rng.choice([0, 5, 40]))) for n in cuts], page_size=page_size
+            seed, [(int(n), int(rng.choice([0, 5, 40]))) for n in new], page_size=page_size
         )
         spare = pages.shape[1] - 1
         padded = pad(step.batch, shape, spare)
@@ -172,6 +174,42 @@ def test_a_replay_of_a_step_with_prefill_gives_the_bits_of_the_eager_one(shape, 
             wanted = attend(eager, step, scale=0.3, window=kind.window)
             assert torch.equal(out[:total].cpu(), wanted.cpu())
             assert error(step, out[:total], scale=0.3, window=kind.window) < 2e-5
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_long_prefills_go_to_fa3_once_it_is_there(gpu, monkeypatch, compiles) -> None:
+    """By the wrappers that are asked for: no stand-in has its arithmetic."""
+    asked: list[str] = []
+
+    def module(version: str, *key):
+        if version == "fa3" and not compiles:
+            raise RuntimeError("nvcc compiles nothing here")
+        return gpu.kernels.prefill("fa2", *key)
+
+    def wrapper(make):
+        def made(workspace, *, backend, **options):
+            asked.append(backend)
+            return make(workspace, backend="fa2", **options)
+
+        return made
+
+    for name in ("BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper"):
+        monkeypatch.setattr(gpu.flashinfer, name, wrapper(getattr(gpu.flashinfer, name)))
+    monkeypatch.setattr(gpu.flashinfer.prefill, "get_batch_prefill_module", module)
+    kind = kind_of(make_step(1, [(1, 30)]), 0.3)
+    backend = make_backend(kind, kind._replace(window=9))
+    for new, cached, then in ((600, 20, "fa3"), (600, 0, "fa3"), (300, 20, "fa2")):
+        lens = [(1, 5), (new, cached)]
+        for expected in ("fa2", then if compiles else "fa2"):
+            step = make_step(new, lens)
+            asked.clear()
+            backend._wrappers.clear()
+            backend.plan(step.batch)
+            assert asked == [expected, "fa2"]  # windows are left to fa2
+            with monkeypatch.context() as patch:
+                patch.setattr(threading.Thread, "start", threading.Thread.run)
+                backend.compile_in_background()
+        backend._fa3.clear()
 
 
 def test_what_flashinfer_cannot_do_is_refused() -> None:
