@@ -169,6 +169,13 @@ def last_graph(engine: Engine) -> Work:
     return replays[-1]
 
 
+def prefill_graph(engine: Engine, tokens: int) -> Work | None:
+    """The graph of a step with so many new tokens of one prompt."""
+    replays = engine._graphs._replays if engine._graphs else {}
+    fits = [s for s in replays if s.tokens >= tokens and not s.only_decodes]
+    return replays[min(fits)] if fits else None
+
+
 def run_all(engine: Engine, prompts: list[Tokens], max_tokens: int) -> list[Request]:
     """All prompts at once, to their end."""
     requests = [engine.add_request(prompt, greedy(max_tokens)) for prompt in prompts]

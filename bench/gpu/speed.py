@@ -17,6 +17,7 @@ from radixcache.bench.gpu.models import (
     engine_on,
     free_memory,
     last_graph,
+    prefill_graph,
     random_llama,
     random_tokens,
     run_all,
@@ -124,6 +125,8 @@ def _ttft(place: Place, model: PreTrainedModel, cached: int, page_size: int) -> 
             floor = floor_seconds(place, model, cached + question, engine.model.bytes_per_token)
             where = f"TTFT of {question} tokens on {cached} cached, page {page_size}"
             note = f"floor {floor * 1e3:.2f} ms, {hits[0] * 1e3:.2f} to {hits[-1] * 1e3:.2f} ms"
+            if (replay := prefill_graph(engine, question)) is not None:
+                note += f", device alone {place.replay_seconds(replay) * 1e3:.2f} ms"
             limit = (HIT_AIM * floor + HIT_AIM_SECONDS) * 1e3
             yield figure(where, hit * 1e3, "ms", limit, note=note)
         where = f"TTFT of {cached} tokens, page {page_size}, nothing cached"

@@ -15,7 +15,7 @@ from radixcache import LLM, SamplingParams
 from radixcache.kernels import cascade
 from radixcache.runtime.engine import engine
 from radixcache.runtime.model import cuda_graphs
-from radixcache.runtime.model.cuda_graphs import CudaGraphRunner, Shape, pad
+from radixcache.runtime.model.cuda_graphs import CudaGraphRunner, Shape
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from tests.helpers import engines
