@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -76,7 +77,7 @@ LOOKS: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("kind", CACHES.values())
 def test_while_a_cache_is_broken_it_refuses_changes_and_answers_the_rest(
-    kind: type[PrefixCache],
+    kind: Callable[[PagePool], PrefixCache],
 ) -> None:
     """Each method of the interface is one or the other."""
     methods = {n for n, m in vars(PrefixCache).items() if n[0] != "_" and inspect.isfunction(m)}
