@@ -362,12 +362,15 @@ class PrefixCache(ABC):
         return _count_pages(self._tables(as_namespace(namespace)))
 
     def pinned_pages_beside(self, tokens: TokensLike, namespace: Hashable = None) -> int:
-        """Pinned pages that are not among those of a prompt. O(tokens), if there are pins."""
+        """Pinned pages that are not among those of a prompt, or in which a pin ends, so that it may
+        have to copy them. O(tokens), if there are pins."""
         if not self._pins:
             return 0
         lease = self.acquire(tokens, namespace)
         own = lease.page_table[: lease.cached_tokens // self.page_size]
-        beside = np.setdiff1d(np.concatenate(self._tables()), own)
+        whole = [pin.page_table[: pin.num_tokens // self.page_size] for pin in self._pins.values()]
+        shared = np.intersect1d(own, np.concatenate(whole))
+        beside = np.setdiff1d(np.concatenate(self._tables()), shared)
         self.release(lease)
         return len(beside)
 

@@ -289,12 +289,12 @@ class HashBlockCache(PrefixCache):
 
     # -- eviction ------------------------------------------------------------------------------
 
-    @mutation
     def would_evict(self, num_pages: int) -> bool:
         line = (page for page in self._queue if not self.pool.refs[page])
         cached = any(self._blocks[page] is not None for page in islice(line, num_pages))
         return cached or super().would_evict(num_pages)
 
+    @mutation
     def evict(self, num_pages: int) -> int:
         """Pages forget what they hold: they count as free before and after, and keep their place in
         the queue. O(pages in it)."""

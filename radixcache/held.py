@@ -66,26 +66,40 @@ class HeldPages:
         return self._num <= most_held
 
     def count(self) -> int:
-        """Run by run, each down to the deepest cursor in it or below. O(leases + runs above)."""
+        """Distinct pages in the tables of leases, and those that the step in flight has yet to copy
+        from. Run by run, each down to the deepest cursor in it or below. O(leases + runs above)."""
         tree, page_size, held = self._tree, self._tree.page_size, 0
         ends: dict[Node, int] = {}
-        """Down to where leases hold pages, by the first node of the run."""
+        """The pages that leases hold of a run end at this index of tables, by its first node."""
+
+        def counts(node: Node | None, index: int, page: int) -> bool:
+            """Whether `page` is counted at `index` on the way up from `node`."""
+            while node is not None and node.end > index * page_size:
+                first = node.run.nodes[0]
+                if ends.get(first, 0) > index and node.page_at(index) == page:
+                    return True
+                node = first.parent
+            return False
+
         for lease in self._leases:
-            node, end, own = lease.node, lease.num_tokens, lease._num_own_from
-            held += lease._num_pages - own
-            if end % page_size and own < -(-end // page_size):
-                held -= tree.holders(node, own, lease._table.item(own)) > 0
+            node, end = lease.node, -(-lease.num_tokens // page_size)
             while ends.get(first := node.run.nodes[0], -1) < end:
                 is_new = first not in ends
                 ends[first] = end
                 if not is_new or first.parent is None:
                     break
-                node, end = first.parent, first.parent.end
+                node = first.parent  # whose half-filled page the child may have copied
+                end = -(-node.end // page_size) if tree.is_begun(first) else node.end // page_size
+        for lease in self._leases:
+            own = lease._num_own_from
+            held += lease._num_pages - own
+            if own * page_size < lease.num_tokens:
+                held -= counts(lease.node, own, lease._table.item(own))
         for first, end in ends.items():
             index = first.first_page
-            held += -(-end // page_size) - index
-            if first.start % page_size:  # a run above may hold the first page, too
-                held -= tree.holders(first.parent, index, first.page_at(index)) > 0
+            held += end - index
+            if first.start % page_size and end > index:  # a run above may hold the first page, too
+                held -= counts(first.parent, index, first.page_at(index))
         return held
 
     def check(self, held: int) -> None:

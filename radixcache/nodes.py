@@ -211,6 +211,10 @@ class Run:
         before = self.room - self.start // self.page_size
         return self.data[before + first : before + end]
 
+    def set_page(self, index: int, page: int) -> None:
+        """Let page table entry `index` be `page`."""
+        self.data[self.room + index - self.first_page] = page
+
     def index(self, position: int) -> int:
         """Index of the node that holds the token before `position`. O(log nodes)."""
         return bisect_left(self.nodes, position, key=_END)

@@ -211,6 +211,7 @@ class RadixCache(PrefixCache):
             node.extend(tokens, pages)
         else:
             node = tree.add_child(node, tokens, pages, lease.query_tokens - position)
+            self._held.forget()  # the page before may have been copied
         if not written:
             tree.in_flight.setdefault(node, position)
         self._move(lease, node, end)
@@ -219,6 +220,8 @@ class RadixCache(PrefixCache):
     def _end_step(self) -> None:
         super()._end_step()
         tree = self._tree
+        if tree.in_flight:
+            self._held.forget()
         tree.in_flight.clear()
         if tree.postponed:
             postponed, tree.postponed = tree.postponed, []
@@ -283,15 +286,14 @@ class RadixCache(PrefixCache):
         return self._evict(as_count(num_pages, "the number of pages"))
 
     def _evict(self, num_pages: int) -> int:
-        before = self.pool.num_free
-        freed = 0
-        while freed < num_pages:
+        end_free, before = self.pool.num_free + num_pages, self.pool.num_free
+        while (missing := end_free - self.pool.num_free) > 0:
             leaf = self._order.first()
             if leaf is None:
-                if not self._expose_tails():
+                if not self._expose_tails() and not self._tree.share_copies():
                     break
                 continue
-            kept = max(0, leaf.num_pages - (num_pages - freed))
+            kept = max(0, leaf.num_pages - missing)
             end = (leaf.first_page + kept) * self.page_size if kept else leaf.start
             self.stats.evicted_tokens += leaf.end - end
             self._emit_about(Evicted, leaf, end)
@@ -299,12 +301,12 @@ class RadixCache(PrefixCache):
                 path = self._tree.path_tokens(leaf)
                 self.lower.demote(path, leaf.first_page + kept, leaf.pages[kept:])
             if kept:
-                freed += self.pool.drop(leaf.truncate(end))
+                self.pool.drop(leaf.truncate(end))
             else:
                 self.pool.drop(leaf.pages)
                 self._order.discard_first()
-                self._settle(self._tree.remove(leaf))
-                freed = self.pool.num_free - before  # a merge after a removal frees a page, too
+                self._settle(self._tree.remove(leaf))  # a merge frees a page, too
+        freed = self.pool.num_free - before
         self.stats.evicted_pages += freed
         return freed
 
@@ -361,10 +363,7 @@ class RadixCache(PrefixCache):
     def _merge(self, node: Node) -> None:
         child = self._tree.mergeable(node)
         if child is not None:
-            free = self.pool.num_free
             self._tree.merge(node, child)
-            if self.pool.num_free > free:  # a page that the child's copy stood in for
-                self._held.forget()
 
     # -- cursors and tables --------------------------------------------------------------------
 
@@ -457,6 +456,8 @@ class RadixCache(PrefixCache):
         evictable = 0
         for node in self._tree:
             self._tree.check_node(node)
+            if node.parent is not None and self._tree.is_begun(node):
+                held[node.parent.page_at(node.first_page)] = True
             np.add.at(refs, node.pages, 1)
             for lease in node.leases:
                 assert lease.node is node and lease in self._leases, f"{lease} strayed"
@@ -469,12 +470,8 @@ class RadixCache(PrefixCache):
             self._check_lease(lease)
             own = lease._table[lease._num_own_from : lease._num_pages]
             np.add.at(refs, own, 1)
-            held[own] = True
-            at: Node | None = lease.node
-            while at is not None:
-                end = min(at.end, lease.num_tokens)
-                held[at.pages[: -(-end // self.page_size) - at.first_page]] = True
-                at = at.parent
+            pages = -(-lease.num_tokens // self.page_size)
+            held[own] = held[self._tree.read_pages(lease.node, 0, pages)] = True
         self._held.check(int(held.sum()))
         if self.lower is not None:
             self.lower.check()

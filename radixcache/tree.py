@@ -221,14 +221,42 @@ class RadixTree:
         (child,) = node.children.values()
         if node.last_use > child.last_use:
             return None
-        if (
-            child.start % self.page_size
-            and child.page_at(child.first_page) != node.page_at(child.first_page)
-            and self.written(child) < child.end
-        ):
+        index = child.first_page
+        if self.is_begun(child) and child.page_at(index) != node.page_at(index):
             self.postponed.append(node)
             return None
         return child
+
+    def is_begun(self, node: Node) -> bool:
+        """Whether `node` begins in mid-page with the step in flight, which may have yet to copy the
+        tokens before it in that page."""
+        return node.start % self.page_size > 0 and self.written(node) == node.start
+
+    def share_copies(self) -> bool:
+        """Give up the pages at branches that are not needed beside the copies that children have of
+        them; whether any came free. O(nodes)."""
+        before = self.pool.num_free
+        for node in reversed([*self]):
+            self._share_copy(node)
+        return self.pool.num_free > before
+
+    def _share_copy(self, node: Node) -> None:
+        """Let `node`, the last of its run, hold at its end in mid-page the page that a child holds
+        there, if nobody needs its own: no lease, and no copy that is yet to be made."""
+        run, index = node.run, node.end // self.page_size
+        start = index * self.page_size
+        if node.end == start or not node.children or node is not run.nodes[-1]:
+            return
+        page, holders = node.page_at(index), run.nodes[run.index(start + 1) :]
+        below = [c for at in holders for c in at.children.values() if c.run is not run]
+        if any(lease.num_tokens > start for at in holders for lease in at.leases):
+            return
+        if any(self.is_begun(child) for child in below):
+            return
+        run.set_page(index, below[-1].page_at(index))
+        for _ in holders:
+            self.pool.hold(node.page_at(index))
+            self.pool.drop(np.array([page], np.int32))
 
     def merge(self, node: Node, child: Node) -> None:
         """Let `child`, which is `mergeable(node)`, absorb `node`.

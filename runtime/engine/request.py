@@ -114,9 +114,10 @@ class Sequence:
 
     @property
     def unpublished(self) -> Tokens:
-        """The tokens with KV that the cache has not heard of; a view."""
+        """The tokens with KV that the cache has not heard of; a view. A step that is launched ahead
+        counts one more in `num_computed`, which never comes if the sequence fails before it."""
         start = self.lease.num_tokens if self.lease else 0
-        return self._tokens[start : self.num_computed]
+        return self.tokens[start : self.num_computed]
 
     @property
     def generated(self) -> Tokens:

@@ -150,6 +150,13 @@ class Loads:
             pages, end = pages[:most], (first + most) * size
         if not self._is_to_be_loaded(level, len(pages), end - start):
             return False
+        for load in self._left:  # what it has begun is not read again
+            same = sum(a is b for a, b in zip(load.pages, pages, strict=False))
+            if same and load.first == first:
+                self._left.remove(load)
+                load.end = min(end, (first + same) * size)
+                self._loads[sequence] = load
+                return True
         is_coming = pages[0].readers > 0  # with another
         loading = sum(load.level is level for load in self._loads.values())
         if loading < store.most_loading and not is_coming:
@@ -246,7 +253,8 @@ class Loads:
 
     def wait(self) -> None:
         """Until a load has ended, but not for long: nothing is to be computed before."""
-        wait([load.rows for load in self._loads.values()], _WAIT, "FIRST_COMPLETED")
+        loads = [*self._loads.values(), *self._left]
+        wait([load.rows for load in loads], _WAIT, "FIRST_COMPLETED")
 
     def check(self, waiting: set[Sequence]) -> None:
         """Verify between two steps that each load is somebody's."""

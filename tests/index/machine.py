@@ -446,11 +446,10 @@ class Machine:
         return pages
 
     def spare(self) -> int:
-        """Pages that the tree holds and no lease needs, those included that a copy stands for."""
+        """Pages that are in no lease's table, those included that a copy stands for."""
         held = {page for lease in self.leases.values() for page in lease.page_table.tolist()}
         for hold in self.model.holds:
-            for end in range(1, len(hold.tokens) + 1):
-                held.add(self.table(hold.namespace, hold.tokens[:end])[-1])
+            held |= {*self.table(hold.namespace, hold.tokens)}
         return self.pool.num_pages - self.pool.num_free - len(held)
 
     def seen(self) -> object:

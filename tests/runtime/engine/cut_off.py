@@ -27,7 +27,7 @@ from radixcache.runtime.engine.request import Request
 from radixcache.runtime.sampling.grammar import GrammarBackend
 from tests.helpers.drafts import speculate
 from tests.helpers.engines import assert_no_page_is_lost
-from tests.helpers.hash_model import VOCAB, greedy, hash_engine
+from tests.helpers.hash_model import VOCAB, assert_cached_is_computed, greedy, hash_engine
 from tests.runtime.kv_offload.disk_engine import MemoryStore, attach
 
 ROOT = Path(radixcache.__file__).resolve().parents[1]
@@ -120,6 +120,7 @@ class Run:
         if isinstance(self.engine.cache, RadixCache) and not states and rng.random() < 0.5:
             attach(self.engine, MemoryStore(self.engine.kv_pool), rng.choice([9, 200]))
         self.model: Any = self.engine.model
+        self.engine._runs_ahead = not states and rng.random() < 0.5
         if states or rng.random() < 0.3:
             explainer = Explainer(self.engine.cache, 400)
             self.engine.scheduler.on_publish = lambda s, n: explainer.remember(s.tokens[:n])
@@ -224,6 +225,7 @@ def one(seed: int) -> list[str]:
         assert not run.model.unwritten, "a slot was read before it was written"
         assert not getattr(run.model, "wrong_states", 0), "a state of other tokens"
         assert not run.engine.scheduler.open
+        assert_cached_is_computed(run.engine)
         run.engine.check()
         assert_no_page_is_lost(run.engine)
     except BaseException as error:

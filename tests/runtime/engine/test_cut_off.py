@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
 
-from radixcache import CacheBroken, LeaseError, PagePool, RadixCache, SamplingParams, WrongThread
+from radixcache import (
+    CacheBroken,
+    LeaseError,
+    PagePool,
+    PrefixCache,
+    RadixCache,
+    SamplingParams,
+    WrongThread,
+)
 from tests.helpers.cover import seeds
 from tests.helpers.engines import (
     CACHES,
@@ -52,6 +63,46 @@ def test_a_cache_cut_off_half_way_says_so_until_it_recovers(
     with pytest.raises(LeaseError):
         cache.release(lease)
     assert cache.match([1, 2, 3, 4, 5]) == 0
+
+
+CHANGES: dict[str, tuple[Any, ...]] = {
+    "acquire": ([1],), "reserve": (None, 1), "publish": (None, [1]), "commit": (), "rollback": (),
+    "release": (None,), "evict": (1,), "pin": ("a", [1]), "unpin": ("a",), "reset": (),
+}  # fmt: skip
+LOOKS: dict[str, tuple[Any, ...]] = {
+    "match": ([1, 2],), "cached_length": ([1],), "would_evict": (1,), "pinned_pages_of": (None,),
+    "pinned_pages_beside": ([1],), "outline": (), "snapshot": (),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CACHES.values())
+def test_while_a_cache_is_broken_it_refuses_changes_and_answers_the_rest(
+    kind: Callable[[PagePool], PrefixCache],
+) -> None:
+    """Each method of the interface is one or the other."""
+    methods = {n for n, m in vars(PrefixCache).items() if n[0] != "_" and inspect.isfunction(m)}
+    assert methods == {*CHANGES, *LOOKS, "recover", "check"}
+    cache = kind(PagePool(8, 1))
+    lease = cache.acquire([1, 2])
+    cache.reserve(lease, 2)
+    cache.publish(lease, [1, 2])
+    cache.commit()
+    cache.release(lease)
+
+    def fail(event: object) -> None:
+        raise MemoryError
+
+    cache.events.append(fail)
+    with pytest.raises(MemoryError):  # of `NoCache` nothing is ever evicted
+        cache.evict(1) if cache.granularity else cache.reset()
+    for name, arguments in CHANGES.items():
+        with pytest.raises(CacheBroken):
+            getattr(cache, name)(*arguments)
+    for name, arguments in LOOKS.items():
+        getattr(cache, name)(*arguments)
+    cache.events.clear()
+    cache.recover()
+    cache.check()
 
 
 @pytest.mark.parametrize("kind", CACHES.values())

@@ -6,7 +6,10 @@ same, too, is in test_engine.py, test_logits_cache.py and test_logits_processors
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +17,17 @@ import torch
 from radixcache import SamplingParams
 from radixcache.runtime.engine.engine import Engine
 from tests.helpers import engines
-from tests.helpers.engines import assert_no_page_is_lost, finish
+from tests.helpers.cover import seeds
+from tests.helpers.drafts import speculate
+from tests.helpers.engines import CACHES, assert_no_page_is_lost, finish
+from tests.helpers.hash_model import (
+    VOCAB,
+    HashModel,
+    assert_cached_is_computed,
+    greedy,
+    hash_engine,
+)
+from tests.helpers.pretend_cuda import CUDA, pretend_cuda
 
 
 def make_quick_engine(path: Path, monkeypatch, **options) -> Engine:
@@ -74,3 +87,95 @@ def test_out_of_pages_ahead_ends_the_run_ahead_and_puts_the_newest_back(path, mo
     assert [len(r.sequences[0].generated) for r in requests] == [100] * 3
     assert not requests[0].sequences[0].preemptions and requests[2].sequences[0].preemptions
     assert_no_page_is_lost(engine)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_token_that_never_came_is_not_cached(cache) -> None:
+    """The step that fails was launched, and one behind it, which counts the token of the first."""
+    engine = hash_engine(cache)
+    engine._runs_ahead = True
+    params = SamplingParams(allowed_token_ids=[5], stop_token_ids=[5], min_tokens=1, max_tokens=9)
+    prompt = [*range(20), *range(20)]
+    request = engine.add_request(prompt, params)
+    engine.step()
+    assert request.error and not len(request.sequences[0].generated)
+    assert engine._ahead is not None
+    for token in range(VOCAB):
+        assert engine.cache.cached_length([*prompt, token]) <= len(prompt)
+    assert_cached_is_computed(engine)
+    finish(engine)
+
+
+class DeviceHashModel(HashModel):
+    """On a pretended GPU, which knows the tokens of the step before and sees the logits first."""
+
+    ranks = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device, self.fails_at = CUDA, 17
+
+    def forward(self, tokens: Any, batch: Any, rows: Any, pool: Any, states: Any = ()) -> Any:
+        given = tokens.cpu().numpy() if isinstance(tokens, torch.Tensor) else tokens
+        return super().forward(given, batch, rows, pool).to(CUDA)
+
+
+def fuzz(seed: int, num_requests: int) -> Counter[str]:
+    """Requests of every kind on a pretended GPU, of which a tenth fail; each cached slot is
+    compared with its path after each failure, and every answer with the model's."""
+    rng, seen = random.Random(seed), Counter[str]()
+    with pretend_cuda():
+        model: Any = DeviceHashModel()
+        page_size = rng.choice([1, 2, 4, 16])
+        num_pages = rng.choice([90, 300]) // page_size + 4
+        kind, running = rng.choice(["radix", "radix", "hash-block", "none"]), rng.choice([2, 12])
+        engine = hash_engine(
+            kind, page_size, num_pages, rng.choice([9, 60, 200]), running, model=model
+        )
+        assert engine._runs_ahead
+        if rng.random() < 0.3:
+            speculate(engine, 400)
+        texts, live = [[0, 1, 2]], list[Any]()
+        while seen["asked"] < num_requests or live:
+            if seen["asked"] < num_requests and rng.random() < 0.4:
+                stem = rng.choice(texts)
+                prompt = stem[: rng.randrange(len(stem) + 1)][:40]
+                prompt = [*prompt, *rng.choices(range(VOCAB - 1), k=rng.randint(1, 6))]
+                options: dict[str, Any] = {"temperature": 0, "max_tokens": rng.choice([1, 6, 25])}
+                if rng.random() < 0.1:  # until that comes, nothing is left
+                    options |= {"stop_token_ids": [5], "allowed_token_ids": [5], "min_tokens": 1}
+                if rng.random() < 0.2:
+                    options["n"] = 2
+                live.append(engine.add_request(prompt, SamplingParams(**options)))
+                seen["asked"] += 1
+            if live and rng.random() < 0.02:
+                engine.abort(live.pop(rng.randrange(len(live))))
+            before = engine._ahead is not None
+            engine.step()
+            seen["ahead"] += before
+            engine.check()
+            for request in [request for request in live if request.finished]:
+                live.remove(request)
+                prompt, params = request.prompt_token_ids.tolist(), request.params
+                for sequence in request.sequences:
+                    said = sequence.generated.tolist()
+                    answer = greedy(prompt, params.max_tokens or 0)
+                    assert params.min_tokens or said == answer[: len(said)], f"seed {seed}"
+                    failed = sequence.finish_reason == "error"
+                    seen["failed"] += failed
+                    seen["failed ahead"] += failed and engine._ahead is not None
+                    texts = [*texts, sequence.tokens.tolist()][-12:]
+                if request.error or rng.random() < 0.1:
+                    assert_cached_is_computed(engine)
+        assert not model.unwritten, "a slot was read before it was written"
+        assert_no_page_is_lost(engine)
+    return seen
+
+
+@seeds(20_261_127, 41)
+def test_what_is_cached_was_computed_whoever_fails(seed) -> None:
+    """Seeds of 60 requests each; with the exhaustive ones more than 10,000."""
+    seen = Counter[str]()
+    for run in range(4):
+        seen += fuzz(100 * seed + run, 60)
+    assert seen["ahead"] > 20 and seen["failed"] > 20 and seen["failed ahead"], seen

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from radixcache import SamplingParams
+from radixcache.runtime.kv_offload import loads
 from radixcache.stored import StoredPage
 from tests.helpers.engines import generated
 from tests.helpers.hash_model import greedy
@@ -72,6 +73,46 @@ def test_who_waits_for_the_loads_of_others_is_looked_up_when_one_has_ended(
         disk.engine.check()
     assert [request.output().num_cached_tokens for request in requests] == [len(TEXT)] * 7
     assert generated(requests) == [[greedy(text, 4)] for text in texts]
+    disk.close()
+
+
+@pytest.mark.parametrize("more", [[], [28, 27, 26]])
+@pytest.mark.parametrize("apart", [12, 17, 25])
+def test_a_load_that_is_aborted_goes_to_who_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: int, more: list[int]
+) -> None:
+    """Nothing is read twice, and the engine waits where it has nothing to compute. One of them may
+    go on otherwise than the other from `apart` on, or be longer."""
+    disk, late = Disk(tmp_path, num_pages=100), list[tuple[list[StoredPage], Any]]()
+    texts = [[*TEXT], [*TEXT[:apart], *[0] * (25 - apart), *more]]
+    disk.put_down(*texts)
+    disk.store.flush()
+    read, waited = disk.store.read, Mock(wraps=wait)
+    monkeypatch.setattr(loads, "wait", waited)
+
+    def slowly(pages: list[StoredPage]) -> Future[torch.Tensor]:
+        late.append((pages, Future()))
+        return late[-1][1]
+
+    monkeypatch.setattr(disk.store, "read", slowly)
+    params = SamplingParams(temperature=0, max_tokens=4)
+    gone, other = (disk.engine.add_request(text, params) for text in texts)
+    disk.engine.step()
+    disk.engine.abort(gone)
+    for _ in range(3):
+        disk.engine.step()
+        assert late[0][1] in waited.call_args.args[0]
+    done = 0
+    while not other.finished:
+        for pages, rows in late[done:]:
+            rows.set_result(read(pages).result())
+            done += 1
+        disk.engine.step()
+        disk.engine.check()
+    pages = [page for pages, _ in late for page in pages]
+    assert len({*map(id, pages)}) == len(pages), "read twice"
+    assert other.output().num_cached_tokens == len(texts[1]) - 1
+    assert generated([other]) == [[greedy(texts[1], 4)]]
     disk.close()
 
 
