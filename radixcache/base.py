@@ -185,6 +185,8 @@ class PrefixCache(ABC):
     """Those that live, pins included."""
     _in_flight: dict[Any, Any]
     """Those that stand on tokens that the step being scheduled writes."""
+    changes = 0
+    """Releases, unpins and steps that wrote: in between, nobody can find or reserve more."""
     _thread = 0
     """Who made the last change, or is making it."""
     _inside = False
@@ -259,6 +261,7 @@ class PrefixCache(ABC):
         self._end_step()
 
     def _end_step(self) -> None:
+        self.changes += bool(self._in_flight)
         for lease in self._in_flight:
             lease.publishing = False
         self._in_flight.clear()
@@ -276,6 +279,7 @@ class PrefixCache(ABC):
         lease = self._mine(lease)
         if lease.publishing:
             raise LeaseError("the lease has tokens in flight: commit or roll back first")
+        self.changes += 1
         self._release(lease)
 
     @abstractmethod
@@ -332,6 +336,7 @@ class PrefixCache(ABC):
         lease = self._pins.pop((as_namespace(namespace), as_name(name)), None)
         if lease is None:
             raise PinError(f"no prefix named {name!r} is pinned")
+        self.changes += 1
         self._release(lease)
 
     @property

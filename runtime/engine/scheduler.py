@@ -148,6 +148,8 @@ class Scheduler:
         self._short_of_pages = False
         self._no_room = False
         """Nobody could be admitted for want of pages, and nobody has come or ended since."""
+        self._tried = 0
+        """`cache.changes` when that was: as long as it stays, nobody else is tried."""
         self._ahead = DECODE_AHEAD
         """Fewer, since a reservation has failed, until somebody leaves."""
         self._failed: list[Request] = []
@@ -252,7 +254,9 @@ class Scheduler:
 
     def _admit(self, chunks: list[Chunk], budget: int) -> int:
         """Add chunks of waiting sequences; returns what is left of the budget."""
-        if not budget or len(self.running) >= self.max_num_seqs:
+        in_vain = self._no_room and self._tried == self.cache.changes and self.states is None
+        in_vain = in_vain and not (self.loads is not None and self.loads.pending)
+        if not budget or len(self.running) >= self.max_num_seqs or in_vain:
             return budget
         ending = self._ending(chunks)
         for sequence in self._candidates():
@@ -282,7 +286,7 @@ class Scheduler:
                 if not self.running and not self._finds_room():
                     self.waiting.remove(sequence)
                     self.fail(sequence, NO_ROOM)
-                self._no_room = bool(self.running)
+                self._no_room, self._tried = bool(self.running), self.cache.changes
                 break
             if not sequence.resumes:
                 sequence.cached_tokens = hit
@@ -444,13 +448,13 @@ class Scheduler:
         if self.states is not None:
             self.states.leave(sequence)
         self._release(sequence)
+        self._ahead = DECODE_AHEAD
 
     def _release(self, sequence: Sequence) -> None:
         assert sequence.lease is not None
         self.cache.release(sequence.lease)
         if self.states is not None:
             self.states.release(sequence)
-        self._ahead = DECODE_AHEAD
         sequence.lease = None
         sequence.num_computed = 0
 

@@ -106,6 +106,11 @@ class Loads:
         self._saving = 0.0
         """Of all stores, when the step began: a load evicts as much as computing does."""
 
+    @property
+    def pending(self) -> bool:
+        """Whether anything is being read, for whoever waits or has gone."""
+        return bool(self._loads or self._left)
+
     def begin_step(self) -> None:
         """A step is being scheduled."""
         self._step_is_full, self._seconds, self._saving = False, 0.0, self._all_saving()
@@ -213,7 +218,8 @@ class Loads:
             self._cache.reserve(lease, end)
             table = lease.page_table[start // size : -(-end // size)]
             skipped, copies = start // size - load.first, perf_counter()
-            self._pool.write_pages(table, rows[skipped : skipped + len(table)])
+            rows = rows[skipped : skipped + len(table)]
+            self._pool.write_pages(table, rows)
             load.level.copying.note(rows.nbytes, perf_counter() - copies)
             lease.used = True  # it counts in no statistics
             self._cache.publish(lease, sequence.tokens[start:end], written=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from math import nan
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,6 +48,8 @@ class BruteForce:
     """What the scheduler calls; subclasses say what it does."""
 
     hold: type[Hold] = Hold
+    changes = nan
+    """Who waits is tried in each step: this is never what it was."""
 
     def __init__(self, num_tokens: int, page_size: int) -> None:
         self.page_size = page_size

@@ -5,17 +5,22 @@ All waits are counted in steps.
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from contextlib import suppress
+from math import nan
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from radixcache import SamplingParams
+from radixcache import PinError, SamplingParams
 from radixcache.bench.replay.play import IndexEngine
 from radixcache.bench.schemes.named import parse_scheme
 from radixcache.errors import OutOfPages
 from radixcache.runtime.engine.request import Request
-from radixcache.runtime.engine.scheduler import LOOK_AHEAD, MAX_SKIPS, Scheduler
+from radixcache.runtime.engine.scheduler import DECODE_AHEAD, LOOK_AHEAD, MAX_SKIPS, Scheduler
+from tests.helpers.cover import seeds
 
 PROMPT = np.arange(60, dtype=np.int32)
 ANSWER = np.arange(1000, 1003, dtype=np.int32)
@@ -89,6 +94,53 @@ def test_a_decode_of_several_tokens_gets_pages_for_all_of_them_or_none(free):
         engine.scheduler.reserve_decode(sequence, 40)
         assert sequence.lease is not None and sequence.lease.capacity >= len(PROMPT) + 40
     cache.check()
+
+
+@seeds(20_261_127, 20)
+def test_who_waits_for_pages_is_admitted_as_if_it_were_tried_in_each_step(seed):
+    """Whatever is published, released, or unpinned meanwhile; and it is not tried in each step."""
+    tries = Counter[bool]()
+    for run in range(6):
+        admitted = []
+        for restless in (False, True):
+            rng = random.Random(f"{seed} {run}")
+            cache = parse_scheme(f"{rng.choice(['radix', 'hash'])}-{rng.choice([4, 16])}").make(700)
+            if restless:
+                cache.changes = nan  # type: ignore[assignment]  # never what it was
+            engine = IndexEngine(Scheduler(cache, rng.choice([20, 512]), 16, "lpm"))
+            find = Mock(wraps=cache.acquire)
+            cache.acquire = find  # type: ignore[method-assign]
+            stems = [np.array([stem, *range(1000, 1200)], np.int32) for stem in range(3)]
+            live, steps = list[Request](), []
+            for step in range(900):
+                if rng.random() < 0.05:
+                    stem, own = rng.choice(stems)[: rng.randint(1, 200)], 2000 + step
+                    prompt = np.append(stem, np.full(rng.randint(1, 90), own, np.int32))
+                    answer = np.zeros(rng.randint(1, 150), np.int32)
+                    live.append(engine.add(prompt, answer, rng.choice("ab")))
+                if rng.random() < 0.02 and cache.pins:
+                    cache.unpin("a stem")
+                elif rng.random() < 0.02 and not cache.pins:
+                    with suppress(PinError):
+                        cache.pin("a stem", rng.choice(stems)[: rng.randint(1, 60)])
+                engine.step()
+                steps.append([r.admitted is not None for r in live])
+            admitted.append((steps, engine.scheduler.num_preemptions))
+            tries[restless] += find.call_count
+        assert admitted[0] == admitted[1], f"run {run}"
+    assert 5 * tries[False] < 2 * tries[True]
+
+
+def test_who_is_tried_in_vain_does_not_let_others_reserve_far_ahead():
+    """Each such reservation would fail, again and again, until pages are few enough."""
+    engine = make_engine("radix-4")
+    for start in range(3):
+        engine.add(np.full(1250, start, np.int32), np.zeros(200, np.int32))
+    for step in range(50):
+        engine.step()
+        if step > 10:
+            engine.add(np.full(2000, step, np.int32), ANSWER)  # for which there is no room
+    assert engine.scheduler._ahead < DECODE_AHEAD and not engine.scheduler.num_preemptions
 
 
 # ------------------------------------------------------------------------------ one against all

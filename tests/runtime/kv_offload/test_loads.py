@@ -89,6 +89,11 @@ def test_a_load_that_is_aborted_goes_to_who_waits_for_it(
     disk.store.flush()
     read, waited = disk.store.read, Mock(wraps=wait)
     monkeypatch.setattr(loads, "wait", waited)
+    assert disk.engine.scheduler.loads is not None
+    (level,) = disk.engine.scheduler.loads.levels
+    written, rated = Mock(wraps=disk.engine.kv_pool.write_pages), Mock(wraps=level.copying.note)
+    monkeypatch.setattr(disk.engine.kv_pool, "write_pages", written)
+    monkeypatch.setattr(level.copying, "note", rated)
 
     def slowly(pages: list[StoredPage]) -> Future[torch.Tensor]:
         late.append((pages, Future()))
@@ -111,6 +116,8 @@ def test_a_load_that_is_aborted_goes_to_who_waits_for_it(
         disk.engine.check()
     pages = [page for pages, _ in late for page in pages]
     assert len({*map(id, pages)}) == len(pages), "read twice"
+    sizes = [call.args[1].nbytes for call in written.call_args_list]
+    assert [call.args[0] for call in rated.call_args_list] == sizes, "rated by what was not copied"
     assert other.output().num_cached_tokens == len(texts[1]) - 1
     assert generated([other]) == [[greedy(texts[1], 4)]]
     disk.close()
