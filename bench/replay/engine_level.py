@@ -38,15 +38,13 @@ class ScriptedSampler(Sampler):
         self._answers = answers
 
     @torch.inference_mode()
-    def sample(
-        self, rows: list[Row], logits: torch.Tensor, latest: torch.Tensor | None = None
-    ) -> PendingStep:
+    def sample(self, rows: list[Row], logits: torch.Tensor) -> PendingStep:
         """The sampler's own, of logits in which the script is certain."""
         if rows:
             answers = [self._answers[row.sequence.request] for row in rows]
             script = [int(a[len(row.generated)]) for a, row in zip(answers, rows, strict=True)]
             logits[torch.arange(len(script)), torch.tensor(script)] = _CERTAIN
-        return super().sample(rows, logits, latest)
+        return super().sample(rows, logits)
 
 
 class ScriptedEngine(Engine):

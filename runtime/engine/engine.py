@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Hashable
 from functools import wraps
 from threading import get_ident
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from radixcache.base import CacheStats, PrefixCache, Tokens, TokensLike, as_tokens
-from radixcache.errors import ContextExceeded, InvalidRequest, OutOfPages, WrongThread
+from radixcache.errors import ContextExceeded, InvalidRequest, WrongThread
 from radixcache.kernels.attention import PagedBatch, SharedPrefix
 from radixcache.kernels.cascade import MIN_SAVED, group_by_prefix
 from radixcache.kernels.upload import on_device, send
@@ -23,14 +23,13 @@ from radixcache.runtime.engine.request import Request, Sequence
 from radixcache.runtime.engine.scheduler import Chunk, Scheduler
 from radixcache.runtime.model.cuda_graphs import CudaGraphRunner
 from radixcache.runtime.model.kv_pool import KVPool
-from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.model.paged_model import PagedModel, Unread
 from radixcache.runtime.sampling.grammar import GrammarBackend
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sampling.penalties import PenaltyState
 from radixcache.runtime.sampling.prompt_logprobs import PromptLogprobs, ScoredPrompts, token_cost
 from radixcache.runtime.sampling.rows import Row
 from radixcache.runtime.sampling.sampler import PendingStep, Sampler
-from radixcache.runtime.spec_decode.proposer import NO_TOKENS
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -58,6 +57,30 @@ def whole(method: _F) -> _F:
         return result
 
     return cast(_F, call)
+
+
+class _Forward(NamedTuple):
+    """A step that is enqueued on the device up to its logits.
+
+    Attributes:
+        ends: of `chunks`, those from whose logits a token is drawn.
+        hits: of prompts that are cached in full, with kept logits.
+        num_prefilled: tokens of prompts, which tell what computing costs against loading.
+        num_rows: tokens that it decodes or drafts, if it does nothing else.
+    """
+
+    chunks: list[Chunk]
+    ends: list[Chunk]
+    hits: list[Chunk]
+    logits: torch.Tensor
+    num_prefilled: int
+    num_rows: int
+
+
+class _Step(NamedTuple):
+    pending: PendingStep
+    num_prefilled: int
+    num_rows: int
 
 
 class Engine:
@@ -103,11 +126,7 @@ class Engine:
             scheduler.kept = PromptLogitsCache(model.vocab_size)
         self._before_flushes = CacheStats()
         self._next_id = 0
-        self._num_prefilled = 0
-        """By the step under way; it tells what computing costs against loading."""
-        self._num_rows = 0
-        """Tokens that the step under way decodes or drafts."""
-        self._ahead: PendingStep | None = None
+        self._ahead: _Step | None = None
         self._runs_ahead = model.device.type != "cpu" and model.ranks is None
         self._runs_ahead &= scheduler.states is None  # one token too many would be in the state
         self._thread: int | None = None
@@ -136,18 +155,17 @@ class Engine:
         """
         began, loads = time.perf_counter(), self.scheduler.loads
         with on_device(self.model.device):
-            step = self._ahead or self._launch()
+            step = self._ahead or self._sample(self._launch())
             self._ahead = None
             if step is not None:
-                self._ahead = self._launch_ahead(step)
-                self.output_processor.finish(step)
+                ahead = self._launch(step.pending)
+                self.output_processor.finish(step.pending)
+                self._ahead = self._sample(ahead)
         seconds = time.perf_counter() - began
         if loads is not None:
-            loads.note_step(self._num_prefilled, seconds)
-        decodes = self._num_rows and not self._num_prefilled
-        if decodes and self.scheduler.proposer is not None:
-            self.scheduler.proposer.length.note_step(self._num_rows, seconds)
-        self._num_prefilled = self._num_rows = 0
+            loads.note_step(step.num_prefilled if step is not None else 0, seconds)
+        if step is not None and step.num_rows and self.scheduler.proposer is not None:
+            self.scheduler.proposer.length.note_step(step.num_rows, seconds)
         changed = dict.fromkeys(self.scheduler.take_failed()) | self.output_processor.changed
         self.output_processor.changed = {}
         return [*changed]
@@ -330,78 +348,67 @@ class Engine:
             )
         return min(wanted, room)
 
-    def _launch(self) -> PendingStep | None:
-        """Schedule a step and enqueue it; None if there is nothing to do."""
-        chunks = self.scheduler.schedule()
+    def _launch(self, before: PendingStep | None = None) -> _Forward | None:
+        """Schedule a step and enqueue it up to its logits; None if there is nothing to do.
+
+        Args:
+            before: the step before, whose tokens are not read yet; they go from one step to the
+                next on the device. So it goes on while the host reads them, ends sequences, moves
+                grammars on and makes text (as in SGLang's overlap scheduler, one step deep). A
+                sequence that ends with one of them computes one more, which nobody reads; by the
+                order on the device, it is written before anybody else may write to that page.
+        """
+        if before is None:
+            chunks = self.scheduler.schedule()
+        elif not self._runs_ahead or any(len(row.draft) for row in before.rows):
+            return None  # how much of the drafts is right is not known yet
+        else:
+            chunks = self.scheduler.schedule_ahead([row.sequence for row in before.rows])
         if not chunks:
-            if self.scheduler.loads is not None:
+            if before is None and self.scheduler.loads is not None:
                 self.scheduler.loads.wait()
             return None
         hits = [chunk for chunk in chunks if not chunk.num_tokens]
         chunks = [chunk for chunk in chunks if chunk.num_tokens]
+        prefilled = sum(chunk.num_tokens - 1 for chunk in chunks)
+        drafted = 0 if prefilled else sum(chunk.num_new for chunk in chunks)
         if chunks:
-            self._num_prefilled = sum(chunk.num_tokens - 1 for chunk in chunks)
-            if not self._num_prefilled:
-                self._num_rows = sum(chunk.num_new for chunk in chunks)
             chunks, batch = self._batch(chunks)
-            logits = self._run(chunks, batch)
+            logits = self._run(chunks, batch, before)
         else:
             logits = torch.empty((0, self.model.vocab_size), device=self.model.device)
         self.cache.commit()
         if self.scheduler.states is not None:
             self.scheduler.states.index.commit()
-        logits = self._score(chunks + hits, logits)
         ends = [chunk for chunk in chunks if chunk.is_last]
+        return _Forward(chunks, ends, hits, logits, prefilled, drafted)
+
+    def _sample(self, forward: _Forward | None) -> _Step | None:
+        """Draw the tokens of a step, when those before it are read."""
+        if forward is None:
+            return None
+        chunks, ends, hits, logits, *cost = forward
+        logits = self._score(chunks + hits, logits)
+        # Some have ended, or a grammar has appended more behind the token that was computed.
+        kept = [
+            at for at, chunk in enumerate(ends)
+            if chunk.sequence.finish_reason is None and not chunk.is_behind
+        ]  # fmt: skip
+        if len(kept) < len(ends):  # in a step without drafts
+            ends = [ends[at] for at in kept]
+            logits = logits[send(np.array(kept, np.int64), self.model.device)]
         if self.scheduler.kept is not None:
             prompts = [(c.sequence.request.prompt_key if c.ends_prompt else None) for c in ends]
             used = [chunk.sequence.request.prompt_key for chunk in hits]
-            counts = [1 + len(chunk.draft) for chunk in ends]
-            kept = self.scheduler.kept.exchange(logits, prompts, counts, used)
-            logits = torch.cat([logits, *kept]) if kept else logits
+            rows_of = [1 + len(chunk.draft) for chunk in ends]
+            cached = self.scheduler.kept.exchange(logits, prompts, rows_of, used)
+            logits = torch.cat([logits, *cached]) if cached else logits
         rows = [
             Row(chunk.sequence, chunk.draft[:count])
             for chunk in ends + hits
             for count in range(1 + len(chunk.draft))
         ]
-        return self.sampler.sample(rows, logits)
-
-    def _launch_ahead(self, step: PendingStep) -> PendingStep | None:
-        """Enqueue the step after `step` before its tokens are known here, if all of it are decodes.
-
-        So the device goes on while the host reads the tokens, ends sequences and makes text (as in
-        SGLang's overlap scheduler, one step deep). The tokens go from one step to the next on the
-        device. A sequence that ends with a token of `step` gets one more, which nobody reads; by
-        the order on the device, it is written before anybody else may write to that page.
-        """
-        if not self._runs_ahead or self.scheduler.may_admit:
-            return None
-        sequences = [row.sequence for row in step.rows if not len(row.draft)]
-        if len(sequences) < len(step.rows):  # how much of the drafts is right is not known yet
-            return None
-        alive = [s for s in sequences if s.finish_reason is None]
-        if any(s.grammar is not None or s.request.reads_tokens for s in alive):
-            return None
-        if len(alive) < len(self.scheduler.running):  # some are in the middle of their prompts
-            return None
-        going_on = [s for s in alive if len(s.generated) + 1 < s.max_tokens]
-        proposer = self.scheduler.proposer
-        if not going_on or (proposer is not None and proposer.expects(going_on)):
-            return None
-        try:
-            for sequence in going_on:
-                self.scheduler.reserve_decode(sequence)
-        except OutOfPages:  # somebody must be put back
-            return None
-        row = {sequence: i for i, sequence in enumerate(sequences)}
-        for sequence in going_on:
-            sequence.num_computed += 1
-        chunks, batch = self._batch([Chunk(sequence, 1) for sequence in going_on])
-        rows = [row[chunk.sequence] for chunk in chunks]
-        same = rows == list(range(len(sequences)))
-        tokens = step.tokens if same else step.tokens[send(rows, self.model.device)]
-        self._num_rows = len(chunks)
-        logits = self._compute(chunks, tokens, batch, np.arange(len(chunks)))
-        return self.sampler.sample([Row(c.sequence, NO_TOKENS) for c in chunks], logits, tokens)
+        return _Step(self.sampler.sample(rows, logits), *cost)
 
     def _batch(self, chunks: list[Chunk]) -> tuple[list[Chunk], PagedBatch]:
         """The page tables of a step, and its chunks in the order of the batch.
@@ -439,7 +446,9 @@ class Engine:
         """As how many sequences of a batch a chunk is computed."""
         return chunk.num_new if self._graphs is not None and chunk.num_tokens <= 1 else 1
 
-    def _run(self, chunks: list[Chunk], batch: PagedBatch) -> torch.Tensor:
+    def _run(
+        self, chunks: list[Chunk], batch: PagedBatch, before: PendingStep | None
+    ) -> torch.Tensor:
         """Logits [R, vocab], float32: of the last token and of the draft of each chunk that is a
         last one, then of the prompt tokens whose successors are to be scored."""
         tokens = np.concatenate([chunk.tokens for chunk in chunks])
@@ -454,14 +463,21 @@ class Engine:
             if chunk.sequence.scoring is not None:
                 first = end - chunk.sequence.num_computed  # the row of position 0, so to speak
                 rows = np.append(rows, chunk.scored_positions + first)
-        return self._compute(chunks, tokens, batch, rows)
+        unread = None
+        if before is not None:
+            place = {row.sequence: at for at, row in enumerate(before.rows)}
+            found = [(end - 1, place[c.sequence]) for c, end in zip(chunks, ends, strict=True)
+                     if c.is_unread]  # fmt: skip
+            unread = Unread.of(found, before.tokens) if found else None
+        return self._compute(chunks, tokens, batch, rows, unread)
 
     def _compute(
         self,
         chunks: list[Chunk],
-        tokens: Tokens | torch.Tensor,
+        tokens: Tokens,
         batch: PagedBatch,
         rows: NDArray[np.integer],
+        unread: Unread | None,
     ) -> torch.Tensor:
         """Logits of these rows, from a CUDA graph if there is one for the batch.
 
@@ -473,13 +489,11 @@ class Engine:
         if copies:
             self.kv_pool.copy(copies)
         if self._graphs is not None:
-            logits = self._graphs.run(tokens, batch, rows)
+            logits = self._graphs.run(tokens, batch, rows, unread)
             if logits is not None:
                 return logits
-        if self.scheduler.states is None:
-            return self.model.forward(tokens, batch, rows, self.kv_pool)
         states = [chunk.states for chunk in chunks if chunk.states is not None]
-        return self.model.forward(tokens, batch, rows, self.kv_pool, states)
+        return self.model.forward(tokens, batch, rows, self.kv_pool, states, unread)
 
     def _score(self, chunks: list[Chunk], logits: torch.Tensor) -> torch.Tensor:
         """Score prompt tokens by the rows of `_run` for them; returns the rows before."""

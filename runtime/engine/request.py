@@ -227,11 +227,6 @@ class Request:
         return prompt_key(self.prompt_token_ids, self.namespace)
 
     @property
-    def reads_tokens(self) -> bool:
-        """Whether what may come next depends on the tokens so far: the host must know them."""
-        return self.penalties is not None and self.penalties.reads_tokens
-
-    @property
     def finished(self) -> bool:
         """Whether every completion is."""
         return all(sequence.finish_reason for sequence in self.sequences)

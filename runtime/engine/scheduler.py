@@ -16,7 +16,7 @@ decides, as in Cao et al. ("Locality-aware Fair Scheduling in LLM Serving", 2025
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from math import inf
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -52,6 +52,9 @@ DECODE_AHEAD = 128
 """Tokens for which a decoding sequence reserves pages at a time, if there are enough."""
 
 
+_UNREAD = np.zeros(1, np.int32)
+
+
 class Chunk(NamedTuple):
     """`num_tokens` tokens of a sequence, computed by the step; `num_computed` includes them.
 
@@ -67,7 +70,9 @@ class Chunk(NamedTuple):
 
     @property
     def tokens(self) -> Tokens:
-        """[num_new] the tokens themselves, the draft at the end."""
+        """[num_new] the tokens themselves, the draft at the end; 0 for one that is not read yet."""
+        if self.is_unread:
+            return _UNREAD
         end = self.sequence.num_computed
         tokens = self.sequence.tokens[end - self.num_tokens : end]
         return np.concatenate([tokens, self.draft]) if len(self.draft) else tokens
@@ -83,14 +88,24 @@ class Chunk(NamedTuple):
         return self.sequence.num_computed + len(self.draft)
 
     @property
+    def is_unread(self) -> bool:
+        """Whether it is one token, which only the device knows yet."""
+        return self.sequence.num_computed > len(self.sequence)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the sequence has more tokens than are computed with the chunk."""
+        return self.sequence.num_computed < len(self.sequence)
+
+    @property
     def is_last(self) -> bool:
         """Whether the chunk has the sequence's last token, so that a token is sampled."""
-        return self.sequence.num_computed == len(self.sequence)
+        return not self.is_behind
 
     @property
     def ends_prompt(self) -> bool:
         """Whether the first token is sampled: by the logits at the end of the prompt."""
-        return self.is_last and self.sequence.is_fresh
+        return self.is_last and self.sequence.is_fresh and not self.is_unread
 
     @property
     def cost(self) -> int:
@@ -150,6 +165,8 @@ class Scheduler:
         """Nobody could be admitted for want of pages, and nobody has come or ended since."""
         self._tried = 0
         """`cache.changes` when that was: as long as it stays, nobody else is tried."""
+        self._lacks_pages = False
+        """A running sequence got none in the last step that was scheduled ahead."""
         self._ahead = DECODE_AHEAD
         """Fewer, since a reservation has failed, until somebody leaves."""
         self._failed: list[Request] = []
@@ -168,23 +185,61 @@ class Scheduler:
         if self.loads is not None:
             self.loads.begin_step()
         budget = self.max_num_batched_tokens
+        self._lacks_pages = False
         victim = self._victim()
         if victim is not None:
             self._preempt(victim)
             self._short_of_pages = self._no_room = False
+        budget = self._fill(chunks, budget)
+        if self.proposer is not None and budget:
+            chunks = self._with_drafts(self.proposer, chunks, budget)
+        return chunks
+
+    def schedule_ahead(self, sampled: list[Sequence]) -> list[Chunk]:
+        """The chunks of a step behind one whose tokens, one for each of `sampled`, are not read.
+
+        Those that may go on compute that token; prompts go on, and waiting sequences are admitted,
+        as in `schedule`. But nobody is preempted: there is no such step if somebody should be, nor
+        if a draft is expected.
+        """
+        going_on = [
+            s for s in sampled
+            if s.finish_reason is None and len(s.generated) + 1 < s.max_tokens
+        ]  # fmt: skip
+        drafts = self.proposer if going_on else None
+        expected = drafts is not None and drafts.expects(going_on)
+        if self._lacks_pages or expected or self._victim() is not None:
+            return []
+        try:
+            for sequence in going_on:
+                self.reserve_decode(sequence)
+        except OutOfPages:
+            return []
+        if self.loads is not None:
+            self.loads.begin_step()
+        for sequence in going_on:
+            sequence.num_computed += 1
+        chunks = [Chunk(sequence, 1) for sequence in going_on]
+        self._fill(chunks, max(0, self.max_num_batched_tokens - len(chunks)), sampled)
+        return chunks
+
+    def _fill(
+        self, chunks: list[Chunk], budget: int, sampled: Collection[Sequence] | None = None
+    ) -> int:
+        """Add chunks of running sequences, but of those `sampled`, and of waiting ones; returns
+        what is left of the budget."""
+        skipped = {*(sampled or ())}
         # One token first, then what a grammar has forced, then prompts.
         rank = lambda s: (len(s.pending) > 1, s.num_computed < s.prefill_end)  # noqa: E731
-        for sequence in sorted(self.running, key=rank):
+        for sequence in sorted((s for s in self.running if s not in skipped), key=rank):
             if budget and sequence.lease is not None:  # else put back a moment ago
-                chunk = self._schedule_running(sequence, budget, chunks)
+                chunk = self._schedule_running(sequence, budget, chunks, sampled is None)
                 if chunk:
                     chunks.append(chunk)
                     budget = max(0, budget - chunk.cost)
         if not self._short_of_pages or not self.running:
             budget = self._admit(chunks, budget)
-        if self.proposer is not None and budget:
-            chunks = self._with_drafts(self.proposer, chunks, budget)
-        return chunks
+        return budget
 
     @property
     def max_rows(self) -> int:
@@ -217,13 +272,6 @@ class Scheduler:
         return min(count, lease.capacity - sequence.num_computed)
 
     @property
-    def may_admit(self) -> bool:
-        """Whether the next step might begin with a waiting sequence."""
-        if self._is_full:
-            return self._victim() is not None
-        return bool(self.waiting)
-
-    @property
     def _is_full(self) -> bool:
         if len(self.running) >= self.max_num_seqs or self._no_room:
             return True
@@ -234,13 +282,16 @@ class Scheduler:
         return self._shares.victim(self.running, self.waiting) if self._is_full else None
 
     def _schedule_running(
-        self, sequence: Sequence, budget: int, chunks: list[Chunk]
+        self, sequence: Sequence, budget: int, chunks: list[Chunk], may_preempt: bool
     ) -> Chunk | None:
         assert sequence.lease is not None
         while True:
             try:
                 return self._take(sequence, budget)
             except OutOfPages:
+                if not may_preempt:
+                    self._lacks_pages = True
+                    return None
                 scheduled = {chunk.sequence for chunk in chunks}
                 newest = next(s for s in reversed(self.running) if s not in scheduled)
                 if newest is not sequence:

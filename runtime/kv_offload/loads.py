@@ -113,7 +113,7 @@ class Loads:
 
     def begin_step(self) -> None:
         """A step is being scheduled."""
-        self._step_is_full, self._seconds, self._saving = False, 0.0, self._all_saving()
+        self._step_is_full = False
         for load in [load for load in self._left if load.rows.done()]:
             self._left.remove(load)
             load.level.tier.end_load(load.pages)
@@ -250,7 +250,9 @@ class Loads:
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
         """A step has taken so long, which prefilled so many tokens; few tell little."""
-        seconds -= self._seconds + self._all_saving() - self._saving
+        saving = self._all_saving()
+        seconds -= self._seconds + saving - self._saving
+        self._seconds, self._saving = 0.0, saving
         if num_tokens >= _MANY and seconds > 0:
             self.computing.note(num_tokens, seconds)
 

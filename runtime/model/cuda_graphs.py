@@ -25,7 +25,7 @@ from radixcache.base import Tokens
 from radixcache.kernels.attention import AttentionBackend, PagedBatch, SharedPrefix
 from radixcache.kernels.cascade import MIN_ROWS
 from radixcache.runtime.model.kv_pool import KVPool
-from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.model.paged_model import PagedModel, Unread
 
 _log = logging.getLogger("radixcache")
 
@@ -122,16 +122,21 @@ class CudaGraphRunner:
         return self._model.attention.reads_shared_once and size >= MIN_ROWS
 
     def run(
-        self, token_ids: Tokens | torch.Tensor, batch: PagedBatch, logit_rows: NDArray[np.integer]
+        self,
+        token_ids: Tokens,
+        batch: PagedBatch,
+        logit_rows: NDArray[np.integer],
+        unread: Unread | None = None,
     ) -> torch.Tensor | None:
         """Logits [R, vocab_size], float32, or None if the step takes no graph.
 
         The logits are valid until the next call, whatever its batch.
 
         Args:
-            token_ids: [T] on the host as an array, or on the device as a tensor.
+            token_ids: [T] the step's new tokens.
             batch: the step's page tables.
             logit_rows: [R] rows of the flat batch whose logits are wanted.
+            unread: those of `token_ids` that only the device knows.
         """
         shape = self._shape(len(token_ids), batch, len(logit_rows))
         if shape is None or (shape in self._replays and self._replays[shape] is None):
@@ -139,7 +144,7 @@ class CudaGraphRunner:
         padded = pad(batch, shape, self._pool.spare_page)
         if len(padded.kv_indices) > self._max_indices:
             return None
-        return self._run(shape, token_ids, padded, logit_rows)
+        return self._run(shape, token_ids, padded, logit_rows, unread)
 
     def _shape(self, tokens: int, batch: PagedBatch, rows: int) -> Shape | None:
         """The smallest shape that holds a step."""
@@ -158,9 +163,10 @@ class CudaGraphRunner:
     def _run(
         self,
         shape: Shape,
-        token_ids: Tokens | torch.Tensor,
+        token_ids: Tokens,
         batch: PagedBatch,
         logit_rows: NDArray[np.integer],
+        unread: Unread | None = None,
     ) -> torch.Tensor | None:
         """`run` for a batch that is filled up to `shape`."""
         count = len(token_ids)
@@ -168,11 +174,10 @@ class CudaGraphRunner:
         rows[: len(logit_rows)] = logit_rows
         # What fills up is one token at one position, so that all of it writes the same K/V.
         positions = np.where(np.arange(shape.tokens) < count, batch.positions(), 0)
-        if isinstance(token_ids, np.ndarray):
-            ids[:count] = token_ids
+        ids[:count] = token_ids
         inputs = self._model.attention.plan_fixed(batch, ids, positions, rows)
-        if isinstance(token_ids, torch.Tensor):
-            inputs[0][:count].copy_(token_ids)
+        if unread is not None:
+            unread.write(inputs[0])
         if shape not in self._replays:
             self._replays[shape] = self._try_capture(partial(self._compute, *inputs))
         replay = self._replays[shape]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -20,11 +20,34 @@ from radixcache.errors import ModelError
 from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch
 from radixcache.kernels.choice import choose_backend
 from radixcache.kernels.native.library import problem
+from radixcache.kernels.upload import send
 from radixcache.runtime.model.kv_pool import KVPool, LayerShape, bytes_per_token
 
 if TYPE_CHECKING:
     from radixcache.runtime.model.parallel.workers import Ranks
     from radixcache.states import SequenceStates
+
+
+class Unread(NamedTuple):
+    """Tokens of a step that only the device knows yet: those of `rows` are `tokens` [n]."""
+
+    rows: list[int]
+    tokens: torch.Tensor
+
+    @classmethod
+    def of(cls, places: list[tuple[int, int]], tokens: torch.Tensor) -> Unread:
+        """Rows of a step, each with the place of its token in `tokens` [R]."""
+        rows, sources = map(list, zip(*places, strict=True))
+        same = sources == list(range(len(tokens)))
+        return cls(rows, tokens if same else tokens[send(sources, tokens.device)])
+
+    def write(self, token_ids: torch.Tensor) -> None:
+        """Put them into the step's `token_ids` [T]."""
+        if self.rows == list(range(len(self.rows))):
+            token_ids[: len(self.rows)].copy_(self.tokens)
+        else:
+            at = send(self.rows, token_ids.device)
+            token_ids.index_copy_(0, at, self.tokens.to(token_ids.dtype))
 
 
 class PagedModel(ABC):
@@ -112,27 +135,29 @@ class PagedModel(ABC):
     @torch.inference_mode()
     def forward(
         self,
-        token_ids: NDArray[np.integer] | torch.Tensor,
+        token_ids: NDArray[np.integer],
         batch: PagedBatch,
         logit_rows: NDArray[np.integer],
         pool: KVPool,
         states: Sequence[SequenceStates] = (),
+        unread: Unread | None = None,
     ) -> torch.Tensor:
         """Run one step: write the new tokens' KV into `pool` and return logits.
 
         Args:
-            token_ids: [T] the new tokens, in the order of `batch`; a tensor is on the device.
+            token_ids: [T] the new tokens, in the order of `batch`.
             batch: the step's page tables.
             logit_rows: [R] rows of the flat batch whose logits are wanted; may be empty.
             pool: the pages that `batch` numbers.
             states: of a recurrent model, for each sequence of `batch`.
+            unread: those of `token_ids` that only the device knows.
 
         Returns:
             [R, vocab_size] float32, on the model's device.
         """
-        on_host = token_ids if isinstance(token_ids, np.ndarray) else np.arange(0)
-        ids, positions, rows = self.attention.plan(batch, on_host, batch.positions(), logit_rows)
-        ids = token_ids if isinstance(token_ids, torch.Tensor) else ids
+        ids, positions, rows = self.attention.plan(batch, token_ids, batch.positions(), logit_rows)
+        if unread is not None:
+            unread.write(ids)
         with self._with_states(batch, states, pool):
             return self.compute(pool, ids, positions, rows)
 

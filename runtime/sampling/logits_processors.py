@@ -1,8 +1,7 @@
 """Changes logits as requests want before a token is chosen: penalties, biases, forbidden tokens.
 
 Each row is changed for itself, so that a request's tokens do not depend on its company. What a
-sequence has said is counted in a table on the device, to which each step adds the token of the step
-before: that one may not be known on the host yet.
+sequence has said is counted in a table on the device, to which each step adds the tokens since.
 """
 
 from __future__ import annotations
@@ -34,15 +33,12 @@ class LogitsProcessors:
         """How many tokens each row of the table stands for."""
         self._table: torch.Tensor | None = None
 
-    def edit(
-        self, rows: list[Row], logits: torch.Tensor, latest: torch.Tensor | None
-    ) -> torch.Tensor:
+    def edit(self, rows: list[Row], logits: torch.Tensor) -> torch.Tensor:
         """The logits to choose from: `logits` itself if no request changes any, else a copy.
 
         Args:
             logits: [R, vocab] float32.
             rows: those of a sequence follow each other.
-            latest: [R] each sequence's last token, on the device; None if the host knows them.
         """
         asking = {at: own for at, row in enumerate(rows) if (own := row.sequence.request.penalties)}
         if not asking:
@@ -57,15 +53,13 @@ class LogitsProcessors:
         _add(part, [one.biases(row.generated, count) for one, row, count in counted])
         if any(one.penalises for one in penalties):
             sequences = [row.sequence for row in some if not len(row.draft)]
-            table = self._count(sequences, None if latest is None else latest[places], part)
+            table = self._count(sequences, part)
             if len(sequences) < len(some):
                 table = _with_drafts(table, some)
             part = _penalise(part, table, [one.params for one in penalties])
         return logits.index_copy(0, places, part)
 
-    def _count(
-        self, sequences: list[Sequence], latest: torch.Tensor | None, like: torch.Tensor
-    ) -> torch.Tensor:
+    def _count(self, sequences: list[Sequence], like: torch.Tensor) -> torch.Tensor:
         """[S, vocab] int32: twice how often each token was generated; odd if the prompt has it."""
         device, vocab = like.device, like.shape[1]
         row = {s: i for i, (s, n) in enumerate(self._counted.items()) if n < s.num_computed}
@@ -75,14 +69,9 @@ class LogitsProcessors:
             table = torch.stack(
                 [kept[s] if s in kept else send(_on_host(s, vocab), device) for s in sequences]
             )
-        if latest is None:
-            since = [self._counted[s] if s in row else s.num_computed for s in sequences]
-            new = [s.tokens[n : s.num_computed] for s, n in zip(sequences, since, strict=True)]
-            _count_more(table, new)
-        else:
-            more = send([2 * (s in row) for s in sequences], device, torch.int32)
-            every = torch.arange(len(table), device=device)
-            table.index_put_((every, latest), more, accumulate=True)
+        since = [self._counted[s] if s in row else s.num_computed for s in sequences]
+        new = [s.tokens[n : s.num_computed] for s, n in zip(sequences, since, strict=True)]
+        _count_more(table, new)
         self._table, self._counted = table, {s: s.num_computed for s in sequences}
         return table
 

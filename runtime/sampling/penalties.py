@@ -58,8 +58,6 @@ class PenaltyState:
         self._ends = [token for token in ends if 0 <= token < vocab_size]
         self._bad_words = _sequences(params.bad_words or (), vocab_size, encode)
         self._longest = max(map(len, self._bad_words), default=1)
-        self.reads_tokens = self._longest > 1
-        """What is forbidden depends on the tokens so far: the host must know them."""
         self.any = bool(
             self.penalises or bias or len(self.allowed) or self._bad_words or params.min_tokens
         )
@@ -70,7 +68,7 @@ class PenaltyState:
         """Token ids, and what is added to their logits: minus infinity to what must not come next.
 
         Args:
-            generated: what was generated, `count` tokens; the last may lack, if not `reads_tokens`.
+            generated: what was generated, `count` tokens.
         """
         tail = generated[-self._longest :].tolist()
         forbidden = [

@@ -27,8 +27,7 @@ class Row(NamedTuple):
 
     @property
     def generated(self) -> Tokens:
-        """What was generated before it, if it is as drafted; the last token may lack, where only
-        the device knows it."""
+        """What was generated before it, if it is as drafted."""
         generated = self.sequence.generated
         return np.concatenate([generated, self.draft]) if len(self.draft) else generated
 

@@ -50,18 +50,15 @@ class Sampler:
         """What is known of the sequences of a step that was cut off."""
         self._processors.forget()
 
-    def sample(
-        self, rows: list[Row], logits: torch.Tensor, latest: torch.Tensor | None = None
-    ) -> PendingStep:
+    def sample(self, rows: list[Row], logits: torch.Tensor) -> PendingStep:
         """Draw a token from each row of `logits` [R, vocab], with the row's own noise.
 
         Args:
             rows: those of a sequence follow each other, each with one drafted token more.
-            latest: [R] the tokens before, if only the device knows them; then nothing is drafted.
         """
         params = [row.sequence.request.params for row in rows]
         generators = self._generators(rows, params)
-        edited = self._masked(rows, self._processors.edit(rows, logits, latest))
+        edited = self._masked(rows, self._processors.edit(rows, logits))
         tokens, highest = sample(edited, params, generators, self._keep_likeliest)
         counts = {row: p.logprobs for row, p in enumerate(params) if p.logprobs is not None}
         top: tuple[torch.Tensor, ...] = ()

@@ -20,6 +20,7 @@ from radixcache.kernels.attention import PagedBatch
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.engine.state_planner import StatePlanner
+from radixcache.runtime.model.paged_model import Unread
 from radixcache.states import StateIndex
 from tests.helpers.engines import CACHES
 
@@ -74,8 +75,16 @@ class HashModel:
         """Of so many rows, one has logits that are not numbers; by its tokens, and 0 for none."""
 
     def forward(
-        self, token_ids: Ints, batch: PagedBatch, logit_rows: Ints, pool: HashPool, states: Any = ()
+        self,
+        token_ids: Ints,
+        batch: PagedBatch,
+        logit_rows: Ints,
+        pool: HashPool,
+        states: Any = (),
+        unread: Unread | None = None,
     ) -> torch.Tensor:
+        if unread is not None:
+            token_ids[unread.rows] = unread.tokens.cpu().numpy()
         pool.slots.reshape(-1)[batch.slots()] = token_ids
         logits = np.zeros((len(logit_rows), self.vocab_size), np.float32)
         for out, tokens in enumerate(read_rows(batch, logit_rows, pool.slots)):
@@ -96,7 +105,13 @@ class RecurrentHashModel(HashModel):
     wrong_states = 0
 
     def forward(
-        self, token_ids: Ints, batch: PagedBatch, logit_rows: Ints, pool: HashPool, states: Any = ()
+        self,
+        token_ids: Ints,
+        batch: PagedBatch,
+        logit_rows: Ints,
+        pool: HashPool,
+        states: Any = (),
+        unread: Unread | None = None,
     ) -> torch.Tensor:
         logits = super().forward(token_ids, batch, logit_rows, pool)
         after = []

@@ -251,7 +251,8 @@ class Device(TorchDispatchMode):
                 graph.forget_results()
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._pinned.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        address = tensor.untyped_storage().data_ptr()  # 0 of those without elements
+        return self._pinned.setdefault(address, tensor) if address else tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         address = None if isinstance(tensor, DeviceTensor) else tensor.untyped_storage().data_ptr()

@@ -156,11 +156,12 @@ class ScriptedModel(PagedModel):
 
     def forward(
         self,
-        token_ids: NDArray[np.integer] | torch.Tensor,
+        token_ids: NDArray[np.integer],
         batch: PagedBatch,
         logit_rows: NDArray[np.integer],
         pool: KVPool,
         states: object = (),
+        unread: object = None,
     ) -> torch.Tensor:
         keys, values = (pages.numpy()[..., 0, 0] for pages in pool.layers[0])
         for pages in (keys, values):  # whole numbers, which float32 holds; 0 is never written

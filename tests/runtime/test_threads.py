@@ -172,10 +172,10 @@ def test_steps_that_fail_again_and_again_fail_their_requests_only(
     (wanted,) = llm.generate("fine", GREEDY)
     run = llm.engine._run
 
-    def fail(chunks: Any, batch: Any) -> Any:
+    def fail(chunks: Any, *rest: Any) -> Any:
         if any(chunk.sequence.request.prompt == "poison" for chunk in chunks):
             raise RuntimeError("planted")
-        return run(chunks, batch)
+        return run(chunks, *rest)
 
     monkeypatch.setattr(llm.engine, "_run", fail)
     with pytest.raises(EngineFailed, match="planted"):

@@ -14,7 +14,6 @@ from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProce
 
 from radixcache import InvalidRequest, SamplingParams
 from radixcache.base import as_tokens
-from radixcache.kernels.upload import send
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.output_processor import NOT_A_NUMBER
 from radixcache.runtime.engine.request import Request, Sequence
@@ -109,8 +108,7 @@ def rows_of(sequences: list[Sequence]) -> list[Row]:
 @pytest.mark.parametrize("place", ["host", "device"])
 @pytest.mark.parametrize("vocab", [5, 260])
 def test_logits_are_edited_as_the_definitions_say(vocab: int, place: str) -> None:
-    """In batches whose members come, go, pause and change places; the last tokens of some steps are
-    known on the device alone, as when a step is launched ahead."""
+    """In batches whose members come, go, pause and change places."""
     rng = random.Random(SEED)
     common = [*rng.choices(range(vocab), k=3), 97, 98, 32]  # so that words come about
     common, ends = [token % vocab for token in common], {vocab - 2}
@@ -123,23 +121,19 @@ def test_logits_are_edited_as_the_definitions_say(vocab: int, place: str) -> Non
     with pretend_cuda() as pretended:
         device = torch.device("cuda", 0) if place == "device" else CPU
         for step in range(23):
-            ahead = step % 3 == 2 and not any(s.request.reads_tokens for s in before)
-            batch = rng.sample(before, rng.randrange(1, 1 + len(before))) if ahead else (
+            batch = rng.sample(before, rng.randrange(1, 1 + len(before))) if step % 3 == 2 else (
                 rng.sample(sequences, rng.randrange(1, 13)) if step % 2 else before or sequences
             )  # fmt: skip
             new = [rng.choice(common) for _ in batch]  # what the step before has given
             for sequence, token in zip(batch, new, strict=True):
-                if not ahead and step:
+                if step:
                     sequence.append(token)
-                sequence.num_computed = len(sequence) + ahead
+                sequence.num_computed = len(sequence)
             logits = 8 * torch.randn(len(batch), vocab, generator=torch.manual_seed(SEED + step))
             raw = logits.to(device)
             pretended.waits.clear()
-            edited = editor.edit(rows_of(batch), raw, send(new, device) if ahead else None)
+            edited = editor.edit(rows_of(batch), raw)
             assert not pretended.waits
-            if ahead:
-                for sequence, token in zip(batch, new, strict=True):
-                    sequence.append(token)
             assert torch.equal(raw.cpu(), logits), "raw logits are for others, too"
             for row, sequence in zip(range(len(batch)), batch, strict=True):
                 index = sequences.index(sequence)
@@ -171,7 +165,7 @@ def test_transformers_processors_agree() -> None:
         for token in said:
             sequence.append(token)
         sequence.num_computed = len(sequence)
-        edited = LogitsProcessors().edit(rows_of([sequence]), logits, None)
+        edited = LogitsProcessors().edit(rows_of([sequence]), logits)
         wanted = processor(torch.tensor([seen]), logits.clone())
         assert (wanted != logits).any()
         torch.testing.assert_close(edited, wanted)
@@ -238,8 +232,8 @@ def test_who_gets_no_numbers_from_the_model_fails_and_the_others_go_on(
     engine = make_engine(path, ahead=ahead)
     forward = engine.model.forward
 
-    def spoiled(tokens, batch, rows, kv_pool):
-        logits = forward(tokens, batch, rows, kv_pool).clone()
+    def spoiled(tokens, batch, rows, *rest):
+        logits = forward(tokens, batch, rows, *rest).clone()
         logits[torch.as_tensor(tokens)[torch.as_tensor(rows)] == 99, 5] = bad
         return logits
 

@@ -192,11 +192,11 @@ def test_a_step_computes_logits_for_no_more_prompt_tokens_than_memory_allows(
     most = longest = 0
     forward = engine.model.forward
 
-    def spy(tokens: Any, batch: Any, rows: Any, pool: Any) -> torch.Tensor:
+    def spy(tokens: Any, batch: Any, rows: Any, *rest: Any) -> torch.Tensor:
         nonlocal most, longest
         most, longest = max(most, len(rows)), max(longest, len(tokens))
         assert batch.query_lens.min() > 0
-        return forward(tokens, batch, rows, pool)
+        return forward(tokens, batch, rows, *rest)
 
     monkeypatch.setattr(engine.model, "forward", spy)
     for request in run(engine, prompts(), ONLY_SCORE):

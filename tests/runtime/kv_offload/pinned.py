@@ -97,17 +97,20 @@ class DeviceHashModel(HashModel):
         super().__init__()
         self.device = CUDA
 
-    def forward(self, tokens: Any, batch: Any, rows: Any, pool: Any, states: Any = ()) -> Any:
+    def forward(
+        self, tokens: Any, batch: Any, rows: Any, pool: Any, states: Any = (), unread: Any = None
+    ) -> Any:
         memory = [page.memory.numpy() for pages in pool.layers for page in pages]
-        given = tokens.memory.numpy() if isinstance(tokens, DeviceTensor) else tokens
+        if unread is not None:
+            tokens[unread.rows] = unread.tokens.memory.numpy()
         with _disable_current_modes():
             for layer in memory:
                 flat = layer.reshape(-1, *layer.shape[2:])
-                flat[batch.slots()] = np.reshape(given, (-1, 1, 1))
+                flat[batch.slots()] = np.reshape(tokens, (-1, 1, 1))
             first = memory[0][:, :, 0, 0]
             same = [(layer == first[:, :, None, None]).all((2, 3)) for layer in memory]
             read = SimpleNamespace(slots=np.where(np.logical_and.reduce(same), first, -1))
-            logits = super().forward(given, batch, rows, read)  # type: ignore[arg-type]
+            logits = super().forward(tokens, batch, rows, read)  # type: ignore[arg-type]
         return send(logits, CUDA)
 
 

@@ -99,8 +99,10 @@ class Watch:
         engine._compute = self.compute  # type: ignore[method-assign]
         engine.scheduler.finish = self.finish  # type: ignore[method-assign]
 
-    def compute(self, chunks: list[Chunk], tokens: Any, batch: PagedBatch, rows: Any) -> Any:
-        logits = self._compute(chunks, tokens, batch, rows)
+    def compute(
+        self, chunks: list[Chunk], tokens: Any, batch: PagedBatch, rows: Any, unread: Any
+    ) -> Any:
+        logits = self._compute(chunks, tokens, batch, rows, unread)
         for row, values in zip(rows.tolist(), logits.clone(), strict=True):
             number = int(np.searchsorted(batch.qo_indptr[1:], row, side="right"))
             sequence, end = chunks[number].sequence, int(batch.qo_indptr[number + 1])
