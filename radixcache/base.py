@@ -186,7 +186,8 @@ class PrefixCache(ABC):
     _in_flight: dict[Any, Any]
     """Those that stand on tokens that the step being scheduled writes."""
     changes = 0
-    """Releases, unpins and steps that wrote: in between, nobody can find or reserve more."""
+    """Releases, unpins, evictions and steps that wrote: in between, nobody finds anything else, or
+    can reserve more."""
     _thread = 0
     """Who made the last change, or is making it."""
     _inside = False

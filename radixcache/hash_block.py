@@ -308,6 +308,7 @@ class HashBlockCache(PrefixCache):
         return evicted
 
     def _evict(self, page: int) -> None:
+        self.changes += 1
         self.stats.evicted_pages += 1
         self.stats.evicted_tokens += self.page_size
         self._forget(page)

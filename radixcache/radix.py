@@ -307,6 +307,7 @@ class RadixCache(PrefixCache):
                 self._order.discard_first()
                 self._settle(self._tree.remove(leaf))  # a merge frees a page, too
         freed = self.pool.num_free - before
+        self.changes += 1
         self.stats.evicted_pages += freed
         return freed
 
