@@ -20,7 +20,7 @@ from radixcache.base import Tokens
 from radixcache.bench.gpu.models import Cache, engine_on, generated, random_llama, run_all
 from radixcache.bench.gpu.place import Place, Sizes
 from radixcache.bench.gpu.report import Report
-from radixcache.runtime.engine import engine as engine_module
+from radixcache.runtime.engine import model_runner
 
 NEAR = 5e-2
 """Two logits closer than this share of their row's range are a tie in bfloat16; a wrong page moves
@@ -104,7 +104,7 @@ def _ours(
     total = sum(len(prompt) + place.sizes.answer for prompt in prompts)
     parts = []
     # So small a model would never read enough twice.
-    with patch.object(engine_module, "MIN_SAVED", 0), engine_on(
+    with patch.object(model_runner, "MIN_SAVED", 0), engine_on(
         place, model, num_tokens=2 * total, cache=cache, page_size=page_size,
         max_num_batched_tokens=512, max_num_seqs=16,
     ) as engine:  # fmt: skip
@@ -112,8 +112,9 @@ def _ours(
             found = generated(run_all(engine, prompts, place.sizes.answer))
             parts.append(f"{turn} {judge(prompts, found)}")
             engine.cache.check()
-        graphs = [shape.cascade for shape in engine._graphs._replays] if engine._graphs else []
-        prefills = engine._graphs and any(not s.only_decodes for s in engine._graphs._replays)
+        shapes = [*engine.runner.graphs._replays] if engine.runner.graphs else []
+        graphs = [shape.cascade for shape in shapes]
+        prefills = [shape for shape in shapes if not shape.only_decodes]
         copies = engine.cache.stats.copied_pages
     if place.with_flashinfer:
         assert graphs, "no step ran in a graph"

@@ -107,7 +107,7 @@ def engine_on(
     finally:
         for request in {s.request for s in [*scheduler.running, *scheduler.waiting]}:
             engine.abort(request)
-        engine._graphs = None
+        engine.runner.graphs = None
         pool.layers.clear()
         pool._stacks.clear()
         del engine, pool, on_pages
@@ -163,7 +163,7 @@ def decoding(
 
 def last_graph(engine: Engine) -> Work:
     """The graph that was captured last; it repeats the last step."""
-    replays = list(engine._graphs._replays.values()) if engine._graphs else []
+    replays = list(engine.runner.graphs._replays.values()) if engine.runner.graphs else []
     if not replays or replays[-1] is None:
         raise NotRun("no step ran in a graph")
     return replays[-1]
@@ -171,7 +171,7 @@ def last_graph(engine: Engine) -> Work:
 
 def prefill_graph(engine: Engine, tokens: int) -> Work | None:
     """The graph of a step with so many new tokens of one prompt."""
-    replays = engine._graphs._replays if engine._graphs else {}
+    replays = engine.runner.graphs._replays if engine.runner.graphs else {}
     fits = [s for s in replays if s.tokens >= tokens and not s.only_decodes]
     return replays[min(fits)] if fits else None
 

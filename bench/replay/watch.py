@@ -10,8 +10,9 @@ import numpy as np
 from radixcache import HashBlockCache, PrefixCache, RadixCache
 from radixcache.bench.machine import Stopwatch
 from radixcache.bench.schemes.page_aligned import PageAlignedRadixCache
+from radixcache.runtime.engine.chunk import Chunk
 from radixcache.runtime.engine.request import Sequence
-from radixcache.runtime.engine.scheduler import Chunk, Scheduler
+from radixcache.runtime.engine.scheduler import Scheduler
 
 
 class Survey(NamedTuple):

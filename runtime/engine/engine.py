@@ -10,20 +10,19 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from radixcache.base import CacheStats, PrefixCache, Tokens, TokensLike, as_tokens
 from radixcache.errors import ContextExceeded, InvalidRequest, WrongThread
-from radixcache.kernels.attention import PagedBatch, SharedPrefix
-from radixcache.kernels.cascade import MIN_SAVED, group_by_prefix
 from radixcache.kernels.upload import on_device, send
+from radixcache.runtime.engine.chunk import Chunk
 from radixcache.runtime.engine.logits_cache import PromptLogitsCache, prompt_key
+from radixcache.runtime.engine.model_runner import ModelRunner
 from radixcache.runtime.engine.output_processor import OutputProcessor
 from radixcache.runtime.engine.request import Request, Sequence
-from radixcache.runtime.engine.scheduler import Chunk, Scheduler
+from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.model.cuda_graphs import CudaGraphRunner
 from radixcache.runtime.model.kv_pool import KVPool
-from radixcache.runtime.model.paged_model import PagedModel, Unread
+from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.sampling.grammar import GrammarBackend
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sampling.penalties import PenaltyState
@@ -111,11 +110,9 @@ class Engine:
         self.cache = cache
         self.scheduler = scheduler
         with on_device(model.device):
-            self._graphs = (
-                CudaGraphRunner(model, kv_pool, scheduler.max_rows)
-                if model.attention.max_fixed_rows and scheduler.states is None
-                else None
-            )
+            takes_graphs = model.attention.max_fixed_rows and scheduler.states is None
+            graphs = CudaGraphRunner(model, kv_pool, scheduler.max_rows) if takes_graphs else None
+        self.runner = ModelRunner(model, kv_pool, graphs)
         self._decode = decode
         self._encode = encode
         self._grammar_backend = grammar_backend or GrammarBackend(None, model.vocab_size, ())
@@ -139,9 +136,9 @@ class Engine:
 
     def capture_graphs(self) -> None:
         """Capture what CUDA graphs there are to be; without this, each when it is first needed."""
-        if self._graphs is not None:
+        if self.runner.graphs is not None:
             with on_device(self.model.device):
-                self._graphs.capture()
+                self.runner.graphs.capture()
 
     @whole
     def step(self) -> list[Request]:
@@ -373,8 +370,7 @@ class Engine:
         prefilled = sum(chunk.num_tokens - 1 for chunk in chunks)
         drafted = 0 if prefilled else sum(chunk.num_new for chunk in chunks)
         if chunks:
-            chunks, batch = self._batch(chunks)
-            logits = self._run(chunks, batch, before)
+            chunks, logits = self.runner.run(chunks, before)
         else:
             logits = torch.empty((0, self.model.vocab_size), device=self.model.device)
         self.cache.commit()
@@ -409,91 +405,6 @@ class Engine:
             for count in range(1 + len(chunk.draft))
         ]
         return _Step(self.sampler.sample(rows, logits), *cost)
-
-    def _batch(self, chunks: list[Chunk]) -> tuple[list[Chunk], PagedBatch]:
-        """The page tables of a step, and its chunks in the order of the batch.
-
-        For CUDA graphs, a decode with its draft is as many decodes, of the same pages and each one
-        token longer: a layer writes all new K/V before it attends.
-        """
-        page_size = self.kv_pool.page_size
-        decodes = [c for c in chunks if self._num_decodes(c) == c.num_new]
-        chunks = decodes + [c for c in chunks if self._num_decodes(c) < c.num_new]
-        tables = []
-        for chunk in chunks:
-            assert chunk.sequence.lease is not None
-            tables.append(chunk.sequence.lease.page_table[: -(-chunk.end // page_size)])
-        shared: tuple[SharedPrefix, ...] = ()
-        if self.model.attention.reads_shared_once:
-            min_saved = MIN_SAVED * len(self.kv_pool.layers) // self.kv_pool.page_bytes
-            order, shared = group_by_prefix(tables[: len(decodes)], min_saved)
-            chunks = [chunks[i] for i in order] + chunks[len(decodes) :]
-            tables = [tables[i] for i in order] + tables[len(decodes) :]
-        counts = [self._num_decodes(chunk) for chunk in chunks]
-        if max(counts) > 1:
-            starts = np.cumsum([0, *counts]).tolist()
-            shared = tuple(
-                SharedPrefix(starts[first], starts[first + size] - starts[first], num_pages)
-                for first, size, num_pages in shared
-            )
-            tables = [table for table, n in zip(tables, counts, strict=True) for _ in range(n)]
-        each = list(zip(chunks, counts, strict=True))
-        kv_lens = [c.end - left for c, n in each for left in reversed(range(n))]
-        query_lens = [c.num_new // n for c, n in each for _ in range(n)]
-        return chunks, PagedBatch.of(tables, query_lens, kv_lens, page_size, shared)
-
-    def _num_decodes(self, chunk: Chunk) -> int:
-        """As how many sequences of a batch a chunk is computed."""
-        return chunk.num_new if self._graphs is not None and chunk.num_tokens <= 1 else 1
-
-    def _run(
-        self, chunks: list[Chunk], batch: PagedBatch, before: PendingStep | None
-    ) -> torch.Tensor:
-        """Logits [R, vocab], float32: of the last token and of the draft of each chunk that is a
-        last one, then of the prompt tokens whose successors are to be scored."""
-        tokens = np.concatenate([chunk.tokens for chunk in chunks])
-        ends = np.cumsum([chunk.num_new for chunk in chunks])
-        wanted = [
-            np.arange(end - 1 - len(chunk.draft), end)
-            for chunk, end in zip(chunks, ends, strict=True)
-            if chunk.is_last
-        ]
-        rows = np.concatenate([*wanted, np.arange(0)])
-        for chunk, end in zip(chunks, ends, strict=True):
-            if chunk.sequence.scoring is not None:
-                first = end - chunk.sequence.num_computed  # the row of position 0, so to speak
-                rows = np.append(rows, chunk.scored_positions + first)
-        unread = None
-        if before is not None:
-            place = {row.sequence: at for at, row in enumerate(before.rows)}
-            found = [(end - 1, place[c.sequence]) for c, end in zip(chunks, ends, strict=True)
-                     if c.is_unread]  # fmt: skip
-            unread = Unread.of(found, before.tokens) if found else None
-        return self._compute(chunks, tokens, batch, rows, unread)
-
-    def _compute(
-        self,
-        chunks: list[Chunk],
-        tokens: Tokens,
-        batch: PagedBatch,
-        rows: NDArray[np.integer],
-        unread: Unread | None,
-    ) -> torch.Tensor:
-        """Logits of these rows, from a CUDA graph if there is one for the batch.
-
-        The page copies run before; all of it is in the order of the device, so that a page may be
-        evicted and written again while the step before still reads it.
-        """
-        leases = [chunk.sequence.lease for chunk in chunks]
-        copies = [copy for lease in leases if lease for copy in lease.take_copies()]
-        if copies:
-            self.kv_pool.copy(copies)
-        if self._graphs is not None:
-            logits = self._graphs.run(tokens, batch, rows, unread)
-            if logits is not None:
-                return logits
-        states = [chunk.states for chunk in chunks if chunk.states is not None]
-        return self.model.forward(tokens, batch, rows, self.kv_pool, states, unread)
 
     def _score(self, chunks: list[Chunk], logits: torch.Tensor) -> torch.Tensor:
         """Score prompt tokens by the rows of `_run` for them; returns the rows before."""

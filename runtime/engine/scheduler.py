@@ -18,20 +18,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator
 from math import inf
-from typing import TYPE_CHECKING, Literal, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Literal
 
 from radixcache.base import PrefixCache, Tokens
 from radixcache.errors import OutOfPages
 from radixcache.lease import Lease
+from radixcache.runtime.engine.chunk import Chunk
 from radixcache.runtime.engine.fairness import FairShares
 from radixcache.runtime.engine.logits_cache import PromptKey, PromptLogitsCache
 from radixcache.runtime.engine.request import Request, Sequence
 from radixcache.runtime.engine.state_planner import StatePlanner
 from radixcache.runtime.spec_decode.proposer import MAX_DRAFT, NO_TOKENS, DraftProposer
-from radixcache.states import SequenceStates
 
 if TYPE_CHECKING:  # the index benchmark runs the scheduler without torch
     from radixcache.runtime.kv_offload.loads import Loads
@@ -50,73 +47,6 @@ NO_ROOM = "the KV memory has no room for the request beside what is pinned"
 
 DECODE_AHEAD = 128
 """Tokens for which a decoding sequence reserves pages at a time, if there are enough."""
-
-
-_UNREAD = np.zeros(1, np.int32)
-
-
-class Chunk(NamedTuple):
-    """`num_tokens` tokens of a sequence, computed by the step; `num_computed` includes them.
-
-    Of a prompt that is cached in full, and whose logits are kept, they are none.
-    """
-
-    sequence: Sequence
-    num_tokens: int
-    states: SequenceStates | None = None
-    """Of a recurrent model."""
-    draft: Tokens = NO_TOKENS
-    """What may come next: computed as well, of which `num_computed` knows nothing."""
-
-    @property
-    def tokens(self) -> Tokens:
-        """[num_new] the tokens themselves, the draft at the end; 0 for one that is not read yet."""
-        if self.is_unread:
-            return _UNREAD
-        end = self.sequence.num_computed
-        tokens = self.sequence.tokens[end - self.num_tokens : end]
-        return np.concatenate([tokens, self.draft]) if len(self.draft) else tokens
-
-    @property
-    def num_new(self) -> int:
-        """How many tokens the step computes."""
-        return self.num_tokens + len(self.draft)
-
-    @property
-    def end(self) -> int:
-        """How long the sequence is with them."""
-        return self.sequence.num_computed + len(self.draft)
-
-    @property
-    def is_unread(self) -> bool:
-        """Whether it is one token, which only the device knows yet."""
-        return self.sequence.num_computed > len(self.sequence)
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether the sequence has more tokens than are computed with the chunk."""
-        return self.sequence.num_computed < len(self.sequence)
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the chunk has the sequence's last token, so that a token is sampled."""
-        return not self.is_behind
-
-    @property
-    def ends_prompt(self) -> bool:
-        """Whether the first token is sampled: by the logits at the end of the prompt."""
-        return self.is_last and self.sequence.is_fresh and not self.is_unread
-
-    @property
-    def cost(self) -> int:
-        """What the chunk takes of the step's token budget."""
-        return self.num_tokens * self.sequence.token_cost
-
-    @property
-    def scored_positions(self) -> NDArray[np.int64]:
-        """Positions of the chunk whose logits score the prompt token that comes next."""
-        end, scoring = self.sequence.num_computed, self.sequence.scoring
-        return np.arange(0) if scoring is None else scoring.wanted(end - self.num_tokens, end)
 
 
 class Scheduler:

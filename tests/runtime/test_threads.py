@@ -88,14 +88,14 @@ def test_threads_share_one_llm_with_aborts_and_edits_between(
 def test_requests_of_threads_are_batched_and_a_short_one_waits_for_no_long_one(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, steps = llm.engine._run, iter(range(1000))
+    run, steps = llm.engine.runner.run, iter(range(1000))
 
     def wait_for_the_short_one(*args: Any) -> Any:
         if next(steps) == 2:
             wait_until(lambda: not llm.worker._commands.empty())
         return run(*args)
 
-    monkeypatch.setattr(llm.engine, "_run", wait_for_the_short_one)
+    monkeypatch.setattr(llm.engine.runner, "run", wait_for_the_short_one)
     with ThreadPoolExecutor(2) as pool:
         long = pool.submit(llm.generate, "long", LONG)
         wait_until(lambda: llm.engine.has_work)
@@ -170,27 +170,29 @@ def test_steps_that_fail_again_and_again_fail_their_requests_only(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (wanted,) = llm.generate("fine", GREEDY)
-    run = llm.engine._run
+    run = llm.engine.runner.run
 
     def fail(chunks: Any, *rest: Any) -> Any:
         if any(chunk.sequence.request.prompt == "poison" for chunk in chunks):
             raise RuntimeError("planted")
         return run(chunks, *rest)
 
-    monkeypatch.setattr(llm.engine, "_run", fail)
+    monkeypatch.setattr(llm.engine.runner, "run", fail)
     with pytest.raises(EngineFailed, match="planted"):
         llm.generate("poison", GREEDY)
     (again,) = llm.generate("fine", GREEDY)
     assert again.outputs[0].token_ids == wanted.outputs[0].token_ids
 
 
-@pytest.mark.parametrize("place", ["schedule", "_run", "finish"])
+@pytest.mark.parametrize("place", ["schedule", "run", "finish"])
 def test_a_stream_that_is_collected_in_the_middle_of_a_step_is_aborted_after_it(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     (wanted,) = llm.generate("fine", LONG)
     engine = llm.engine
-    owners = {"schedule": engine.scheduler, "_run": engine, "finish": engine.output_processor}
+    owners = {
+        "schedule": engine.scheduler, "run": engine.runner, "finish": engine.output_processor
+    }  # fmt: skip
     owner = owners[place]
     inner, collected, left = getattr(owner, place), [], [llm.stream("left", LONG)]
     next(left[0])

@@ -16,7 +16,7 @@ from radixcache.bench.gpu.triton import WIDE
 from radixcache.kernels.attention import AttentionBackend
 from radixcache.kernels.choice import make_flashinfer
 from radixcache.kernels.torch_backend import TorchBackend
-from radixcache.runtime.engine import engine as engine_module
+from radixcache.runtime.engine import model_runner
 from radixcache.runtime.engine.worker import Worker
 from radixcache.runtime.model import cuda_graphs
 from tests.helpers.pretend_cuda import CUDA, Device
@@ -64,7 +64,7 @@ def rehearsal_place(out: Path) -> Iterator[Place]:
     try:
         with (
             pretend_gpu() as gpu,
-            patch.object(engine_module, "MIN_SAVED", 1),
+            patch.object(model_runner, "MIN_SAVED", 1),
             patch.object(cuda_graphs, "batch_sizes", _three_sizes),
             patch.object(Worker, "_run", _pretending(gpu.device)),
         ):

@@ -325,7 +325,7 @@ def test_copies_and_graphs_over_flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_
             requests = engines.run(engine, prompts, params)
             for prompt, (tokens,) in zip(prompts, engines.generated(requests), strict=True):
                 assert tokens == plain_greedy(path, prompt, 6, ignore_eos=True)
-        assert engine._graphs is not None and any(engine._graphs._replays.values())
+        assert engine.runner.graphs is not None and any(engine.runner.graphs._replays.values())
         assert engine.lifetime_stats.loaded_tokens > 100
         offload.close()
 

@@ -24,9 +24,10 @@ import torch
 
 from radixcache import HashBlockCache, PagePool, PrefixCache, RadixCache, SamplingParams
 from radixcache.kernels.attention import PagedBatch
+from radixcache.runtime.engine.chunk import Chunk
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request, Sequence
-from radixcache.runtime.engine.scheduler import Chunk, Scheduler
+from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
@@ -95,8 +96,8 @@ class Watch:
         self.logits: list[tuple[Sequence, int, torch.Tensor]] = []
         self.kv: dict[Sequence, list[torch.Tensor]] = {}
         self._pool = engine.kv_pool
-        self._compute, self._finish = engine._compute, engine.scheduler.finish
-        engine._compute = self.compute  # type: ignore[method-assign]
+        self._compute, self._finish = engine.runner._compute, engine.scheduler.finish
+        engine.runner._compute = self.compute  # type: ignore[method-assign]
         engine.scheduler.finish = self.finish  # type: ignore[method-assign]
 
     def compute(

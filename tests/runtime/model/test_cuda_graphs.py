@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from radixcache import LLM, SamplingParams
 from radixcache.kernels import cascade
-from radixcache.runtime.engine import engine
+from radixcache.runtime.engine import model_runner
+from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.model import cuda_graphs
 from radixcache.runtime.model.cuda_graphs import CudaGraphRunner, Shape
 from radixcache.runtime.model.load import load_model
@@ -44,10 +45,10 @@ def load(path: Path, stock: bool = False) -> PagedModel:
     return load_model(path, device="cuda", dtype="float32")
 
 
-def graphs_of(made: engine.Engine) -> set[Shape]:
+def graphs_of(made: Engine) -> set[Shape]:
     """What was captured."""
-    assert made._graphs is not None
-    return {key for key, replay in made._graphs._replays.items() if replay is not None}
+    assert made.runner.graphs is not None
+    return {key for key, replay in made.runner.graphs._replays.items() if replay is not None}
 
 
 @covering(
@@ -107,7 +108,7 @@ def test_sharers_are_attended_in_two_levels_with_the_same_tokens(folders, gpu, m
     flat = [[plain_greedy_all(folders["llama"], p)[:10]] for p in prompts]
     for cascades in (False, True):
         if cascades:
-            monkeypatch.setattr(engine, "group_by_prefix", group)
+            monkeypatch.setattr(model_runner, "group_by_prefix", group)
         made = engines.make_engine(folders["llama"], page_size=4)
         gpu.kernels.calls.clear()  # which were to try the kernels out
         requests, ahead = [made.add_request(prompt, params) for prompt in prompts], 0
@@ -162,7 +163,7 @@ def test_an_llm_has_all_its_graphs_before_the_first_request(
 ) -> None:
     caplog.set_level("INFO", "radixcache")
     group = cascade.group_by_prefix
-    monkeypatch.setattr(engine, "group_by_prefix", lambda tables, least: group(tables, 1))
+    monkeypatch.setattr(model_runner, "group_by_prefix", lambda tables, least: group(tables, 1))
     llm = LLM(
         folders[family], device="cuda", dtype="float32", kv_cache_memory_bytes="4MiB", page_size=4,
         max_num_seqs=9,
@@ -171,7 +172,7 @@ def test_an_llm_has_all_its_graphs_before_the_first_request(
     decodes = [s for s in decodes if not s.cascade or (family == "llama" and s.tokens >= 4)]
     prefills = [Shape(n, s) for n in (512, 384, 256, 192, 128, 64, 32, 16) for s in (24, 8, 2)]
     wanted = [s for s in prefills if 2 * s.sequences <= s.tokens] + decodes
-    graphs = llm.engine._graphs
+    graphs = llm.engine.runner.graphs
     assert graphs is not None and list(graphs._replays) == wanted
     assert graphs_of(llm.engine) == set(wanted)
     (line,) = [r.getMessage() for r in caplog.records if "captured" in r.getMessage()]

@@ -25,7 +25,7 @@ def test_an_engine_runs_on_it_and_leaves_the_current_device_alone(path) -> None:
         requests = run(made, prompts, SamplingParams(temperature=0, max_tokens=12))
         sampled = run(made, prompts, SamplingParams(seed=1, top_p=0.9, max_tokens=12))
         assert torch.cuda.current_device() == 0
-        assert made._graphs is not None and any(made._graphs._replays.values())
+        assert made.runner.graphs is not None and any(made.runner.graphs._replays.values())
     assert generated(requests) == expected
     assert all(r.finished for r in sampled)
 

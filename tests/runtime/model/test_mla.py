@@ -129,9 +129,9 @@ def test_on_a_gpu_decodes_take_graphs_or_torch_where_flashinfer_has_no_kernel(
         answers = [tokens for (tokens,) in generated(run(engine, prompts, params))]
         if dtype == "bfloat16":
             assert engine.model.attention.name.startswith("FlashInfer")
-            assert engine._graphs is not None and gpu.kernels.calls["mla"]
-            assert engine._graphs._replays and all(engine._graphs._replays.values())
+            assert engine.runner.graphs is not None and gpu.kernels.calls["mla"]
+            assert engine.runner.graphs._replays and all(engine.runner.graphs._replays.values())
         else:
-            assert engine.model.attention.name.startswith("torch") and engine._graphs is None
+            assert engine.model.attention.name.startswith("torch") and engine.runner.graphs is None
     tie = 1e-4 if dtype == "float32" else 3e-2
     assert all(is_greedy(folder, *pair, tie) for pair in zip(prompts, answers, strict=True))

@@ -16,9 +16,10 @@ import pytest
 from radixcache import LLM, SamplingParams
 from radixcache.base import as_tokens
 from radixcache.kernels.native.library import problem
+from radixcache.runtime.engine.chunk import Chunk
 from radixcache.runtime.engine.input_processor import Prompt
 from radixcache.runtime.engine.request import Request, Sequence
-from radixcache.runtime.engine.scheduler import Chunk, Scheduler
+from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.model_files import BUNDLED_MODEL
 from radixcache.runtime.sampling.prompt_logprobs import ScoredPrompts
 from radixcache.runtime.spec_decode.proposer import DraftProposer
@@ -156,7 +157,7 @@ def test_every_answer_is_as_it_is_alone(drafts: str, cache: str, page_size: int)
     engine = hash_engine(cache, page_size, num_pages, case.choice([20, 200]), **OPTIONS)
     engine._runs_ahead = case.random() < 0.5
     if case.random() < 0.5:  # as where there are CUDA graphs, none of which is large enough
-        engine._graphs = SimpleNamespace(run=lambda *_: None)  # type: ignore[assignment]
+        engine.runner.graphs = SimpleNamespace(run=lambda *_: None)  # type: ignore[assignment]
     if case.random() < 0.5:  # hardly anything is kept beside the KV
         engine._scored = ScoredPrompts(VOCAB, num_tokens=30)
         if engine.scheduler.kept is not None:

@@ -1,0 +1,121 @@
+"""Runs the chunks of a step on the model: page tables, page copies, CUDA graphs."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from radixcache.base import Tokens
+from radixcache.kernels.attention import PagedBatch, SharedPrefix
+from radixcache.kernels.cascade import MIN_SAVED, group_by_prefix
+from radixcache.runtime.engine.chunk import Chunk
+from radixcache.runtime.model.cuda_graphs import CudaGraphRunner
+from radixcache.runtime.model.kv_pool import KVPool
+from radixcache.runtime.model.paged_model import PagedModel, Unread
+from radixcache.runtime.sampling.sampler import PendingStep
+
+
+class ModelRunner:
+    """One model over one KV pool.
+
+    Attributes:
+        graphs: None where there are no CUDA graphs.
+    """
+
+    def __init__(self, model: PagedModel, kv_pool: KVPool, graphs: CudaGraphRunner | None) -> None:
+        self._model, self._pool, self.graphs = model, kv_pool, graphs
+
+    def run(
+        self, chunks: list[Chunk], before: PendingStep | None
+    ) -> tuple[list[Chunk], torch.Tensor]:
+        """Enqueue a step.
+
+        Args:
+            before: the step before; None if its tokens are known here.
+
+        Returns:
+            The chunks in the order of the batch, and logits [R, vocab], float32: of the last token
+            and of the draft of each chunk that is a last one, then of the prompt tokens whose
+            successors are to be scored. They are valid until the next call.
+        """
+        chunks, batch = self._batch(chunks)
+        tokens = np.concatenate([chunk.tokens for chunk in chunks])
+        ends = np.cumsum([chunk.num_new for chunk in chunks])
+        wanted = [
+            np.arange(end - 1 - len(chunk.draft), end)
+            for chunk, end in zip(chunks, ends, strict=True)
+            if chunk.is_last
+        ]
+        rows = np.concatenate([*wanted, np.arange(0)])
+        for chunk, end in zip(chunks, ends, strict=True):
+            if chunk.sequence.scoring is not None:
+                first = end - chunk.sequence.num_computed  # the row of position 0, so to speak
+                rows = np.append(rows, chunk.scored_positions + first)
+        unread = None
+        if before is not None:
+            place = {row.sequence: at for at, row in enumerate(before.rows)}
+            found = [(end - 1, place[c.sequence]) for c, end in zip(chunks, ends, strict=True)
+                     if c.is_unread]  # fmt: skip
+            unread = Unread.of(found, before.tokens) if found else None
+        return chunks, self._compute(chunks, tokens, batch, rows, unread)
+
+    def _batch(self, chunks: list[Chunk]) -> tuple[list[Chunk], PagedBatch]:
+        """The page tables of a step, and its chunks in the order of the batch.
+
+        For CUDA graphs, a decode with its draft is as many decodes, of the same pages and each one
+        token longer: a layer writes all new K/V before it attends.
+        """
+        page_size = self._pool.page_size
+        decodes = [c for c in chunks if self._num_decodes(c) == c.num_new]
+        chunks = decodes + [c for c in chunks if self._num_decodes(c) < c.num_new]
+        tables = []
+        for chunk in chunks:
+            assert chunk.sequence.lease is not None
+            tables.append(chunk.sequence.lease.page_table[: -(-chunk.end // page_size)])
+        shared: tuple[SharedPrefix, ...] = ()
+        if self._model.attention.reads_shared_once:
+            min_saved = MIN_SAVED * len(self._pool.layers) // self._pool.page_bytes
+            order, shared = group_by_prefix(tables[: len(decodes)], min_saved)
+            chunks = [chunks[i] for i in order] + chunks[len(decodes) :]
+            tables = [tables[i] for i in order] + tables[len(decodes) :]
+        counts = [self._num_decodes(chunk) for chunk in chunks]
+        if max(counts) > 1:
+            starts = np.cumsum([0, *counts]).tolist()
+            shared = tuple(
+                SharedPrefix(starts[first], starts[first + size] - starts[first], num_pages)
+                for first, size, num_pages in shared
+            )
+            tables = [table for table, n in zip(tables, counts, strict=True) for _ in range(n)]
+        each = list(zip(chunks, counts, strict=True))
+        kv_lens = [c.end - left for c, n in each for left in reversed(range(n))]
+        query_lens = [c.num_new // n for c, n in each for _ in range(n)]
+        return chunks, PagedBatch.of(tables, query_lens, kv_lens, page_size, shared)
+
+    def _num_decodes(self, chunk: Chunk) -> int:
+        """As how many sequences of a batch a chunk is computed."""
+        return chunk.num_new if self.graphs is not None and chunk.num_tokens <= 1 else 1
+
+    def _compute(
+        self,
+        chunks: list[Chunk],
+        tokens: Tokens,
+        batch: PagedBatch,
+        rows: NDArray[np.integer],
+        unread: Unread | None,
+    ) -> torch.Tensor:
+        """Logits of these rows, from a CUDA graph if there is one for the batch.
+
+        The page copies run before; all of it is in the order of the device, so that a page may be
+        evicted and written again while the step before still reads it.
+        """
+        leases = [chunk.sequence.lease for chunk in chunks]
+        copies = [copy for lease in leases if lease for copy in lease.take_copies()]
+        if copies:
+            self._pool.copy(copies)
+        if self.graphs is not None:
+            logits = self.graphs.run(tokens, batch, rows, unread)
+            if logits is not None:
+                return logits
+        states = [chunk.states for chunk in chunks if chunk.states is not None]
+        return self._model.forward(tokens, batch, rows, self._pool, states, unread)
