@@ -71,7 +71,8 @@ def _find(store: ResponseStore, response_id: str, cache_salt: str | None) -> Sto
 
 def _begin(body: ResponsesRequest, backend: Backend) -> JSON:
     """The response before there is anything of it."""
-    given = body.model_dump(mode="json", exclude_none=True)
+    shown = {"reasoning", "temperature", "text", "tool_choice", "tools", "top_p"}
+    given = body.model_dump(mode="json", include=shown, exclude_none=True)
     defaults = backend.chat_defaults
     return {
         "id": f"resp_{uuid.uuid4().hex}",
