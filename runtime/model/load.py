@@ -18,6 +18,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 
 from radixcache.errors import InvalidRequest, ModelError, first_sentence
 from radixcache.kernels.attention import AttentionBackend, PagedBatch
+from radixcache.kernels.native.library import quiet_torch
 from radixcache.kernels.upload import on_device
 from radixcache.runtime.gguf_file import GGUFFile
 from radixcache.runtime.model import compatibility as gate
@@ -79,6 +80,18 @@ def load_model(
         InvalidRequest: a dtype or device that does not exist, or that is never exact.
     """
     place = resolve_device(device)
+    with quiet_torch() if place.type == "cpu" else nullcontext():
+        return _load_model(name_or_path, dtype, place, attention, exact, max_model_len)
+
+
+def _load_model(
+    name_or_path: str | Path,
+    dtype: str | torch.dtype,
+    place: torch.device,
+    attention: AttentionBackend | None,
+    exact: bool,
+    max_model_len: int | None,
+) -> PagedModel:
     check_model(str(name_or_path))
     kind, file = resolve_dtype(dtype, place), open_gguf(name_or_path)
     settings = _settings(name_or_path, file)
