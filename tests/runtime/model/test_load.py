@@ -30,3 +30,13 @@ def test_loading_computes_on_the_pool_of_kernels_not_on_threads_that_spin(
         assert seen == [(1, 3)] and torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_versions_that_were_not_tried_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    load.warn_of_untried({"torch": "2.13.0+cpu", "transformers": "5.24.7"})
+    assert not caplog.records
+    load.warn_of_untried({"torch": "3.0.0.dev1", "transformers": "5.25.0"})
+    assert [record.message for record in caplog.records] == [
+        "torch 3.0.0.dev1 is newer than what was tried, 2.13",
+        "transformers 5.25.0 is newer than what was tried, 5.24",
+    ]
