@@ -142,10 +142,12 @@ def test_a_fork_that_outlives_a_killed_process_keeps_no_folder_locked(tmp_path: 
         os.kill(os.getpid(), signal.SIGKILL)
 
     assert in_a_process(lock_fork_and_be_killed) == -signal.SIGKILL
-    unlock(lock_folder(tmp_path))  # InvalidRequest, if it is in use
-    os.write(write, b"x")
-    os.close(read)
-    os.close(write)
+    try:
+        unlock(lock_folder(tmp_path))  # InvalidRequest, if it is in use
+    finally:
+        os.write(write, b"x")
+        os.close(read)
+        os.close(write)
 
 
 @pytest.mark.parametrize("run", range(6))
