@@ -327,7 +327,9 @@ class Tokenizer:
         wanted = {"tools": tools, **values}
         wanted["tool_calls"] = any("tool_calls" in message for message in conversation)
         for name, value in wanted.items():
-            if (value or name in values) and not re.search(rf"\b{re.escape(name)}\b", template):
+            if not value and name not in values:
+                continue
+            if name not in template or not re.search(rf"\b{re.escape(name)}\b", template):
                 raise InvalidRequest(f"the chat template of this model takes no {name}")
         if taken := values.keys() & _RENDERING:
             raise InvalidRequest(f"{min(taken)} is no value of a chat template")

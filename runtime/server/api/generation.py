@@ -80,7 +80,12 @@ class Exchange(ABC, Generic[B]):
         """The response to the client, who may abort the job by hanging up."""
         if self.body.stream:
             return _EventStream(self)
-        return JSONResponse(self.whole(await finish(self.job, request)))
+        whole = self.whole(await finish(self.job, request))
+        await self.settle()
+        return JSONResponse(whole)
+
+    async def settle(self) -> None:
+        """Wait for what has to be done before the client hears of the end."""
 
     @abstractmethod
     def whole(self, outputs: list[RequestOutput]) -> JSON:
@@ -103,7 +108,9 @@ class Exchange(ABC, Generic[B]):
         try:
             async for batch in self.job.batches():
                 yield "".join(event(chunk) for news in batch for chunk in self.events(news))
-            yield "".join(map(event, self.last(self.job.outputs())))
+            last = "".join(map(event, self.last(self.job.outputs())))
+            await self.settle()
+            yield last
         except Exception as error:  # the status is sent already
             if not isinstance(error, ApiError):
                 log.exception("a stream failed")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -24,6 +26,8 @@ from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import for_template
 
 router = APIRouter(route_class=BodyRoute)
+
+_SAVE_SECONDS = 5.0
 
 
 @router.post("/v1/responses", responses={**STREAM_RESPONSE})
@@ -55,9 +59,12 @@ async def get_response(
 
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(response_id: str, store: StoreDep, cache_salt: CacheSalt = None) -> JSON:
-    """Forget a response."""
+    """Forget a response, on disk too; 503 if it is not gone from there."""
     _find(store, response_id, cache_salt)
-    store.drop(response_id, cache_salt)
+    if (gone := store.drop(response_id, cache_salt)) is not None:
+        from radixcache.runtime.kv_offload.disk import confirm_gone
+
+        await asyncio.to_thread(confirm_gone, gone)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
@@ -71,7 +78,8 @@ def _find(store: ResponseStore, response_id: str, cache_salt: str | None) -> Sto
 
 def _begin(body: ResponsesRequest, backend: Backend) -> JSON:
     """The response before there is anything of it."""
-    given = body.model_dump(mode="json", exclude_none=True)
+    shown = {"reasoning", "temperature", "text", "tool_choice", "tools", "top_p"}
+    given = body.model_dump(mode="json", include=shown, exclude_none=True)
     defaults = backend.chat_defaults
     return {
         "id": f"resp_{uuid.uuid4().hex}",
@@ -107,7 +115,13 @@ class _Response(BlockExchange[ResponsesRequest]):
     """
 
     conversation: list[Message]
+    saved: Future[object] | None = None
     num_events = 0
+
+    async def settle(self) -> None:
+        """It is on disk then, unless that fails or takes long: here it is kept all the same."""
+        if self.saved is not None:
+            await asyncio.wait([asyncio.wrap_future(self.saved)], timeout=_SAVE_SECONDS)
 
     def begin(self, num_tokens: int) -> Iterator[JSON]:
         yield self._event("created", response=self.head)
@@ -174,7 +188,7 @@ class _Response(BlockExchange[ResponsesRequest]):
             )
             conversation = [*self.conversation, answer]
             stored = StoredResponse(answers.turn, answers.prompt.tokens, conversation, response)
-            self.store.keep(response["id"], stored)
+            self.saved = self.store.keep(response["id"], stored)
         return response
 
     def _event(self, kind: str, **more: Any) -> JSON:

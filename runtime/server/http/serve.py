@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
 import sys
@@ -23,6 +24,9 @@ HEAD_SECONDS = 10.0
 
 FLUSH_SECONDS = 3
 """For connections to take what is left, once nothing runs any more."""
+
+_GARBAGE = 50_000
+"""New objects after which garbage is looked for, while all wait; a large body has as many."""
 
 
 def configure(app: ASGIApp, log_level: str = "warning") -> uvicorn.Config:
@@ -46,6 +50,11 @@ def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> Non
 
 
 def announce(backend: Any, listener: socket.socket) -> None:
+    """Say where all is loaded now and can be asked; what was loaded is no garbage from now on."""
+    gc.collect()
+    gc.freeze()  # to look through it would hold up all streams for a sixth of a second
+    gc.collect()  # now Python counts without it, and does not wait for a quarter of that
+    gc.set_threshold(_GARBAGE)
     host = listener.getsockname()[0]
     if backend.options.api_key is None and not ip_address(host).is_loopback:
         warning = "Warning: without an --api-key, whoever reaches this address may use the server"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -107,9 +106,7 @@ class ChatTurn(StrictModel):
         if thoughts := [block.thinking for block in blocks if block.thinking]:
             message["reasoning_content"] = "\n".join(thoughts)
         if calls := [block for block in blocks if block.type == "tool_use"]:
-            message["tool_calls"] = [
-                call_of(call.id, call.name, json.dumps(call.input)) for call in calls
-            ]
+            message["tool_calls"] = [call_of(call.id, call.name, call.input) for call in calls]
         return results if results and not texts else [*results, message]
 
 

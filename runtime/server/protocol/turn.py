@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,7 @@ from pydantic import model_validator
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.server.protocol.fields import MAX_SCHEMAS, Body, Salt
 from radixcache.runtime.tokens.tokenizer import Message
-from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice
+from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, is_longer
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class TurnRequest(Body):
         names = [tool.name for tool in tools]
         if len({*names}) < len(names):
             raise ValueError("two tools have the same name")
-        if sum(len(json.dumps(tool.parameters)) for tool in tools) > MAX_SCHEMAS:
+        if is_longer([tool.parameters for tool in tools], MAX_SCHEMAS):
             raise ValueError(f"at most {MAX_SCHEMAS} characters of JSON schemas in all tools")
         if missing := [name for name in choice.names if name not in names]:
             raise ValueError(f"tool_choice names {missing[0]!r}, which is not among the tools")
@@ -89,7 +88,7 @@ class TurnRequest(Body):
         return self
 
 
-def call_of(call_id: str | None, name: str | None, arguments: str | None) -> dict[str, Any]:
-    """A call of a function, as messages of chats have it."""
+def call_of(call_id: str | None, name: str | None, arguments: object) -> dict[str, Any]:
+    """A call of a function, as messages of chats have it; arguments are JSON text, or an object."""
     function = {"name": name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}
