@@ -143,9 +143,8 @@ class SamplingParams:
         for name, least, most, rule in _RANGES:
             value = getattr(self, name)
             _require(value is None or least <= value <= most, name, rule, value)
-        least = 1 if self.prompt_logprobs is None else 0
         longest = inf if self.max_tokens is None else self.max_tokens
-        _require(longest >= least, "max_tokens", f"at least {least}", self.max_tokens)
+        _require(longest >= 0, "max_tokens", "at least 0", self.max_tokens)
         _require(0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
         penalty = self.repetition_penalty
         _require(0 < penalty < inf, "repetition_penalty", "above 0", penalty)

@@ -25,6 +25,7 @@ from radixcache.runtime.tokens.tool_formats import (
     find_format,
     knows_tools,
 )
+from radixcache.runtime.tokens.turn_order import RoleOrder
 
 log = logging.getLogger(__name__)
 
@@ -255,17 +256,9 @@ class Tokenizer:
         return THOUGHT in self._templates
 
     @cached_property
-    def _teller(self) -> str:
-        """Whose message tells of tools: "user" if the template refuses or leaves out the system's.
-
-        Both are done (Gemma's and Mistral's first templates), and only a rendering tells.
-        """
-        asked = [{"role": "system", "content": "Brief"}, {"role": "user", "content": "Hello"}]
-        try:
-            text = self._tokenizer.apply_chat_template(asked, tokenize=False)
-        except Exception:  # a template raises what it likes
-            return "user"
-        return "system" if "Brief" in text else "user"
+    def _order(self) -> RoleOrder:
+        """Which orders of roles the chat template takes."""
+        return RoleOrder.find(partial(self._tokenizer.apply_chat_template, tokenize=False))
 
     @cached_property
     def _added_texts(self) -> tuple[dict[str, int], re.Pattern[str]]:
@@ -314,10 +307,11 @@ class Tokenizer:
                 self._has_told_tools = True
                 log.warning(
                     "the chat template of this model knows no tools: they are described in the "
-                    f"{self._teller} message, and calls are read in Hermes' form"
+                    f"{'system' if self._order.system else 'user'} message, and calls are read in "
+                    "Hermes' form"
                 )
-            teller = self._teller if tools else "system"
-            conversation, tools = tell_tools(conversation, tools, teller), ()
+            conversation, tools = tell_tools(conversation, tools), ()
+        conversation = self._order.arrange(conversation)
         for role in {message.get("role") for message in conversation} - _ROLES:
             # Some templates leave out whom they do not know, some write whatever comes.
             if f"'{role}'" not in template and f'"{role}"' not in template:

@@ -31,12 +31,14 @@ class Tool:
     Attributes:
         parameters: a JSON schema of an object.
         strict: the arguments of each call follow the schema.
+        deferred: the model is not told of it at the start; the conversation tells it later.
     """
 
     name: str
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object"})
     description: str | None = None
     strict: bool = False
+    deferred: bool = False
 
     def as_template(self) -> dict[str, Any]:
         """As chat templates take it."""

@@ -60,7 +60,7 @@ async def create_message(
     head: JSON = {"id": f"msg_{uuid.uuid4().hex}", "model": model}
     exchange = _Message(body, backend, head, answers, store)
     exchange.prefixes = prefixes
-    return await exchange.answer(request)
+    return await exchange.answer(request, turn.left_out)
 
 
 @router.post("/v1/messages/count_tokens", responses=_RESPONSES)

@@ -76,11 +76,19 @@ class Exchange(ABC, Generic[B]):
         self.head = head
         self.job = job
 
-    async def answer(self, request: Request) -> Response:
-        """The response to the client, who may abort the job by hanging up."""
+    async def answer(self, request: Request, left_out: Sequence[str] = ()) -> Response:
+        """The response to the client, who may abort the job by hanging up.
+
+        Args:
+            left_out: kinds of tools of which the model was not told: a header says so.
+        """
         if self.body.stream:
-            return _EventStream(self)
-        return JSONResponse(self.whole(await finish(self.job, request)))
+            response: Response = _EventStream(self)
+        else:
+            response = JSONResponse(self.whole(await finish(self.job, request)))
+        if left_out:
+            response.headers["X-Tools-Left-Out"] = ", ".join(left_out)
+        return response
 
     @abstractmethod
     def whole(self, outputs: list[RequestOutput]) -> JSON:

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.server.api.chat_turn import begin, turn_of
-from radixcache.runtime.server.api.content_blocks import BlockExchange, Part, Step
+from radixcache.runtime.server.api.content_blocks import BlockExchange, Part, Step, parts_of
 from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE, usage
 from radixcache.runtime.server.api.response_store import ResponseStore, StoreDep, StoredResponse
 from radixcache.runtime.server.http.bodies import BodyRoute, on_thread
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.protocol.fields import CacheSalt
-from radixcache.runtime.server.protocol.responses import ResponsesRequest, merge
+from radixcache.runtime.server.protocol.responses import (
+    ResponsesRequest,
+    ResponseTool,
+    ToolKind,
+    kinds_of,
+    merge,
+)
 from radixcache.runtime.server.protocol.turn import call_of
 from radixcache.runtime.server.serving import Backend, BackendDep, client_of
 from radixcache.runtime.tokens.tokenizer import Message
-from radixcache.runtime.tokens.tool_calls import for_template
+from radixcache.runtime.tokens.tool_calls import (
+    Call,
+    ParsedMessage,
+    for_template,
+    read_object,
+)
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -39,8 +51,8 @@ async def create_response(
     head = _begin(body, backend)
     answers = await begin(backend, turn, client_of(request, body.cache_salt))
     exchange = _Response(body, backend, head, answers, store)
-    exchange.conversation = conversation
-    return await exchange.answer(request)
+    exchange.conversation, exchange.kinds = conversation, kinds_of(body.tools)
+    return await exchange.answer(request, turn.left_out)
 
 
 @router.get("/v1/responses/{response_id}")
@@ -51,6 +63,30 @@ async def get_response(
     if stream:
         raise ApiError(400, "a response that is kept is not streamed", "stream")
     return _find(store, response_id, cache_salt).response or {}
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(
+    response_id: str,
+    store: StoreDep,
+    cache_salt: CacheSalt = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+    include: Annotated[list[str] | None, Query()] = None,
+) -> JSON:
+    """What a response that is kept was given, those before it included; the last first."""
+    stored = _find(store, response_id, cache_salt)
+    tools = [ResponseTool.model_validate(tool) for tool in (stored.response or {})["tools"]]
+    items = _items_of(stored.conversation[:-1], response_id, kinds_of(tools))
+    items = items[::-1] if order == "desc" else items
+    start = next((i for i, item in enumerate(items, 1) if item["id"] == after), 0)
+    if after is not None and not start:
+        raise ApiError(404, f"no input item is called {after!r}", "after")
+    shown = items[start:][:limit]
+    first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    more = {"first_id": first, "last_id": last, "has_more": start + len(shown) < len(items)}
+    return {"object": "list", "data": shown, **more}
 
 
 @router.delete("/v1/responses/{response_id}")
@@ -92,9 +128,12 @@ def _begin(body: ResponsesRequest, backend: Backend) -> JSON:
         "temperature": given.get("temperature", defaults.temperature),
         "text": {"format": {"type": "text"}, **given.get("text", {})},
         "tool_choice": given.get("tool_choice", "auto"),
-        "tools": [{"parameters": {}, "strict": False, **t} for t in given.get("tools", ())],
+        "tools": [
+            {"parameters": {}, "strict": False, **tool} if tool["type"] == "function" else tool
+            for tool in given.get("tools", ())
+        ],
         "top_p": given.get("top_p", defaults.top_p),
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "usage": None,
     }
 
@@ -104,9 +143,11 @@ class _Response(BlockExchange[ResponsesRequest]):
 
     Attributes:
         conversation: all its messages but the instructions.
+        kinds: of the tools.
     """
 
     conversation: list[Message]
+    kinds: dict[str, ToolKind]
     num_events = 0
 
     def begin(self, num_tokens: int) -> Iterator[JSON]:
@@ -122,17 +163,20 @@ class _Response(BlockExchange[ResponsesRequest]):
             place["content_index"] = 0
         if part.kind == "content":
             place["logprobs"] = []
-        name = _EVENTS[part.kind]
+        name = _EVENTS.get(item["type"], "")
         if step.kind == "open":
             yield self._event("output_item.added", output_index=index, item=item)
             if part.kind == "content":
                 yield self._event("content_part.added", **place, part=_text(""))
         elif step.kind == "more":
-            yield self._event(f"{name}.delta", **place, delta=step.text)
+            if item["type"] in _STREAMED:
+                yield self._event(f"{name}.delta", **place, delta=step.text)
         else:
-            call = {"arguments": part.text, "name": part.name}
-            whole = call if part.kind == "call" else {"text": part.text}
-            yield self._event(f"{name}.done", **place, **whole)
+            whole = {key: item[key] for key in _WHOLE.get(item["type"], ())} or {"text": part.text}
+            if item["type"] == "custom_tool_call":  # its text is known at its end
+                yield self._event(f"{name}.delta", **place, delta=item["input"])
+            if name:
+                yield self._event(f"{name}.done", **place, **whole)
             if part.kind == "content":
                 yield self._event("content_part.done", **place, part=_text(part.text))
             yield self._event("output_item.done", output_index=index, item=item)
@@ -182,16 +226,7 @@ class _Response(BlockExchange[ResponsesRequest]):
         return {"type": f"response.{kind}", "sequence_number": self.num_events - 1, **more}
 
     def _item(self, index: int, part: Part, status: str) -> JSON:
-        name = f"{self.head['id'].removeprefix('resp_')}{index}"
-        if part.kind == "call":
-            call = {"call_id": part.call_id, "name": part.name, "arguments": part.text}
-            return {"id": f"fc_{name}", "type": "function_call", "status": status, **call}
-        if part.kind == "reasoning":
-            content = [{"type": "reasoning_text", "text": part.text}]
-            return {"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": content}
-        content = [] if status == "in_progress" else [_text(part.text)]
-        message = {"role": "assistant", "status": status, "content": content}
-        return {"id": f"msg_{name}", "type": "message", **message}
+        return _item(f"{self.head['id'].removeprefix('resp_')}{index}", part, status, self.kinds)
 
     def _usage(self, output: RequestOutput) -> JSON:
         counts = usage(self.backend, [output])
@@ -222,16 +257,74 @@ class _Response(BlockExchange[ResponsesRequest]):
 
 
 _EVENTS = {
-    "content": "output_text",
+    "message": "output_text",
     "reasoning": "reasoning_text",
-    "call": "function_call_arguments",
+    "function_call": "function_call_arguments",
+    "custom_tool_call": "custom_tool_call_input",
 }
+_STREAMED = "message", "reasoning", "function_call"
+_WHOLE = {"function_call": ("arguments", "name"), "custom_tool_call": ("input",)}
 _REASONS = {
     "tools": "tools_changed",
     "settings": "reasoning_effort_changed",
     "system": "input_changed",
     "messages": "input_changed",
 }
+
+
+def _item(name: str, part: Part, status: str, kinds: Mapping[str, ToolKind]) -> JSON:
+    """A part of an answer, as an item whose id ends with `name`."""
+    if part.kind == "call":
+        return _call_item(name, part, status, kinds)
+    if part.kind == "reasoning":
+        content = [{"type": "reasoning_text", "text": part.text}]
+        return {"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": content}
+    content = [] if status == "in_progress" else [_text(part.text)]
+    message = {"role": "assistant", "status": status, "content": content}
+    return {"id": f"msg_{name}", "type": "message", **message}
+
+
+def _call_item(name: str, part: Part, status: str, kinds: Mapping[str, ToolKind]) -> JSON:
+    """The call of a function, as that of the kind of tool that it stands for."""
+    kind = kinds.get(part.name, ToolKind("function", part.name, None))
+    item = {"status": status, "call_id": part.call_id}
+    values = read_object(part.text) if part.text else {"input": "", "command": []}
+    if kind.type == "local_shell" and isinstance((values or {}).get("command"), list):
+        action = {"type": "exec", "env": {}, **(values or {})}
+        return {"id": f"lsh_{name}", "type": "local_shell_call", **item, "action": action}
+    item |= {"name": kind.name} | ({"namespace": kind.namespace} if kind.namespace else {})
+    if kind.type == "custom":
+        told = (values or {}).get("input")
+        text = told if isinstance(told, str) else part.text
+        return {"id": f"ctc_{name}", "type": "custom_tool_call", **item, "input": text}
+    return {"id": f"fc_{name}", "type": "function_call", **item, "arguments": part.text}
+
+
+def _items_of(messages: list[Message], name: str, kinds: Mapping[str, ToolKind]) -> list[JSON]:
+    """The items that messages are made of, as a client might have sent them."""
+    items: list[JSON] = []
+    of_calls: dict[str, str] = {}
+    for message in messages:
+        text, calls = message["content"], []
+        done: JSON = {"id": f"in{len(items)}_{name}", "status": "completed"}
+        if message["role"] == "tool":
+            call_id = message["tool_call_id"]
+            kind = f"{of_calls.get(call_id, 'function_call')}_output"
+            items.append({**done, "type": kind, "call_id": call_id, "output": text})
+        elif message["role"] != "assistant":
+            content = [{"type": "input_text", "text": text}]
+            told = {"type": "message", "role": message["role"], "content": content}
+            items.append({**done, **told})
+        else:
+            for call in for_template(message).get("tool_calls", ()):
+                function = call["function"]
+                arguments = json.dumps(function["arguments"], ensure_ascii=False)
+                calls.append(Call(call["id"], function["name"], arguments))
+            said = ParsedMessage(text, message.get("reasoning_content") or "", tuple(calls))
+            for part in parts_of(said):
+                items.append(_item(f"in{len(items)}_{name}", part, "completed", kinds))
+                of_calls[part.call_id] = items[-1]["type"]
+    return items
 
 
 def _text(text: str) -> JSON:

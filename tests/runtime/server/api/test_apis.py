@@ -156,6 +156,68 @@ def test_an_answer_that_is_cut_says_so(api: Api, scripted: LiveServer, asked: di
     assert text.count('"status":"incomplete"') == (2 + api.stream) * isinstance(api, Responses)
 
 
+def test_a_prompt_is_warmed_without_an_answer(api: Api, fresh: str):
+    """`max_tokens: 0`, as Anthropic documents it."""
+    body = {**api.body(user(fresh), max_tokens=0), "stream": api.stream}
+    assert api_text(http.post(f"{api.url}{api.path}", json=body)) == ""
+    warmed = api.ask(user(fresh))
+    assert warmed.text == f"user: {fresh}" and warmed.cached == warmed.prompt
+
+
+def api_text(response: httpx.Response) -> str:
+    """What an answer says, whole or streamed."""
+    assert response.status_code == 200, response.text
+    said = re.findall(r'"(?:text|content|delta)":\s?"(.*?)"', response.text)
+    return "".join(said)
+
+
+@pytest.mark.parametrize("roles", ["sus", "uu", "usu", "ssuasu", "uus"])
+def test_messages_in_any_order_are_taken(api: Api, fresh: str, roles: str):
+    """Whether the template joins them is for `test_turn_order`; nobody is refused."""
+    names = {"s": "system", "u": "user", "a": "assistant"}
+    said = [{"role": names[role], "content": f"{fresh} {n}"} for n, role in enumerate(roles)]
+    last = user("Last")
+    first = api.ask(*said, last)
+    assert first.text == "user: Last"
+    more = [{"role": "system", "content": "News"}, user("And?")]
+    second = api.ask(*said, last, *first.said, *more)
+    assert second.text == "user: And?"
+    assert second.cached == first.prompt + first.completion - 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_come_back_with_all_that_clients_add(scripted: LiveServer, stream: bool):
+    """LiteLLM's, LangChain's, OpenRouter's and OpenAI's own fields ask for nothing."""
+    added: dict[type[Api], dict[str, Any]] = {
+        Chat: {
+            "id": "m", "parsed": {}, "annotations": [], "refusal": "", "audio": None,
+            "reasoning_details": [{"type": "reasoning.text", "text": "x"}],
+            "thinking_blocks": [{"type": "thinking", "thinking": "x", "signature": ""}],
+            "provider_specific_fields": {}, "cache_control": {"type": "ephemeral"},
+        },
+        Responses: {"id": "m", "phase": "final_answer", "status": "completed", "created_by": "x"},
+        Messages: {},
+    }  # fmt: skip
+    for kind, more in added.items():
+        api = kind(scripted.url, stream)
+        first = api.ask(user("History"))
+        said = [{**message, **more} for message in first.said]
+        second = api.ask(user("History"), *said, user("And?"))
+        assert second.text == "user: And?"
+        assert second.cached >= first.prompt + first.completion - 1
+    parts = [{"type": "refusal", "refusal": "No."}]
+    for kind in (Chat, Responses):
+        refused = [user("x"), {"role": "assistant", "content": parts}, user("And?")]
+        plain = [user("x"), {"role": "assistant", "content": "No."}, user("And?")]
+        api = kind(scripted.url, stream)
+        assert api.ask(*refused).prompt == api.ask(*plain).cached
+    own = [user("x"), {"role": "assistant", "content": None, "refusal": "No."}, user("And?")]
+    assert Chat(scripted.url, stream).ask(*own).cached == api.ask(*plain).prompt
+    for field in ("audio", "function_call", "tool"):  # what would change the answer
+        body = Chat("", stream).body({"role": "assistant", "content": "x", field: {"id": "y"}})
+        assert scripted.post(Chat.path, body).status_code == 400
+
+
 def test_salts_share_nothing(api: Api, fresh: str):
     salts = [f"{name} {fresh}" for name in "aba"]
     cached = [api.ask(user(fresh), cache_salt=salt).cached for salt in salts]
