@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 
 JSON = dict[str, Any]
 
+SILENCE = 10.0
+"""Seconds after which a stream gives a sign of life: proxies and clients give silent ones up."""
+
 
 class MayStream(Protocol):
     stream: bool | None
@@ -106,11 +109,19 @@ class Exchange(ABC, Generic[B]):
         """What is sent in place of `last`."""
         yield error.body
 
+    def sign_of_life(self) -> str:
+        """What is sent where there is nothing to say; clients skip a comment."""
+        return ": still at work\n\n"
+
     async def stream(self) -> AsyncIterator[str]:
         """The text of the events."""
         try:
-            async for batch in self.job.batches():
-                yield "".join(event(chunk) for news in batch for chunk in self.events(news))
+            sent = time.monotonic()
+            async for batch in self.job.batches(SILENCE):
+                text = "".join(event(chunk) for news in batch for chunk in self.events(news))
+                if text or time.monotonic() - sent >= SILENCE:
+                    sent = time.monotonic()
+                    yield text or self.sign_of_life()
             yield "".join(map(event, self.last(self.job.outputs())))
         except Exception as error:  # the status is sent already
             if not isinstance(error, ApiError):

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Query, Request
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.server.api.chat_turn import begin, turn_of
 from radixcache.runtime.server.api.content_blocks import BlockExchange, Part, Step, parts_of
-from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE, usage
+from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE, event, usage
 from radixcache.runtime.server.api.response_store import ResponseStore, StoreDep, StoredResponse
 from radixcache.runtime.server.http.bodies import BodyRoute, on_thread
 from radixcache.runtime.server.http.errors import ApiError
@@ -183,6 +183,11 @@ class _Response(BlockExchange[ResponsesRequest]):
 
     def end(self, whole: JSON) -> Iterator[JSON]:
         yield self._event(whole["status"], response=whole)
+
+    def sign_of_life(self) -> str:
+        """The first one says that the response has begun."""
+        begun = [*self.begin_once()] or [self._event("in_progress", response=self.head)]
+        return "".join(map(event, begun))
 
     def fail(self, error: ApiError) -> Iterator[JSON]:
         yield from self.begin_once()

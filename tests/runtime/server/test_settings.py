@@ -45,7 +45,7 @@ def test_a_flag_stands_before_the_environment_and_that_before_the_file(file, mon
     _, options = read_settings(parse("--port 3"))
     assert (options.port, options.host) == (3, "environment")
     assert options.max_queued_requests == 5 and options.request_timeout == 600
-    assert options.shutdown_timeout == 30
+    assert (options.shutdown_timeout, options.keep_alive_timeout) == (30, 75)
     assert options.allowed_hosts == ["a", "b"]
     _, options = read_settings(parse("--allowed-hosts one.example two.example --admin-key a"))
     assert (options.allowed_hosts, options.admin_key) == (["one.example", "two.example"], "a")

@@ -82,7 +82,10 @@ def events(response: Any) -> list[dict[str, Any]]:
 
 def client_tool(name: str, *parameters: str, **more: Any) -> dict[str, Any]:
     properties = {parameter: {"type": "string"} for parameter in parameters}
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", "type": "object"}
+    schema: dict[str, Any] = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "type": "object",
+    }
     schema |= {"properties": properties, "required": [parameters[0]], "additionalProperties": False}
     told = {"name": name, "description": f"{name}s.", "input_schema": schema}
     return {**told, "eager_input_streaming": True, **more}
@@ -155,9 +158,15 @@ def test_a_session_of_claude_code(server: LiveServer) -> None:
     probe = {"model": "scripted", "max_tokens": 1, "metadata": {"user_id": "x"}}
     probe["messages"] = [{"role": "user", "content": "quota"}]
     assert server.post(MESSAGES, probe).status_code == 200
-    form = {"type": "object", "properties": {"title": {"type": "string"}}, "required": ["title"]}
+    form: dict[str, Any] = {
+        "type": "object",
+        "properties": {"title": {"type": "string"}},
+        "required": ["title"],
+    }
     form["additionalProperties"] = False
-    title = claude(0, question(text("Name it")), tools=[], thinking={"type": "disabled"})
+    title: dict[str, Any] = claude(
+        0, question(text("Name it")), tools=[], thinking={"type": "disabled"}
+    )
     title["output_config"] = {"format": {"type": "json_schema", "schema": form}}
     blocks, _ = put_together(events(server.post(MESSAGES, {**title, "temperature": 1})))
     assert json.loads(blocks[-1]["text"]).keys() == {"title"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import httpx2 as httpx
 import pytest
 
 from radixcache import LLM
+from radixcache.runtime.server.api import generation
 from radixcache.runtime.server.http import access
 from radixcache.runtime.server.protocol.anthropic import MessagesRequest
 from radixcache.runtime.server.protocol.openai import ChatRequest
@@ -266,6 +268,43 @@ def test_a_request_whose_client_leaves_is_aborted(api: Api, scripted: LiveServer
             http.post(url, json=body, timeout=0.3)
     scripted.wait_until(lambda: not scripted.engine.has_work, 2)
     assert aborted() == before + 1
+
+
+SIGNS = {
+    Chat.path: [": still at work"] * 3,
+    "/v1/completions": [": still at work"] * 3,
+    Messages.path: ["event: ping"] * 3,
+    Responses.path: ["event: response.created"] + ["event: response.in_progress"] * 3,
+}
+
+
+@pytest.mark.parametrize("path", SIGNS)
+def test_a_silent_stream_gives_signs_of_life(scripted: LiveServer, path: str, monkeypatch: Any):
+    """Before the first token; the engine does nothing until they have come."""
+    step, held = scripted.engine.step, threading.Event()
+    kinds = {kind.path: kind for kind in (Chat, Messages, Responses)}
+    hello = {"prompt": "Hi"} if path not in kinds else kinds[path]("", True).body(user("Hi"))
+
+    def wait() -> Any:
+        assert held.wait(30)
+        return step()
+
+    monkeypatch.setattr(generation, "SILENCE", 0.02)
+    monkeypatch.setattr(scripted.engine, "step", wait)
+    signs: list[str] = []
+    body = {**hello, "stream": True}
+    with http.stream("POST", f"{scripted.url}{path}", json=body, timeout=60) as response:
+        for line in response.iter_lines():
+            if line.startswith(("event: ", ":")):
+                signs.append(line)
+            if len(signs) >= len(SIGNS[path]):
+                held.set()
+    assert held.is_set() and signs[: len(SIGNS[path])] == SIGNS[path]
+    monkeypatch.undo()
+    for kind in kinds.values():  # stock clients read on over them
+        monkeypatch.setattr(generation, "SILENCE", 0.0)
+        assert kind(scripted.url, True).ask(user("Hi")).text == "user: Hi"
+    scripted.assert_idle()
 
 
 def test_errors_have_the_shape_and_the_words_of_the_api():
