@@ -12,7 +12,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from radixcache import LLM
+from radixcache import LLM, SamplingParams
 from radixcache.runtime.server.api import generation
 from radixcache.runtime.server.http import access
 from radixcache.runtime.server.protocol.anthropic import MessagesRequest
@@ -97,6 +97,28 @@ def test_thoughts_are_apart_and_may_be_sent_back(api: Api, fresh: str):
         thoughts = first.whole.usage.output_tokens_details.reasoning_tokens
         assert 0 < thoughts < first.completion
     assert api.ask(question, *first.said, user("A")).text == "user: A"
+
+
+@pytest.mark.parametrize(("stop", "text"), [("Hm", "Done."), ("\n", "Done."), ("ne", "Do")])
+def test_stop_strings_count_from_the_answer_on(api: Api, stop: str, text: str):
+    name = "stop_sequences" if isinstance(api, Messages) else "stop"
+    answer = api.ask(user("Think"), **{name: [stop]})
+    assert (answer.reasoning.strip(), answer.text.strip()) == ("Hm.", text)
+    answer = api.ask(user("Hm and so on"), **{name: stop if name == "stop" else [stop]})
+    assert answer.text == "user: Hm and so on".partition(stop)[0]
+
+
+def test_stop_strings_of_completions_and_of_the_runtime_do_not_count_in_thoughts(
+    scripted: LiveServer,
+):
+    prompt = "<|im_start|>user\nThink<|im_end|>\n<|im_start|>assistant\n"
+    body = {"prompt": prompt, "stop": ["Hm", "ne"], "max_tokens": 40}
+    (choice,) = scripted.post("/v1/completions", body).json()["choices"]
+    assert choice["text"] == "<think>\nHm.\n</think>\n\nDo" and choice["stop_reason"] == "ne"
+    (output,) = scripted.backend.llm.chat([user("Think")], SamplingParams(stop="Hm"))
+    assert output.outputs[0].text.endswith("Done.")
+    begun = {"prompt": f"{prompt}<think>\n", "stop": ["Hm"], "max_tokens": 40}
+    assert scripted.post("/v1/completions", begun).json()["choices"][0]["text"].endswith("Done.")
 
 
 @pytest.mark.parametrize("choice", ["required", "weather"])
