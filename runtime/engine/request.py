@@ -212,7 +212,7 @@ class Request:
         """Make the `n` sequences."""
         params, stop_strings, opening = self.params, StopStrings(self.params.stop_strings), ""
         if decode is not None and stop_strings:
-            opening = thoughts_of(decode(self.prompt_token_ids[-8:].tolist(), special=True))
+            opening = thoughts_of(decode(self.prompt_token_ids[-8:].tolist()))
         if decode is not None and not params.skip_special_tokens:
             decode = partial(decode, special=True)
         for index in range(params.n):
