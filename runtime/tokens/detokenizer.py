@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Callable
 from contextlib import suppress
 from math import inf
 from typing import NamedTuple
 
 from radixcache.runtime.tokens.stops import StopStrings
+from radixcache.runtime.tokens.tokenizer import Tokenizer
 from radixcache.runtime.tokens.tool_formats import THINK, THOUGHT
 
 
@@ -123,6 +125,31 @@ class Detokenizer:
             end = 0 if undecided else end - self._stop_strings.held_back(self._progress.stop_state)
         new, self._emitted = self.text[self._emitted : end], max(end, self._emitted)
         return new
+
+
+class TextOffsets:
+    """Where tokens begin in the text that they make; those of one character all where it does.
+
+    Args:
+        start: characters of text before.
+        shown: special tokens are text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, start: int, shown: bool) -> None:
+        self._tokenizer, self._shown = tokenizer, shown
+        self._end, self._begins = start, True
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: int) -> int:
+        """The character at which the next token begins."""
+        start = self._end
+        if self._shown or token not in self._tokenizer.hidden:
+            new = self._tokenizer.token_bytes(token)
+            if self._begins and new[:1] == b" ":  # some tokenizers leave out a text's first space
+                new = new[not self._tokenizer.decode([token]).startswith(" ") :]
+            self._begins = False
+            self._end += len(self._decoder.decode(new))
+        return start
 
 
 def _find_answer(text: str, answer: float | None, ended: bool) -> float | None:

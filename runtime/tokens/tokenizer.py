@@ -35,6 +35,12 @@ Message = dict[str, Any]
 _SHORT = 100_000
 """Characters that are tokenised in any case: spaces may go, unknown characters may be one token."""
 
+_PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_BYTES = {chr(byte): byte for byte in _PLAIN} | {
+    chr(256 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_PLAIN}))
+}
+"""How tokenizers spell bytes since GPT-2: those that are no printable Latin-1 above it."""
+
 _LIGHT = ("llama", "mistral", "qwen2", "qwen3")
 
 _VOCABULARIES = (
@@ -81,7 +87,11 @@ class Tokenizer:
         self._backend: Any = None
         if getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode:
             self._backend = tokenizer.backend_tokenizer
-        self._hidden = self._find_hidden()
+        special = {index: token.content for index, token in self._added.items() if token.special}
+        self.hidden = frozenset(index for index in special if special[index] not in self.marks)
+        """The special tokens that are no text."""
+        self._shows_some = len(self.hidden) < len(special)
+        self._token_bytes: dict[int, bytes] = {}
         self._has_told_tools = False
 
     @classmethod
@@ -160,8 +170,8 @@ class Tokenizer:
         Those that mark calls and thoughts are always kept: what the model says is not all content.
         """
         text: str
-        if self._hidden and not special:
-            ids, special = [index for index in ids if index not in self._hidden], True
+        if self._shows_some and not special:
+            ids, special = [index for index in ids if index not in self.hidden], True
         if self._backend is not None:
             text = self._backend.decode(ids, skip_special_tokens=not special)
             return text
@@ -173,6 +183,24 @@ class Tokenizer:
     def show(self, ids: Sequence[int]) -> str:
         """Text of `ids` as a reader of prompts wants it: with what begins and ends messages."""
         return self.decode(ids, special=True)
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token adds to a text, be it a part of a character; also of a special one."""
+        found = self._token_bytes.get(token)
+        if found is None:
+            found = self._token_bytes[token] = self._find_bytes(token)
+        return found
+
+    def _find_bytes(self, token: int) -> bytes:
+        before = self.encode("a", special=False)[-1:]  # alone, some tokens lose a space
+        text = self.decode([*before, token], special=True)[len(self.decode(before)) :]
+        if "\ufffd" not in text:
+            return text.encode()
+        spelt = str(self._tokenizer.convert_ids_to_tokens(token))
+        if byte := re.fullmatch("<0x([0-9A-F]{2})>", spelt):
+            return bytes.fromhex(byte[1])
+        known = {*spelt} <= _BYTES.keys()
+        return bytes(_BYTES[character] for character in spelt) if known else text.encode()
 
     @cached_property
     def delimiters(self) -> dict[int, str]:
@@ -216,15 +244,11 @@ class Tokenizer:
     @cached_property
     def added(self) -> dict[int, str]:
         """What the added tokens are spelt."""
-        added = getattr(self._tokenizer, "added_tokens_decoder", {})
-        return {index: token.content for index, token in added.items()}
+        return {index: token.content for index, token in self._added.items()}
 
-    def _find_hidden(self) -> frozenset[int]:
-        """The special tokens that are no text, if some of them are text."""
-        added = getattr(self._tokenizer, "added_tokens_decoder", {})
-        special = {index: token.content for index, token in added.items() if token.special}
-        shown = {index for index, text in special.items() if text in self.marks}
-        return frozenset(special.keys() - shown) if shown else frozenset()
+    @cached_property
+    def _added(self) -> dict[int, Any]:
+        return dict(getattr(self._tokenizer, "added_tokens_decoder", {}))
 
     def chat_template(self, tools: bool = False) -> str:
         """The template of conversations, which may be another one for those with tools."""

@@ -98,6 +98,22 @@ def test_logprobs_whole_and_streamed_are_those_of_the_embedded_runtime(
             assert [t.logprob for t in seen.top_logprobs] == pytest.approx(likeliest, abs=1e-3)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_can_be_put_together_from_the_bytes_of_its_tokens(
+    scripted: LiveServer, stream: bool
+):
+    text = "🙂 naïve 漢字"
+    body = {"messages": [user(text)], "logprobs": True, "top_logprobs": 2, "stream": stream}
+    response = scripted.post(CHAT, body).text
+    lines = [line for line in response.split("data: ") if line.startswith("{")]
+    choices = [json.loads(line)["choices"][0] for line in lines]
+    tokens = [token for one in choices for token in (one["logprobs"] or {}).get("content", ())]
+    said = b"".join(bytes(token["bytes"]) for token in tokens).decode()
+    assert said == f"user: {text}<|im_end|>"
+    split = [token for token in tokens if token["token"].startswith("bytes:")]
+    assert split and all(top["bytes"] for token in tokens for top in token["top_logprobs"])
+
+
 def test_content_may_come_in_parts_and_from_developers(chat: Chat):
     parts = [{"type": "text", "text": text} for text in ("Be", "brief")]
     joined = chat.ask({"role": "developer", "content": parts}, user("Hi"))
