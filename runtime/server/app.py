@@ -135,6 +135,12 @@ def _card(backend: Backend, name: str) -> JSON:
     }
 
 
+@router.get("/tokenizer_info")
+async def tokenizer_info(backend: BackendDep) -> JSON:
+    """What the tokenizer is, as vLLM tells it: its special tokens and its chat template."""
+    return {**backend.tokenizer.info, "model_max_length": backend.max_model_len}
+
+
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, request: Request, backend: BackendDep) -> JSON:
     """The token ids of a text or a conversation."""

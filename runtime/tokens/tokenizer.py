@@ -241,6 +241,14 @@ class Tokenizer:
             and stands_apart(token.content)
         }
 
+    @property
+    def info(self) -> dict[str, Any]:
+        """What it is, for clients that cut and render texts: in the names of transformers."""
+        plain = self._tokenizer
+        names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
+        shown = {name: getattr(plain, name, None) for name in names}
+        return {"tokenizer_class": type(plain).__name__, "vocab_size": len(plain), **shown}
+
     @cached_property
     def added(self) -> dict[int, str]:
         """What the added tokens are spelt."""

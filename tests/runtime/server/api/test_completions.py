@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from radixcache.runtime.demo.script import TABLE
+from tests.helpers.scripted import CHAT_TEMPLATE
 from tests.runtime.server.live import LiveServer, ask
 
 PROMPT = f"{TABLE.read_text()}Question: How old is Nora Lund? Your answer:"
@@ -108,6 +109,16 @@ def test_a_stream_gives_what_it_held_back_when_it_ends(client: Any):
     options = {"stop": " Nora Lund is here", "max_tokens": 5}
     parts = [chunk.choices[0].text for chunk in create(client, **options, stream=True)]
     assert "".join(parts) == create(client, **options).choices[0].text == ANSWER[:21]
+
+
+def test_what_a_tokenizer_is_is_told(server: LiveServer, scripted: LiveServer):
+    told, plain = (s.get("/tokenizer_info").json() for s in (server, scripted))
+    assert told["eos_token"] == "<|end|>" and told["model_max_length"] == 4096
+    assert plain["chat_template"] == CHAT_TEMPLATE and plain["bos_token"] is None
+    (end,) = server.post("/tokenize", {"prompt": "<|end|>", "add_special_tokens": False}).json()[
+        "tokens"
+    ]
+    assert server.post("/detokenize", {"tokens": [end]}).json()["prompt"] == told["eos_token"]
 
 
 def test_texts_become_tokens_and_back(server: LiveServer):
