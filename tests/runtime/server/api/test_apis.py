@@ -209,6 +209,28 @@ def test_messages_in_any_order_are_taken(api: Api, fresh: str, roles: str):
     assert second.cached == first.prompt + first.completion - 1
 
 
+DEEP = '{"a":' + "[" * 5000 + "]" * 5000 + "}"
+
+
+@pytest.mark.parametrize("written", ['{"city": "Os', "", "[]", DEEP])
+def test_a_call_comes_back_as_it_was_cut(api: Api, written: str):
+    """Else the conversation could never go on: clients send what they got."""
+    function = {"name": "weather", "arguments": written}
+    made: dict[type[Api], Any] = {
+        Chat: {"role": "assistant", "tool_calls": [{"id": "c", "function": function}]},
+        Responses: {"type": "function_call", "call_id": "c", **function},
+        Messages: {
+            "role": "assistant",
+            "content": [
+                {"type": "tool_use", "id": "c", "name": "weather", "input": {"INVALID_JSON": "x"}}
+            ],
+        },
+    }
+    result = api.result(Called("c", "weather", {}), "No JSON")
+    answer = api.ask(user("Oslo"), made[type(api)], result, tools=[WEATHER])
+    assert answer.text == "It is No JSON"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_answers_come_back_with_all_that_clients_add(scripted: LiveServer, stream: bool):
     """LiteLLM's, LangChain's, OpenRouter's and OpenAI's own fields ask for nothing."""
