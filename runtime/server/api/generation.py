@@ -162,6 +162,7 @@ class Chunks(Exchange[R]):
     def __init__(self, body: R, backend: Backend, head: JSON, job: Job) -> None:
         super().__init__(body, backend, head, job)
         self._usage: JSON = {"usage": None} if body.include_usage else {}
+        self._completed = 0
         if body.include_progress:
             backend.jobs.worker.follow(job)
 
@@ -174,10 +175,15 @@ class Chunks(Exchange[R]):
         return {**head, "choices": choices, **self._usage, **more}
 
     def events(self, news: PromptDelta | Prefilled) -> Iterator[JSON]:
+        prompt = sum(len(request.prompt_token_ids) for request in self.job.requests)
         if isinstance(news, PromptDelta):
+            self._completed += len(news.delta.token_ids)
+            options, completed = self.body.stream_options, self._completed
+            if self._usage and options and options.continuous_usage_stats:
+                counts = {"prompt_tokens": prompt, "completion_tokens": completed}
+                self._usage["usage"] = {**counts, "total_tokens": prompt + completed}
             yield from self.of(*news)
         else:
-            prompt = sum(len(request.prompt_token_ids) for request in self.job.requests)
             share = {"prompt_tokens": prompt, "computed_tokens": news.tokens}
             yield self.chunk(radixcache=share)
 

@@ -48,11 +48,11 @@ from radixcache.runtime.tokens.tokenizer import Tokenizer
 
 class StreamOptions(StrictModel):
     harmless = frozenset({"include_obfuscation"})
-    refused: ClassVar = {
-        "continuous_usage_stats": Unsupported("set include_usage: the last chunk has it", (False,))
-    }
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(
+        None, description="With include_usage: every chunk has the usage so far, as in vLLM."
+    )
     include_progress: bool | None = Field(
         None,
         description="Until the first token, say in chunks without choices how many tokens of the "

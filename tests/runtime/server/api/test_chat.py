@@ -72,6 +72,18 @@ def test_a_stream_of_several_answers_adds_up_to_the_whole(client: Any, include_u
         assert chunks[-1].choices == []
 
 
+def test_the_usage_so_far_is_in_every_chunk_if_that_is_asked(client: Any, server: LiveServer):
+    whole = create(client, n=2)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = [*create(client, stream=True, n=2, stream_options=options)]
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == whole.usage.completion_tokens > counts[0] > 0
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {whole.usage.prompt_tokens}
+    body = {"prompt": "x", "max_tokens": 3, "stream": True, "stream_options": options}
+    text = server.post("/v1/completions", body).text
+    assert re.findall(r'"completion_tokens":(\d)', text) == ["1", "2", "3", "3"]
+
+
 def test_logprobs_whole_and_streamed_are_those_of_the_embedded_runtime(
     client: Any, server: LiveServer
 ):
