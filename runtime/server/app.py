@@ -100,15 +100,12 @@ async def list_models(
     backend: BackendDep,
     limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
     after_id: str | None = None,
-    before_id: str | None = None,
     client_version: str | None = None,
 ) -> JSON:
     """The model, under each of its names; Anthropic's clients ask for pages of them."""
     names = backend.names
     if after_id in names:
         names = names[names.index(after_id) + 1 :]
-    if before_id in names:
-        names = names[: names.index(before_id)][-limit:]
     shown = names[:limit]
     first, last = (shown[0], shown[-1]) if shown else (None, None)
     more = {"first_id": first, "last_id": last, "has_more": len(shown) < len(names)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -12,7 +11,7 @@ from fastapi import APIRouter, Query, Request
 
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.server.api.chat_turn import begin, turn_of
-from radixcache.runtime.server.api.content_blocks import BlockExchange, Part, Step, parts_of
+from radixcache.runtime.server.api.content_blocks import BlockExchange, Part, Step
 from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE, event, usage
 from radixcache.runtime.server.api.response_store import ResponseStore, StoreDep, StoredResponse
 from radixcache.runtime.server.http.bodies import BodyRoute, on_thread
@@ -20,7 +19,6 @@ from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.protocol.fields import CacheSalt
 from radixcache.runtime.server.protocol.responses import (
     ResponsesRequest,
-    ResponseTool,
     ToolKind,
     kinds_of,
     merge,
@@ -28,12 +26,7 @@ from radixcache.runtime.server.protocol.responses import (
 from radixcache.runtime.server.protocol.turn import call_of
 from radixcache.runtime.server.serving import Backend, BackendDep, client_of
 from radixcache.runtime.tokens.tokenizer import Message
-from radixcache.runtime.tokens.tool_calls import (
-    Call,
-    ParsedMessage,
-    for_template,
-    read_object,
-)
+from radixcache.runtime.tokens.tool_calls import for_template, read_object
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -43,15 +36,18 @@ async def create_response(
     body: ResponsesRequest, request: Request, backend: BackendDep, store: StoreDep
 ) -> Any:
     """Answer a conversation, which may go on from an earlier response."""
-    conversation = body.messages()
+    conversation, items = body.messages(), body.items()
     if body.previous_response_id is not None:
         before = _find(store, body.previous_response_id, body.cache_salt)
         conversation = merge([*before.conversation, *conversation])
+        given = before.response or {}
+        items = [*given.get("input", ()), *given["output"], *items]
     turn = await on_thread(turn_of, body, backend, conversation)
     head = _begin(body, backend)
     answers = await begin(backend, turn, client_of(request, body.cache_salt))
     exchange = _Response(body, backend, head, answers, store)
-    exchange.conversation, exchange.kinds = conversation, kinds_of(body.tools)
+    exchange.conversation, exchange.items = conversation, items
+    exchange.kinds = kinds_of(body.tools)
     return await exchange.answer(request, turn.left_out)
 
 
@@ -62,7 +58,8 @@ async def get_response(
     """A response that is kept."""
     if stream:
         raise ApiError(400, "a response that is kept is not streamed", "stream")
-    return _find(store, response_id, cache_salt).response or {}
+    kept = _find(store, response_id, cache_salt).response or {}
+    return {name: value for name, value in kept.items() if name != "input"}
 
 
 @router.get("/v1/responses/{response_id}/input_items")
@@ -76,9 +73,7 @@ async def list_input_items(
     include: Annotated[list[str] | None, Query()] = None,
 ) -> JSON:
     """What a response that is kept was given, those before it included; the last first."""
-    stored = _find(store, response_id, cache_salt)
-    tools = [ResponseTool.model_validate(tool) for tool in (stored.response or {})["tools"]]
-    items = _items_of(stored.conversation[:-1], response_id, kinds_of(tools))
+    items = (_find(store, response_id, cache_salt).response or {}).get("input", [])
     items = items[::-1] if order == "desc" else items
     start = next((i for i, item in enumerate(items, 1) if item["id"] == after), 0)
     if after is not None and not start:
@@ -143,10 +138,12 @@ class _Response(BlockExchange[ResponsesRequest]):
 
     Attributes:
         conversation: all its messages but the instructions.
+        items: the same, as they were given.
         kinds: of the tools.
     """
 
     conversation: list[Message]
+    items: list[JSON]
     kinds: dict[str, ToolKind]
     num_events = 0
 
@@ -222,7 +219,8 @@ class _Response(BlockExchange[ResponsesRequest]):
                 }
             )
             conversation = [*self.conversation, answer]
-            stored = StoredResponse(answers.turn, answers.prompt.tokens, conversation, response)
+            kept = {**response, "input": self.items}
+            stored = StoredResponse(answers.turn, answers.prompt.tokens, conversation, kept)
             self.store.keep(response["id"], stored)
         return response
 
@@ -231,7 +229,15 @@ class _Response(BlockExchange[ResponsesRequest]):
         return {"type": f"response.{kind}", "sequence_number": self.num_events - 1, **more}
 
     def _item(self, index: int, part: Part, status: str) -> JSON:
-        return _item(f"{self.head['id'].removeprefix('resp_')}{index}", part, status, self.kinds)
+        name = f"{self.head['id'].removeprefix('resp_')}{index}"
+        if part.kind == "call":
+            return _call_item(name, part, status, self.kinds)
+        if part.kind == "reasoning":
+            content = [{"type": "reasoning_text", "text": part.text}]
+            return {"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": content}
+        content = [] if status == "in_progress" else [_text(part.text)]
+        message = {"role": "assistant", "status": status, "content": content}
+        return {"id": f"msg_{name}", "type": "message", **message}
 
     def _usage(self, output: RequestOutput) -> JSON:
         counts = usage(self.backend, [output])
@@ -277,18 +283,6 @@ _REASONS = {
 }
 
 
-def _item(name: str, part: Part, status: str, kinds: Mapping[str, ToolKind]) -> JSON:
-    """A part of an answer, as an item whose id ends with `name`."""
-    if part.kind == "call":
-        return _call_item(name, part, status, kinds)
-    if part.kind == "reasoning":
-        content = [{"type": "reasoning_text", "text": part.text}]
-        return {"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": content}
-    content = [] if status == "in_progress" else [_text(part.text)]
-    message = {"role": "assistant", "status": status, "content": content}
-    return {"id": f"msg_{name}", "type": "message", **message}
-
-
 def _call_item(name: str, part: Part, status: str, kinds: Mapping[str, ToolKind]) -> JSON:
     """The call of a function, as that of the kind of tool that it stands for."""
     kind = kinds.get(part.name, ToolKind("function", part.name, None))
@@ -303,33 +297,6 @@ def _call_item(name: str, part: Part, status: str, kinds: Mapping[str, ToolKind]
         text = told if isinstance(told, str) else part.text
         return {"id": f"ctc_{name}", "type": "custom_tool_call", **item, "input": text}
     return {"id": f"fc_{name}", "type": "function_call", **item, "arguments": part.text}
-
-
-def _items_of(messages: list[Message], name: str, kinds: Mapping[str, ToolKind]) -> list[JSON]:
-    """The items that messages are made of, as a client might have sent them."""
-    items: list[JSON] = []
-    of_calls: dict[str, str] = {}
-    for message in messages:
-        text, calls = message["content"], []
-        done: JSON = {"id": f"in{len(items)}_{name}", "status": "completed"}
-        if message["role"] == "tool":
-            call_id = message["tool_call_id"]
-            kind = f"{of_calls.get(call_id, 'function_call')}_output"
-            items.append({**done, "type": kind, "call_id": call_id, "output": text})
-        elif message["role"] != "assistant":
-            content = [{"type": "input_text", "text": text}]
-            told = {"type": "message", "role": message["role"], "content": content}
-            items.append({**done, **told})
-        else:
-            for call in for_template(message).get("tool_calls", ()):
-                function = call["function"]
-                arguments = json.dumps(function["arguments"], ensure_ascii=False)
-                calls.append(Call(call["id"], function["name"], arguments))
-            said = ParsedMessage(text, message.get("reasoning_content") or "", tuple(calls))
-            for part in parts_of(said):
-                items.append(_item(f"in{len(items)}_{name}", part, "completed", kinds))
-                of_calls[part.call_id] = items[-1]["type"]
-    return items
 
 
 def _text(text: str) -> JSON:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from secrets import token_hex
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
@@ -71,15 +72,9 @@ class Item(OneOf):
     }
 
     type: Literal[
-        "message",
-        "function_call",
-        "function_call_output",
-        "custom_tool_call",
-        "custom_tool_call_output",
-        "local_shell_call",
-        "local_shell_call_output",
-        "reasoning",
-    ] = "message"
+        "message", "function_call", "function_call_output", "custom_tool_call", "reasoning",
+        "custom_tool_call_output", "local_shell_call", "local_shell_call_output",
+    ] = "message"  # fmt: skip
     id: Text | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: Text | List[ItemText] | None = None
@@ -145,11 +140,8 @@ class ResponseTool(OneOfTools):
         r"image_generation|mcp|tool_search"
     )
     needs: ClassVar = {
-        "function": ("name",),
-        "custom": ("name",),
-        "namespace": ("name", "tools"),
-        "local_shell": (),
-    }
+        "function": ("name",), "custom": ("name",), "namespace": ("name", "tools"), SHELL: (),
+    }  # fmt: skip
     harmless: ClassVar = frozenset({"defer_loading", "output_schema", "cache_control"})
     refused: ClassVar = {
         "function": Unsupported("send name, description and parameters beside `type`"),
@@ -180,20 +172,17 @@ class ResponseTool(OneOfTools):
                 parameters = _properties(input={"type": "string"})
             case "local_shell":
                 told = "Runs a command on the user's machine, and gives what it prints."
-                command = {"type": "array", "items": {"type": "string"}}
+                parameters = _properties(command={"type": "array", "items": {"type": "string"}})
                 more = {"working_directory": {"type": "string"}, "timeout_ms": {"type": "integer"}}
-                parameters = _properties(command=command) | {
-                    "properties": {"command": command, **more}
-                }
+                parameters["properties"] |= more
             case "namespace":
                 inner = [pair for tool in self.tools or () for pair in tool.told()]
-                return [
-                    (
-                        replace(tool, name=in_namespace(self.name, tool.name)),
-                        kind._replace(namespace=self.name),
-                    )
-                    for tool, kind in inner
-                ]
+                spelt = [replace(tool, name=in_namespace(name, tool.name)) for tool, _ in inner]
+                if spelt and told:  # it is told with the first of them
+                    whole = f"{spelt[0].description or ''}\n{name}: {told}".strip()
+                    spelt[0] = replace(spelt[0], description=whole)
+                kinds = [kind._replace(namespace=name) for _, kind in inner]
+                return [*zip(spelt, kinds, strict=True)]
             case _:
                 return []
         tool = Tool(name, parameters or {}, told, bool(self.strict))
@@ -303,6 +292,13 @@ class ResponsesRequest(TurnRequest, StrictModel):
     def compared(self) -> str | None:
         options = self.prompt_cache_options
         return None if options is None else options.comparison_response_id
+
+    def items(self) -> list[JSON]:
+        """What is given, as items of which each has an id."""
+        given = self.input
+        items = [Item(role="user", content=given)] if isinstance(given, str) else given
+        dumped = [item.model_dump(mode="json", exclude_none=True) for item in items]
+        return [{"id": f"in_{token_hex(12)}", **item} for item in dumped]
 
     def messages(self) -> list[Message]:
         if not self.input and self.previous_response_id is not None:

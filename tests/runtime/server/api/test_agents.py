@@ -13,6 +13,7 @@ import pytest
 
 from radixcache import SamplingParams
 from radixcache.runtime.server.protocol.anthropic import MessagesRequest
+from radixcache.runtime.server.protocol.responses import ResponsesRequest
 from tests.helpers.scripted import CHAT_TEMPLATE, call, scripted_llm
 from tests.runtime.server.live import LiveServer, live
 
@@ -379,6 +380,23 @@ def test_a_session_of_codex(server: LiveServer) -> None:
         ("local_shell_call", None, None),
     ]
     assert called[1]["input"] == PATCH and called[4]["action"] == shell
+
+
+def test_what_the_model_is_told_of_codex_tools() -> None:
+    request = ResponsesRequest(**codex(said("user", "Hi")))
+    told = {tool.name: tool for tool in request.offered}
+    assert [*told] == [
+        *("exec_command", "update_plan", "apply_patch", "mcp__memory__recall", "local_shell"),
+    ]
+    assert request.left_out == ("web_search", "image_generation")
+    patch, recall = told["apply_patch"], told["mcp__memory__recall"]
+    assert patch.parameters["properties"] == {"input": {"type": "string"}}
+    assert "start: /.+/s" in str(patch.description)
+    assert recall.description == "recalls.\nmcp__memory__: Remembers."
+    named = codex(said("user", "Hi"), tool_choice={"type": "custom", "name": "apply_patch"})
+    assert ResponsesRequest(**named).choice.names == ("apply_patch",)
+    inner = {"type": "function", "namespace": "mcp__memory__", "name": "recall"}
+    assert ResponsesRequest(**{**named, "tool_choice": inner}).choice.names == (recall.name,)
 
 
 def test_input_items_of_codex_by_id(server: LiveServer) -> None:
