@@ -85,7 +85,7 @@ def test_any_order_is_rendered_and_goes_on_from_what_was_rendered_before(name: s
 
 def test_conversations_in_order_are_left_as_they_are() -> None:
     order = RoleOrder(True, False, False, False)
-    for roles in ("su", "suau", "uctctau", "sucta"):
+    for roles in ("su", "suau", "uctctau", "sucta", "ucau", "uaccu"):
         assert order.arrange(conversation(roles)) == conversation(roles)
     strict = RoleOrder(False, False, False, False)
     joined = strict.arrange(conversation("suaasuuctus"))

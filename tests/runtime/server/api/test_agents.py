@@ -214,6 +214,21 @@ def test_a_session_of_claude_code(server: LiveServer) -> None:
     assert response.headers["x-tools-left-out"] == "web_search_20250305"
 
 
+def test_deferred_tools_are_told_where_a_search_finds_them() -> None:
+    searched = {"type": "tool_search_tool_bm25_20251119", "name": "search"}
+    for more, at_once in (([], False), ([searched], True)):  # nobody here runs that search
+        asked = claude(1, question(text("Hi")), tools=[*TOOLS, *more])
+        request = MessagesRequest(**asked)
+        told = request.turn(SamplingParams()).rendering["tools"]
+        assert ("WebFetch" in [tool["function"]["name"] for tool in told]) == at_once
+        assert len(request.offered) == 4
+    use = {"type": "tool_use", "id": "t", "name": "ToolSearch", "input": {"query": "x"}}
+    asked = claude(1, question(text("Hi")), {"role": "assistant", "content": [use]})
+    asked["messages"].append(question(_result(use)))
+    *_, result = MessagesRequest(**asked).turn(SamplingParams()).messages
+    assert json.loads(result["content"])["name"] == "WebFetch"
+
+
 @pytest.mark.parametrize(
     ("template", "asked", "status"),
     [
