@@ -42,14 +42,16 @@ class RoleOrder(NamedTuple):
 
     @classmethod
     def find(cls, render: Callable[[list[Message]], str]) -> RoleOrder:
-        """By trying: templates raise what they like, or leave out what they do not expect."""
+        """By trying: templates raise what they like, leave out what they do not expect, or tell it
+        at the top, where nothing of the conversation would be found in the cache any more."""
 
         def takes(roles: str) -> bool:
             try:
                 text = render([_TRIED[role] for role in roles])
             except Exception:
                 return False
-            return all(f"Part {role}" in text for role in roles if role != "c")
+            places = [text.find(f"Part {role}") for role in roles if role != "c"]
+            return min(places) >= 0 and places == sorted(places)
 
         return cls(
             takes("su"),

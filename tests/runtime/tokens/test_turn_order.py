@@ -16,6 +16,10 @@ TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}{{ m.tool_calls or '' }}<|im_en
 NO_SYSTEM = "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
 FIRST = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('first!') }}{% endif %}"
 DROPS = "{% if m.role == 'system' and not loop.first %}{% continue %}{% endif %}"
+HOISTS = (  # as DeepSeek's: all that the system says comes first
+    "{% if loop.first %}{% for s in messages[1:] if s.role == 'system' %}{{ s.content }}"
+    "{% endfor %}{% endif %}"
+)
 IN_TURN = (  # as Mistral's: results of tools are not counted, nor their calls
     "{% if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}"
     "{% if (m.role == 'user') != (turns.n % 2 == 0) %}{{ raise_exception('in turn!') }}{% endif %}"
@@ -37,6 +41,7 @@ TEMPLATES = {
     "any order": ((), RoleOrder()),
     "the system first": ((FIRST,), RoleOrder(late_system=False)),
     "others are left out": ((DROPS,), RoleOrder(late_system=False)),
+    "all at the top": ((HOISTS, DROPS), RoleOrder(late_system=False)),
     "no system": ((NO_SYSTEM, IN_TURN), RoleOrder(False, False, False, False)),
     "in turn": ((FIRST, IN_TURN), RoleOrder(True, False, False, False)),
 }

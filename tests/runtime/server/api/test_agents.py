@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 
 from radixcache import SamplingParams
@@ -155,6 +156,7 @@ def put_together(streamed: list[dict[str, Any]]) -> tuple[list[Any], dict[str, A
 
 
 def test_a_session_of_claude_code(server: LiveServer) -> None:
+    assert httpx.head(server.url, verify=False).status_code == 200  # whether anybody is there
     assert server.get("/v1/models?limit=1000").json()["data"][0]["id"] == "scripted"
     probe = {"model": "scripted", "max_tokens": 1, "metadata": {"user_id": "x"}}
     probe["messages"] = [{"role": "user", "content": "quota"}]

@@ -259,6 +259,10 @@ def test_answers_come_back_with_all_that_clients_add(scripted: LiveServer, strea
         assert api.ask(*refused).prompt == api.ask(*plain).cached
     own = [user("x"), {"role": "assistant", "content": None, "refusal": "No."}, user("And?")]
     assert Chat(scripted.url, stream).ask(*own).cached == api.ask(*plain).prompt
+    kept = {"cache_control": {"type": "ephemeral"}}
+    body = Chat("", stream).body(user("Hi"), tools=[WEATHER])
+    body["tools"] = [{**tool, **kept} for tool in body["tools"]]
+    assert scripted.post(Chat.path, body).status_code == 200
     for field in ("audio", "function_call", "tool"):  # what would change the answer
         body = Chat("", stream).body({"role": "assistant", "content": "x", field: {"id": "y"}})
         assert scripted.post(Chat.path, body).status_code == 400
