@@ -62,12 +62,14 @@ class Tool:
     Attributes:
         parameters: a JSON schema of an object.
         strict: the arguments of each call follow the schema.
+        deferred: the model is not told of it at the start; the conversation tells it later.
     """
 
     name: str
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object"})
     description: str | None = None
     strict: bool = False
+    deferred: bool = False
 
     def as_template(self) -> dict[str, Any]:
         """As chat templates take it."""
@@ -196,7 +198,7 @@ def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as chat templates take it: `content` a string, arguments of calls a dict.
 
     Raises:
-        InvalidRequest: there is no content, or not only text, or arguments are no JSON object.
+        InvalidRequest: there is no content, or not only text, or arguments are no text or object.
     """
     message = {key: value for key, value in message.items() if value is not None}
     if calls := message.get("tool_calls"):
@@ -240,11 +242,13 @@ def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
     try:
         function = call["function"]
         name, arguments = function["name"], function["arguments"]
-        arguments = read_object(arguments or "{}") if isinstance(arguments, str) else arguments
+        if isinstance(arguments, str):  # which was cut, perhaps, when the model wrote it
+            values = read_object(arguments or "{}")
+            arguments = {"INVALID_JSON": arguments} if values is None else values
     except (LookupError, TypeError):
         arguments = None
     if not isinstance(arguments, Mapping):
         raise InvalidRequest(
-            "a tool call has a 'function' with a 'name' and 'arguments': an object as JSON text"
+            "a tool call has a 'function' with a 'name' and 'arguments': an object, or JSON text"
         )
     return {**call, "function": {"name": name, "arguments": arguments}}

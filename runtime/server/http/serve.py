@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from radixcache.runtime.server.args import KEEP_ALIVE
 from radixcache.runtime.server.http.listener import address_of
 
 HEAD_SECONDS = 10.0
@@ -29,7 +30,9 @@ _GARBAGE = 50_000
 """New objects after which garbage is looked for, while all wait; a large body has as many."""
 
 
-def configure(app: ASGIApp, log_level: str = "warning") -> uvicorn.Config:
+def configure(
+    app: ASGIApp, log_level: str = "warning", keep_alive: float = KEEP_ALIVE
+) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=_Connection,
@@ -37,6 +40,7 @@ def configure(app: ASGIApp, log_level: str = "warning") -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,  # who is on this machine is not for a header to say
+        timeout_keep_alive=keep_alive,  # type: ignore[arg-type]  # it takes any number
         timeout_graceful_shutdown=FLUSH_SECONDS,
     )
 
@@ -44,7 +48,8 @@ def configure(app: ASGIApp, log_level: str = "warning") -> uvicorn.Config:
 def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> None:
     """Serve an app until a signal ends it; its `state` has a `backend` and a `frontend`."""
     announce(app.state.backend, listener)
-    server = Server(configure(app), shutdown_timeout)
+    keep_alive = app.state.backend.options.keep_alive_timeout
+    server = Server(configure(app, keep_alive=keep_alive), shutdown_timeout)
     server.frontend = app.state.frontend
     server.run([listener])
 
