@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch
 from radixcache.kernels.upload import Fence, Upload
 
-MAX_FIXED_ROWS, MAX_FIXED_TOKENS = 256, 512
+MAX_FIXED_ROWS, MAX_FIXED_TOKENS = 288, 512
 """Decodes in a batch for `plan_fixed`, and new tokens of one with prefill."""
 
 SPLITS = 16

@@ -61,10 +61,10 @@ class ScriptedEngine(Engine):
         scheduler = Scheduler(
             cache, serving.max_num_batched_tokens, serving.max_num_seqs, serving.schedule_policy
         )
+        if serving.speculate:  # before CUDA graphs are sized
+            explain_and_draft(scheduler, Explainer(cache), model.eos_token_ids)
         super().__init__(model, kv_pool, cache, scheduler)
         scheduler.kept = None  # at index level every scheme computes a prompt's last token
-        if serving.speculate:
-            explain_and_draft(scheduler, Explainer(cache), model.eos_token_ids)
         self._answers: dict[Request, Tokens] = {}
         self.sampler = ScriptedSampler(model, self._answers)
         self._runs_ahead = False  # a script is read token by token

@@ -15,6 +15,7 @@ import torch
 from radixcache import LLM, SamplingParams
 from radixcache.kernels.attention import LayerKind, PagedBatch
 from radixcache.runtime.engine import build
+from radixcache.runtime.model.cuda_graphs import Shape, pad
 from radixcache.runtime.model.load import load_model
 from tests.helpers.models import tiny_model
 from tests.helpers.sources import ROOT
@@ -66,6 +67,47 @@ def test_a_row_has_the_same_bits_whatever_else_is_in_the_batch(window) -> None:
         )  # fmt: skip
         assert torch.equal(run(alone, make_backend(), scale=0.25, window=window), together[rows])
         first += count
+
+
+@pytest.mark.parametrize("shape", [Shape(16, 2), Shape(64, 8)], ids=str)
+def test_a_step_with_prefill_in_a_graph_launches_the_same_and_is_filled_up(
+    shape, monkeypatch
+) -> None:
+    """A graph is a list of launches: their grids must not depend on the batch. Decodes are rows of
+    the prefill kernel, so all but their last bits are the eager step's."""
+    backend, grids = make_backend(), list[list[tuple[int, ...]]]()
+    backend.allocate_fixed(8, 2000)
+    for kernel in ("_append", "_prefill"):
+        monkeypatch.setattr(triton_backend, kernel, Spy(getattr(triton_backend, kernel), grids))
+    for seed, lens in enumerate(
+        [[(2, 30)], [(shape.tokens, 5)], [(1, 70)] * (shape.sequences - 2) + [(9, 40)]]
+    ):
+        grids.append([])
+        step = make_step(seed, lens, heads=(4, 2), dim=16)
+        spare = len(step.k_pages)
+        pages = [
+            torch.cat([side, torch.zeros_like(side[:1])]) for side in (step.k_pages, step.v_pages)
+        ]
+        missing = shape.tokens - len(step.query)
+        new = [
+            torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
+            for rows in (step.query, step.key, step.value)
+        ]
+        backend.plan_fixed(pad(step.batch, shape, spare))
+        out = backend.run(*new, *(side.nan_to_num(0) for side in pages), scale=0.25)
+        assert error(step, out[: len(step.query)], scale=0.25) < 2e-5
+    assert grids[0] == grids[1] == grids[2] and len(grids[0]) == 2
+
+
+class Spy:
+    """A kernel whose grids are noted."""
+
+    def __init__(self, kernel, grids: list[list[tuple[int, ...]]]) -> None:
+        self._kernel, self._grids = kernel, grids
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        self._grids[-1].append(grid)
+        return self._kernel[grid]
 
 
 def test_more_tokens_than_pages_are_refused_and_so_is_mla() -> None:
