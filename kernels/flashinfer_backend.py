@@ -38,7 +38,7 @@ TENSOR_CORE_GROUP = 4
 """Query heads per KV head from which decodes run on tensor cores."""
 
 MAX_FIXED_ROWS = 288
-"""Decodes in a batch for `plan_fixed`: of 256 sequences, and of a draft as many as it has tokens."""
+"""Decodes in a batch for `plan_fixed`: of 256 sequences, and of a draft one for each token."""
 
 MAX_FIXED_TOKENS, MAX_FIXED_SEQUENCES = 512, 64
 """New tokens and sequences in a batch with prefill for `plan_fixed`."""
