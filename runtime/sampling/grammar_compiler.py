@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.sampling.forced_length import MAX_FORCED_BYTES, forced_length
-from radixcache.runtime.tokens.schema_defaults import ANY_OBJECT, complete
+from radixcache.runtime.tokens.schema_defaults import ANY_OBJECT, SPACES, complete
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -90,7 +90,7 @@ def compile_grammar(
         if kind == "json" or kind == "json_object":
             grammar = LLMatcher.grammar_from_json_schema(
                 text if kind == "json" else json.dumps(ANY_OBJECT),
-                defaults={"whitespace_flexible": False},  # else it may go on for ever
+                defaults=SPACES,
                 overrides={"lenient": False},  # what it does not know it must refuse
             )
         else:

@@ -53,7 +53,11 @@ class StructuredOutputsParams:
     def json(
         cls, schema: dict[str, Any] | str | bool | type, *, after: str | None = None
     ) -> StructuredOutputsParams:
-        """JSON of a schema, or of a pydantic model; compact, the keys in the schema's order."""
+        """JSON of a schema, or of a pydantic model, the keys in the schema's order.
+
+        White space is bounded: a space, or a line break with 16 of indentation, between two signs,
+        and no line breaks behind commas and colons.
+        """
         if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
             schema = schema.model_json_schema()
         if isinstance(schema, bool):

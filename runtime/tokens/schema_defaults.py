@@ -7,7 +7,10 @@ in the middle. OpenAI's strict schemas have to close their objects; here it is t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 MAX_INTEGER = 10**16 - 1
 """Of an integer without bounds: 16 digits, which JSON readers with doubles still tell apart."""
@@ -15,6 +18,9 @@ MAX_INTEGER = 10**16 - 1
 MAX_NUMBER = 10**15
 SMALLEST_STEP = 1e-9
 """Of a number without bounds and without `multipleOf`: nine decimals, and no exponent."""
+
+SPACES: JsonCompileOptions = {"whitespace_pattern": r" |\n[ \t]{0,16}"}
+"""What may stand once between two signs of JSON, as llguidance is told: more would have no end."""
 
 ANY_OBJECT = {
     "type": "object",

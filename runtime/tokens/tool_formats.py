@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from radixcache.errors import InvalidRequest
-from radixcache.runtime.tokens.schema_defaults import complete
+from radixcache.runtime.tokens.schema_defaults import SPACES, complete
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, read_json
 
 THINK, THOUGHT = "<think>", "</think>"
@@ -19,7 +19,6 @@ THINK, THOUGHT = "<think>", "</think>"
 _NAME = r'(?P<name>[^\s"<>{}\[\]]{1,256})'
 _GAP = r"\s{0,64}"
 """Bounded, as names are: what is read anew with each token must not grow for ever."""
-_SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Shape(NamedTuple):
@@ -216,7 +215,7 @@ def _quote(text: str) -> str:
 
 
 def _json(schema: dict[str, Any]) -> str:
-    return f"%json {json.dumps({**complete(schema), 'x-guidance': _SPACES})}"
+    return f"%json {json.dumps({**complete(schema), 'x-guidance': SPACES})}"
 
 
 _OBJECT = '{"name": "NAME", "arguments": VALUE}'

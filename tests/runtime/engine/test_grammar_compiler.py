@@ -25,6 +25,7 @@ from radixcache.runtime.sampling import grammar as guides_module
 from radixcache.runtime.sampling import grammar_compiler
 from radixcache.runtime.sampling.forced_length import MAX_FORCED_BYTES, forced_length
 from radixcache.runtime.sampling.grammar import GrammarBackend
+from radixcache.runtime.tokens.schema_defaults import SPACES
 from tests.helpers.engines import finish
 from tests.helpers.schemas import random_schema
 from tests.runtime.engine.test_grammar import (
@@ -178,7 +179,7 @@ def bounded_text(structured: StructuredOutputsParams, seed: int) -> None:
     bound = forced_length(structured.kind, structured.value)
     text = structured.value or '{"type": "object"}'
     if structured.kind in ("json", "json_object"):
-        source = LLMatcher.grammar_from_json_schema(text, {"whitespace_flexible": False})
+        source = LLMatcher.grammar_from_json_schema(text, SPACES)
     else:
         source = grammar_from(structured.kind, text)  # type: ignore[arg-type]
     matcher, choose = LLMatcher(vocabulary(), source, log_level=0), random.Random(seed)
