@@ -106,8 +106,15 @@ def compile_grammar(
     except (TypeError, ValueError) as error:
         reason = str(error)
     if reason:
-        raise InvalidRequest(f"{kind} does not compile: {first_part(reason)}")
+        raise InvalidRequest(f"{kind} does not compile: {first_part(_named(reason))}")
     return matcher
+
+
+def _named(reason: str) -> str:
+    """An error at a line of a grammar without its neighbours, and with the name of its rule."""
+    found = re.match(r"at (\d+)\(\d+\): (.*?)\n *\d+ \| ", reason, re.DOTALL)
+    rule = found and re.search(rf"^ *{found[1]} \| (\w+).*:", reason, re.MULTILINE)
+    return f"{rule[1]}: {found[2]}" if found and rule else reason
 
 
 def _spellings(text: str) -> tuple[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,7 +16,8 @@ from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, read_json
 THINK, THOUGHT = "<think>", "</think>"
 """Between these, models reason."""
 
-_NAME = r'(?P<name>[^\s"<>{}\[\]]{1,256})'
+_ANY_NAME = r'[^\s"<>{}\[\]]{1,256}'
+_NAME = rf"(?P<name>{_ANY_NAME})"
 _GAP = r"\s{0,64}"
 """Bounded, as names are: what is read anew with each token must not grow for ever."""
 
@@ -102,13 +103,22 @@ class ToolFormat:
         spell: Callable[[str], str],
         answer: str | None = None,
         thinks: bool = False,
+        loose: Collection[str] = (),
     ) -> str:
-        """The Lark grammar of the messages that `choice` allows.
+        """The Lark grammar of the messages that `choice` allows; `value_N` is what the N-th of
+        `tools` is given.
+
+        A tool that is not strict is given what its schema says as far as a grammar can say it.
 
         Args:
             spell: a text as Lark; see `Tokenizer.spell`.
             answer: the Lark of what may be said instead of calling; None is any text.
             thinks: the message may begin with thoughts.
+            loose: the names of tools that are given any object.
+
+        Raises:
+            InvalidRequest: the parameters of a tool are no object, or a strict one's cannot be
+                written in this format.
         """
         head, tail = self.call.split("VALUE")
         rules, opened = {}, []
@@ -117,9 +127,8 @@ class ToolFormat:
             rest = f"value_{index} {spell(tail)}"
             rules[f"call_{index}"] = f"{spell(before)} {rest}"
             opened.append(f"{spell((self.open + before).removeprefix(self.opener))} {rest}")
-            free = choice.mode == "auto" and not tool.strict
-            schema = {"type": "object"} if free else _of_object(tool)
-            rules[f"value_{index}"] = _tagged(schema) if self.tagged else _json(schema)
+            free = tool.name in loose or (choice.mode == "auto" and not tool.strict)
+            rules[f"value_{index}"] = self._arguments(tool, free)
         rules["call"] = " | ".join(f"call_{index}" for index in range(len(tools)))
         more = f"({spell(self.between)} call)*" if choice.parallel and not self.bare else ""
         opening = "" if self.bare else spell(self.open)
@@ -139,9 +148,25 @@ class ToolFormat:
         if thinks and _is_token(spell(THINK)):
             rules["start"] = f"({spell(THINK)} TEXT? {spell(THOUGHT)} SPACE?)? ({start})"
         rules["answer"] = answer or "ANSWER"
+        rules["any_argument"] = rf'"<parameter=" /{_ANY_NAME}/ ">\n" tagged_text "\n"'
         rules[f"tagged_text[suffix={_quote(TAG_END)}]"] = r"/(.|\n)*/"
         rules |= {"ANSWER": rf"/{first}(.|\n)*/{but}", "TEXT": r"/(.|\n)+/", "SPACE": r"/\s{1,9}/"}
         return "\n".join(f"{name}: {rule}" for name, rule in rules.items())
+
+    def _arguments(self, tool: Tool, free: bool) -> str:
+        """The Lark of a tool's arguments; of any, if they are `free`."""
+        if not self.tagged:
+            return _json({"type": "object"}) if free else _json(_of_object(tool), tool.strict)
+        try:
+            return "any_argument*" if free else _tagged(_of_object(tool), tool.strict)
+        except _Unwritable as error:
+            if tool.strict:
+                raise InvalidRequest(f"the tool {tool.name!r}: {error}") from None
+            return "any_argument*"
+
+
+class _Unwritable(ValueError):
+    """There is no way to write an argument in tags."""
 
 
 def _is_token(lark: str) -> bool:
@@ -156,12 +181,12 @@ def _of_object(tool: Tool) -> dict[str, Any]:
     return {**tool.parameters, "type": "object"}
 
 
-def _tagged(schema: Mapping[str, Any]) -> str:
+def _tagged(schema: Mapping[str, Any], strict: bool) -> str:
     """The Lark of arguments as tags, in the schema's order; of what strings must be, lists only."""
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     required, parts = schema.get("required"), []
     for name, argument in properties(schema).items():
-        value = _json({**argument, **shared}) + f" {_quote(chr(10) + TAG_END)}"
+        value = _json({**argument, **shared}, strict) + f" {_quote(chr(10) + TAG_END)}"
         if argument.get("type") == "string":
             choices = argument.get("enum", [argument["const"]] if "const" in argument else None)
             value = "tagged_text"
@@ -169,9 +194,9 @@ def _tagged(schema: Mapping[str, Any]) -> str:
                 choices = [choice for choice in choices if isinstance(choice, str)]
                 value = " | ".join(_quote(f"{choice}\n{TAG_END}") for choice in choices)
             if not value or TAG_END in str(choices):
-                raise InvalidRequest(f"no text can be the argument {name!r}")
+                raise _Unwritable(f"no text can be the argument {name!r}")
         if not re.fullmatch(_NAME, name):
-            raise InvalidRequest(f"this model cannot write an argument of the name {name!r}")
+            raise _Unwritable(f"this model cannot write an argument of the name {name!r}")
         optional = "" if isinstance(required, list) and name in required else "?"
         parts.append(
             f"({_quote(f'<parameter={name}>' + chr(10))} ({value}) {_quote(chr(10))}){optional}"
@@ -214,8 +239,10 @@ def _quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _json(schema: dict[str, Any]) -> str:
-    return f"%json {json.dumps({**complete(schema), 'x-guidance': SPACES})}"
+def _json(schema: dict[str, Any], strict: bool = True) -> str:
+    """The Lark of a schema; if not `strict`, without what the library cannot say."""
+    options = SPACES if strict else {**SPACES, "lenient": True, "coerce_one_of": True}
+    return f"%json {json.dumps({**complete(schema), 'x-guidance': options})}"
 
 
 _OBJECT = '{"name": "NAME", "arguments": VALUE}'
