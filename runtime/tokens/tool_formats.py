@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.tokens.schema_defaults import SPACES, complete
+from radixcache.runtime.tokens.tagged_arguments import alternatives
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, read_json
 
 THINK, THOUGHT = "<think>", "</think>"
@@ -185,16 +186,21 @@ def _tagged(schema: Mapping[str, Any], strict: bool) -> str:
     """The Lark of arguments as tags, in the schema's order; of what strings must be, lists only."""
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     required, parts = schema.get("required"), []
+    end = "\n" + TAG_END
     for name, argument in properties(schema).items():
-        value = _json({**argument, **shared}, strict) + f" {_quote(chr(10) + TAG_END)}"
-        if argument.get("type") == "string":
-            choices = argument.get("enum", [argument["const"]] if "const" in argument else None)
-            value = "tagged_text"
-            if isinstance(choices, list):
-                choices = [choice for choice in choices if isinstance(choice, str)]
-                value = " | ".join(_quote(f"{choice}\n{TAG_END}") for choice in choices)
-            if not value or TAG_END in str(choices):
-                raise _Unwritable(f"no text can be the argument {name!r}")
+        said = []
+        for one in alternatives(argument, schema):
+            said += [_quote((v if isinstance(v, str) else json.dumps(v)) + end) for v in one.values]
+            if one.kinds and "string" not in one.kinds:
+                said.append(f"{_json({**one.schema, **shared}, strict)} {_quote(end)}")
+            if "string" in one.kinds:
+                said.append("tagged_text")
+            if any(TAG_END in v for v in one.values if isinstance(v, str)):
+                said = []
+                break
+        value = "tagged_text" if "tagged_text" in said else " | ".join(said)
+        if not value:
+            raise _Unwritable(f"no text can be the argument {name!r}")
         if not re.fullmatch(_NAME, name):
             raise _Unwritable(f"this model cannot write an argument of the name {name!r}")
         optional = "" if isinstance(required, list) and name in required else "?"
@@ -204,18 +210,10 @@ def _tagged(schema: Mapping[str, Any], strict: bool) -> str:
     return " ".join(parts) or '""'
 
 
-def properties(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The schema of each argument, if it says anything; what it refers to takes its place."""
-    found, arguments = {}, schema.get("properties")
-    for name, argument in arguments.items() if isinstance(arguments, dict) else ():
-        *_, path = (
-            str(argument.get("$ref", "")).partition("#/") if isinstance(argument, dict) else [""]
-        )
-        there: Any = schema if path else argument
-        for key in path.split("/") if path else ():
-            there = there.get(key, {}) if isinstance(there, dict) else {}
-        found[name] = there if isinstance(there, dict) else {}
-    return found
+def properties(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of each argument."""
+    arguments = schema.get("properties")
+    return arguments if isinstance(arguments, dict) else {}
 
 
 def as_rule(kind: str, value: str) -> str | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Generator, Mapping
-from contextlib import suppress
 from typing import Any, Literal
 
-from radixcache.runtime.tokens.tool_calls import Call, ParsedDelta, ParsedMessage, read_json
+from radixcache.runtime.tokens.tagged_arguments import read_argument, read_or_text
+from radixcache.runtime.tokens.tool_calls import Call, ParsedDelta, ParsedMessage
 from radixcache.runtime.tokens.tool_formats import (
     PARAMETER,
     TAG_END,
@@ -152,7 +152,8 @@ class MessageParser:
 
     def _parameters(self, function: str) -> _Reading:
         """Tagged arguments, as JSON."""
-        known = properties(self._schemas.get(function, {}))
+        schema = self._schemas.get(function, {})
+        known = properties(schema)
         before = "{"
         while found := (yield from self._match(PARAMETER)):
             self._take(found.end())
@@ -162,12 +163,12 @@ class MessageParser:
                 yield
             if at < 0:
                 return
-            value: Any = self._take(at).removeprefix("\n").removesuffix("\n")
+            said, name = self._take(at).removeprefix("\n").removesuffix("\n"), found["name"]
             self._take(len(TAG_END))
-            if known.get(found["name"], {}).get("type") != "string":
-                with suppress(ValueError):
-                    value = read_json(value)
-            text = json.dumps({found["name"]: value}, ensure_ascii=False)
+            value = (
+                read_argument(said, known[name], schema) if name in known else read_or_text(said)
+            )
+            text = json.dumps({name: value}, ensure_ascii=False)
             self._give("arguments", before + text[1:-1])
             before = ", "
         self._give("arguments", "{}" if before == "{" else "}")

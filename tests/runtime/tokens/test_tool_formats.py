@@ -168,13 +168,19 @@ def test_parameters_that_are_no_object_are_refused(grammars: Grammars, template:
         ({"type": "string", "enum": None}, "z", True),
         ({"type": "string"}, "a\n</parameterb>\n", True),
         ({"type": "string"}, "a</parameter>b", False),  # it would be read as its end
-        ({"type": ["string", "null"]}, '"z"', True),
+        ({"type": ["string", "null"]}, "12", True),
+        ({"anyOf": [{"enum": ["x", "</parameterb>"]}, {"type": "integer"}]}, "x", True),
+        ({"anyOf": [{"enum": ["x"]}, {"type": "integer"}]}, "12", True),
+        ({"anyOf": [{"enum": ["x"]}, {"type": "integer"}]}, "z", False),
+        ({"$ref": "#/properties/b"}, "3", True),
+        ({"$ref": "#/properties/b"}, "z", False),
+        ({}, "any", True),
     ],
 )
 def test_tagged_arguments_are_what_will_be_read(
     grammars: Grammars, told: dict[str, Any], text: str, valid: bool
 ):
-    tool = Tool("f", {"properties": {"a": told}, "required": 5})
+    tool = Tool("f", {"properties": {"a": told, "b": {"type": "integer"}}, "required": 5})
     lark = fmt(CODER).grammar([tool], ToolChoice("required"), grammars.spell)
     assert grammars.takes(lark, written(CODER, "f", {"a": text})) == valid
     assert grammars.takes(lark, written(CODER, "f", {}))

@@ -157,6 +157,59 @@ def test_what_is_nested_too_deeply_is_no_json(template: str):
         assert said.calls[0].values == {"c": deep}
 
 
+OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+DEFS = {"name": {"type": "string"}, "maybe": OPTIONAL, "id": {"type": "integer"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        # Text, whatever it looks like.
+        ({"type": ["string", "null"]}, "12345", "12345"),
+        (OPTIONAL, "12345", "12345"),
+        ({"type": "string", "nullable": True}, "[1]", "[1]"),
+        ({"type": "string"}, '{"name": "package"}', '{"name": "package"}'),
+        (OPTIONAL, '{"name": "package"}', '{"name": "package"}'),
+        ({"type": "string"}, "null", "null"),
+        ({"type": ["string", "null"]}, "None", "None"),
+        ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, "12", "12"),
+        ({"$ref": "#/$defs/name"}, "true", "true"),
+        ({"$ref": "#/$defs/maybe"}, "1e3", "1e3"),
+        ({"allOf": [{"$ref": "#/$defs/name"}], "description": "d"}, "7", "7"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"const": "true"}, "true", "true"),
+        ({"enum": ["1", "2", None]}, "3", "3"),
+        ({"description": "no type"}, "12345", "12345"),
+        ({}, "true", "true"),
+        ({"$ref": "#/$defs/nowhere"}, "1", "1"),
+        # Nothing else than what was asked for.
+        ({"type": ["string", "null"]}, "null", None),
+        (OPTIONAL, "null", None),
+        ({"$ref": "#/$defs/maybe"}, "null", None),
+        ({"enum": ["a", None]}, "null", None),
+        ({"enum": ["a", 1]}, "1", 1),
+        ({"type": "boolean"}, "True", True),
+        ({"type": ["boolean", "null"]}, "False", False),
+        ({"enum": [True, None]}, "True", True),
+        ({"type": ["integer", "null"]}, "None", None),
+        ({"type": "integer"}, "True", "True"),
+        ({"$ref": "#/$defs/id"}, "5", 5),
+        ({"anyOf": [{"$ref": "#/$defs/id"}, {"type": "null"}]}, "5", 5),
+        ({"anyOf": [{"enum": ["a"]}, {"type": "integer"}]}, "5", 5),
+        ({"items": {}}, "[1]", [1]),
+        ({"properties": {}}, '{"a": 1}', {"a": 1}),
+        ({"type": "number"}, "many", "many"),
+        ({"$ref": "#/properties/a"}, "1", "1"),  # itself
+    ],
+)
+def test_a_tagged_argument_has_the_type_that_its_schema_tells(schema, text, value):
+    called = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>"
+    parser = MessageParser(fmt(CODER), schemas={"f": {"properties": {"a": schema}, "$defs": DEFS}})
+    parser.feed(called + "\n</tool_call>", ended=True)
+    (call,) = parser.message().calls
+    assert json.dumps(call.values) == json.dumps({"a": value})
+
+
 @pytest.mark.parametrize("begun", ['<tool_call>{"name": "' + "a" * 300, "<tool_call>" + " " * 300])
 def test_nobody_waits_for_ever_for_a_name(begun: str):
     """What is held back is read again with each token."""
