@@ -88,9 +88,23 @@ class ToolFormat:
         )
 
     @cached_property
-    def tail(self) -> Shape:
-        """What follows the arguments."""
-        return shape(self.call.split("VALUE")[1])
+    def begins(self) -> tuple[Shape, ...]:
+        """Before the object that each of `heads` begins; nothing where calls are no objects."""
+        before, brace, _ = self.call.partition('{"name"')
+        if not brace:
+            return ()
+        texts = (self.opener if self.bare else self.open) + before, self.between + before, before
+        return tuple(shape(text, _GAP + r"(?=\{)") for text in texts)
+
+    @cached_property
+    def tail(self) -> tuple[Shape, ...]:
+        """What follows the arguments, each of which may be missing."""
+        return tuple(map(shape, re.findall(r"<[^<>]+>|\S", self.call.split("VALUE")[1])))
+
+    @cached_property
+    def mark(self) -> str:
+        """The tag that ends a call; "" if there is none."""
+        return next(iter(re.findall("</[^<>]+>$", self.call)), "")
 
     @cached_property
     def end(self) -> Shape:
@@ -168,6 +182,11 @@ class ToolFormat:
 
 class _Unwritable(ValueError):
     """There is no way to write an argument in tags."""
+
+
+def is_name(text: str) -> bool:
+    """Whether a function may be called so."""
+    return re.fullmatch(_ANY_NAME, text) is not None
 
 
 def _is_token(lark: str) -> bool:

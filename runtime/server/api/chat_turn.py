@@ -178,7 +178,8 @@ class Answers:
 
     def pieces(self, delta: Delta) -> list[ParsedDelta]:
         """What the message `delta.index` gained; with its end, all that was held back."""
-        return self._parsers[delta.index].feed(delta.text, delta.finish_reason is not None)
+        end = delta.finish_reason
+        return self._parsers[delta.index].feed(delta.text, end is not None, cut=end == "length")
 
     def message(self, index: int) -> ParsedMessage:
         """All that a message says so far."""
@@ -193,7 +194,8 @@ class Answers:
     def read(self, output: RequestOutput) -> Answers:
         """Take in messages that were not streamed."""
         for answer in output.outputs:
-            self._parsers[answer.index].feed(answer.text, ended=True)
+            cut = answer.finish_reason == "length"
+            self._parsers[answer.index].feed(answer.text, ended=True, cut=cut)
         self.remember(output)
         return self
 
