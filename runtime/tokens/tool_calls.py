@@ -160,7 +160,7 @@ def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as chat templates take it: `content` a string, arguments of calls a dict.
 
     Raises:
-        InvalidRequest: there is no content, or not only text, or arguments are no JSON object.
+        InvalidRequest: there is no content, or not only text, or arguments are no text or object.
     """
     message = {key: value for key, value in message.items() if value is not None}
     if calls := message.get("tool_calls"):
@@ -204,11 +204,13 @@ def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
     try:
         function = call["function"]
         name, arguments = function["name"], function["arguments"]
-        arguments = read_object(arguments or "{}") if isinstance(arguments, str) else arguments
+        if isinstance(arguments, str):  # which was cut, perhaps, when the model wrote it
+            values = read_object(arguments or "{}")
+            arguments = {"INVALID_JSON": arguments} if values is None else values
     except (LookupError, TypeError):
         arguments = None
     if not isinstance(arguments, Mapping):
         raise InvalidRequest(
-            "a tool call has a 'function' with a 'name' and 'arguments': an object as JSON text"
+            "a tool call has a 'function' with a 'name' and 'arguments': an object, or JSON text"
         )
     return {**call, "function": {"name": name, "arguments": arguments}}
