@@ -377,7 +377,7 @@ class LLM:
         functions = [tool["function"] for tool in tools]
         schemas = {function["name"]: function.get("parameters", {}) for function in functions}
         parser = MessageParser(tokenizer.tool_format, tokenizer.reasons, bool(begun), schemas)
-        parser.feed(completion.text, ended=True)
+        parser.feed(completion.text, ended=True, cut=completion.finish_reason == "length")
         parsed = parser.message()
         self.turns.keep(parsed, begun + self.history.text_of(completion.token_ids), cache_salt)
         message: Message = {"role": "assistant", "content": parsed.content}

@@ -83,13 +83,14 @@ def _of_schema(schema: Any, root: Any, known: dict[str, float]) -> float:
         if key in _MINIMA and isinstance(value, int | float):
             times *= max(1, value)
         if key == "x-guidance" and max(map(len, _texts(value)), default=0) > 2:
-            return inf  # separators and white space may be of any length
+            return inf  # separators may be of any length
     return total * times
 
 
 def _texts(options: Any) -> list[str]:
-    values = options.values() if isinstance(options, dict) else ()
-    return [value for value in values if isinstance(value, str)]
+    """Those that must come: white space may always be left out."""
+    values = options.items() if isinstance(options, dict) else ()
+    return [text for key, text in values if isinstance(text, str) and key != "whitespace_pattern"]
 
 
 def _of_reference(path: str, root: Any, known: dict[str, float]) -> float:

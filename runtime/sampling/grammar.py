@@ -67,6 +67,39 @@ class _State(NamedTuple):
     begun: bool
 
 
+class LineBreaks:
+    """JSON may break its lines anywhere but behind a comma or a colon.
+
+    A model that is used to broken lines and may not begin one after a bracket closes it, and its
+    list is empty. Behind a comma nothing but the next item can come, and a space does.
+
+    Args:
+        texts: of all tokens, by their ids.
+        width: of a mask, in bits.
+    """
+
+    def __init__(self, texts: Sequence[bytes], width: int) -> None:
+        self._separators = {i for i, text in enumerate(texts) if text.endswith((b",", b":"))}
+        leading = {i for i, text in enumerate(texts) if text.startswith(b"\n")}
+        inner = {i for i, text in enumerate(texts) if b",\n" in text or b":\n" in text}
+        self._forbidden = inner, leading | inner
+        self._allowed = []
+        for tokens in self._forbidden:
+            allowed = np.ones(width, np.bool_)
+            allowed[[*tokens]] = False
+            self._allowed.append(np.packbits(allowed, bitorder="little").view(np.int32))
+
+    def mask(self, before: int, bits: NDArray[np.int32]) -> None:
+        """Take them out of the `bits` of what may come behind the token `before`."""
+        bits &= self._allowed[before in self._separators]
+
+    def first(self, before: int, tokens: Sequence[int]) -> int:
+        """The place of the first that must not be; `len(tokens)` if none is."""
+        pairs = enumerate(zip([before, *tokens], tokens, strict=False))
+        wrong = (i for i, (a, b) in pairs if b in self._forbidden[a in self._separators])
+        return next(wrong, len(tokens))
+
+
 class Grammar:
     """Where a sequence is in its grammar.
 
@@ -77,10 +110,18 @@ class Grammar:
         compiled: the matcher before the first token; it is copied.
         after: the text behind which the grammar begins.
         decode: token ids to text, special tokens included.
+        breaks: where lines may break; None is wherever `compiled` lets them.
     """
 
-    def __init__(self, compiled: LLMatcher, after: str | None, decode: _Decode) -> None:
+    def __init__(
+        self,
+        compiled: LLMatcher,
+        after: str | None,
+        decode: _Decode,
+        breaks: LineBreaks | None = None,
+    ) -> None:
         self._compiled, self._after, self._decode = compiled, after, decode
+        self._breaks = breaks
         self._state: _State | None = None
 
     def follow(self, generated: Tokens) -> LLMatcher | None:
@@ -127,7 +168,9 @@ class Grammar:
         those before it begins."""
         matcher = self.follow(generated)
         if matcher is not None:
-            return matcher.validate_tokens(draft.tolist())
+            tokens: list[int] = draft[: matcher.validate_tokens(draft.tolist())].tolist()
+            before = int(generated[-1]) if len(generated) else -1
+            return self._breaks.first(before, tokens) if self._breaks else len(tokens)
         text = np.concatenate([generated, draft])
         ends = range(len(generated) + 1, len(text) + 1)
         return next(
@@ -147,6 +190,10 @@ class Grammar:
         for place, token in enumerate(draft.tolist(), start=1):
             matcher.consume_token(token)
             matcher.unsafe_compute_mask_ptr(bits.ctypes.data + place * width, width)
+        if self._breaks is not None:
+            before = int(generated[-1]) if len(generated) else -1
+            for row, token in zip(bits, [before, *draft.tolist()], strict=True):
+                self._breaks.mask(token, row)
         return True
 
     def forced(self, generated: Tokens) -> list[int]:
@@ -205,7 +252,7 @@ class GrammarBackend:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_tokens = [*end_tokens]
-        self._vocabulary: tuple[Vocabulary, LLTokenizer] | None = None
+        self._vocabulary: tuple[Vocabulary, LLTokenizer, LineBreaks] | None = None
         self._compiled: OrderedDict[tuple[str, str], CompiledGrammar | str] = OrderedDict()
         """The sentence for one that does not compile, so that it is tried once."""
         self._in_use: WeakValueDictionary[tuple[str, str], CompiledGrammar] = WeakValueDictionary()
@@ -218,7 +265,9 @@ class GrammarBackend:
         assert self._tokenizer is not None
         tokenizer = self._tokenizer
         decode = partial(tokenizer.decode, special=True)
-        return Grammar(grammar.matcher, structured.after, decode)
+        _, _, breaks = self._read_vocabulary()
+        is_json = structured.kind in ("json", "json_object")
+        return Grammar(grammar.matcher, structured.after, decode, breaks if is_json else None)
 
     def find(self, structured: StructuredOutputsParams) -> CompiledGrammar | None:
         """What `compile` gives, if it is there already.
@@ -245,7 +294,7 @@ class GrammarBackend:
         """
         if (found := self.find(structured)) is not None:
             return found
-        vocabulary, tokens = self._read_vocabulary()
+        vocabulary, tokens, _ = self._read_vocabulary()
         if not self._compilers.acquire(timeout=PATIENCE):
             raise Busy("other structures take long to compile: try again")
         try:
@@ -276,7 +325,7 @@ class GrammarBackend:
                 total -= sizes.pop(0)
                 self._compiled.popitem(last=False)
 
-    def _read_vocabulary(self) -> tuple[Vocabulary, LLTokenizer]:
+    def _read_vocabulary(self) -> tuple[Vocabulary, LLTokenizer, LineBreaks]:
         with self._making:
             if self._vocabulary is not None:
                 return self._vocabulary
@@ -290,12 +339,15 @@ class GrammarBackend:
                 serialised, self._vocab_size, self._end_tokens, self._tokenizer.added
             )
             try:
-                self._vocabulary = vocabulary, vocabulary.read()
+                tokens = vocabulary.read()
             except ValueError as error:
                 reason = first_part(str(error))
                 raise InvalidRequest(
                     f"structured output cannot read the tokenizer: {reason}"
                 ) from None
+            texts = [tokens.decode_bytes([token]) for token in range(vocabulary.size)]
+            breaks = LineBreaks(texts, -(-vocabulary.size // 32) * 32)
+            self._vocabulary = vocabulary, tokens, breaks
             return self._vocabulary
 
 

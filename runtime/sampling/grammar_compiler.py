@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.sampling.forced_length import MAX_FORCED_BYTES, forced_length
-from radixcache.runtime.tokens.schema_defaults import ANY_OBJECT, complete
+from radixcache.runtime.tokens.schema_defaults import ANY_OBJECT, SPACES, complete
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -90,7 +90,7 @@ def compile_grammar(
         if kind == "json" or kind == "json_object":
             grammar = LLMatcher.grammar_from_json_schema(
                 text if kind == "json" else json.dumps(ANY_OBJECT),
-                defaults={"whitespace_flexible": False},  # else it may go on for ever
+                defaults=SPACES,
                 overrides={"lenient": False},  # what it does not know it must refuse
             )
         else:
@@ -106,8 +106,15 @@ def compile_grammar(
     except (TypeError, ValueError) as error:
         reason = str(error)
     if reason:
-        raise InvalidRequest(f"{kind} does not compile: {first_part(reason)}")
+        raise InvalidRequest(f"{kind} does not compile: {first_part(_named(reason))}")
     return matcher
+
+
+def _named(reason: str) -> str:
+    """An error at a line of a grammar without its neighbours, and with the name of its rule."""
+    found = re.match(r"at (\d+)\(\d+\): (.*?)\n *\d+ \| ", reason, re.DOTALL)
+    rule = found and re.search(rf"^ *{found[1]} \| (\w+).*:", reason, re.MULTILINE)
+    return f"{rule[1]}: {found[2]}" if found and rule else reason
 
 
 def _spellings(text: str) -> tuple[str, str]:

@@ -14,7 +14,10 @@ Kind = Literal["json_object", "json", "regex", "choice", "grammar"]
 
 
 MAX_TEXT = 1 << 16
-"""Characters of a schema or a grammar."""
+"""Characters of a schema."""
+
+MAX_GRAMMAR = 4 * MAX_TEXT
+"""The same of a grammar, which may have the schemas of many tools."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,9 @@ class StructuredOutputsParams:
             raise InvalidRequest(f"the kind of a structure must be one of {kinds}: {self.kind!r}")
         if not isinstance(self.value, str):
             raise InvalidRequest(f"{self.kind}: text is wanted, not {type(self.value).__name__}")
-        if len(self.value) > MAX_TEXT:
-            raise InvalidRequest(f"{self.kind} of {len(self.value)} characters: {MAX_TEXT} at most")
+        most = MAX_GRAMMAR if self.kind == "grammar" else MAX_TEXT
+        if len(self.value) > most:
+            raise InvalidRequest(f"{self.kind} of {len(self.value)} characters: {most} at most")
         if self.after == "":
             raise InvalidRequest(
                 "a structure begins after some text, not after ''; None is at once"
@@ -54,7 +58,11 @@ class StructuredOutputsParams:
     def json(
         cls, schema: dict[str, Any] | str | bool | type, *, after: str | None = None
     ) -> StructuredOutputsParams:
-        """JSON of a schema, or of a pydantic model; compact, the keys in the schema's order."""
+        """JSON of a schema, or of a pydantic model, the keys in the schema's order.
+
+        White space is bounded: a space, or a line break with 16 of indentation, between two signs,
+        and no line breaks behind commas and colons.
+        """
         if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
             schema = schema.model_json_schema()
         if isinstance(schema, bool):

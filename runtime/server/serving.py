@@ -180,7 +180,7 @@ class Backend:
         """Queue prompts."""
         if params.stop_strings:
             _ = self.tokenizer  # refuses
-        grammar = params.structured_outputs and await self._compile(
+        grammar = params.structured_outputs and await self.compile(
             params.structured_outputs, client
         )
         inputs = [EngineInput(None, tokens, params) for tokens in prompts]
@@ -194,7 +194,7 @@ class Backend:
         del grammar  # held until here, the engine's thread had not to compile it
         return job
 
-    async def _compile(
+    async def compile(
         self, structured: StructuredOutputsParams, client: Hashable
     ) -> CompiledGrammar:
         """The grammar of a structure, compiled on a thread if it is new; one by one of a client."""

@@ -7,7 +7,10 @@ in the middle. OpenAI's strict schemas have to close their objects; here it is t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 MAX_INTEGER = 10**16 - 1
 """Of an integer without bounds: 16 digits, which JSON readers with doubles still tell apart."""
@@ -15,6 +18,9 @@ MAX_INTEGER = 10**16 - 1
 MAX_NUMBER = 10**15
 SMALLEST_STEP = 1e-9
 """Of a number without bounds and without `multipleOf`: nine decimals, and no exponent."""
+
+SPACES: JsonCompileOptions = {"whitespace_pattern": r" |\n[ \t]{0,16}"}
+"""What may stand once between two signs of JSON, as llguidance is told: more would have no end."""
 
 ANY_OBJECT = {
     "type": "object",
@@ -37,6 +43,7 @@ ANY_OBJECT = {
 }
 """What an answer is whose format is "json_object": any, but for its numbers."""
 
+_ANNOTATIONS = {"$comment", "default", "description", "examples", "title"}
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTED = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "contains", "propertyNames")
@@ -45,7 +52,8 @@ _OF_OBJECTS = ("properties", "patternProperties", "additionalProperties", "uneva
 
 
 def complete(schema: Any) -> Any:
-    """The schema, with bounds for numbers that have none, and closed objects. O(its size).
+    """The schema, with bounds for numbers that have none, closed objects, and no annotations.
+    O(its size).
 
     What it says itself stands: a bound, `multipleOf`, `additionalProperties`. Objects are closed
     that list `properties`, unless some object of the schema is put together from several schemas,
@@ -58,7 +66,8 @@ def complete(schema: Any) -> Any:
 def _complete(schema: Any, closes: bool) -> Any:
     if not isinstance(schema, dict):
         return schema
-    found = {key: _below(key, value, closes) for key, value in schema.items()}
+    said = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
+    found = {key: _below(key, value, closes) for key, value in said.items()}
     kinds = found.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     if "enum" in found or "const" in found or "allOf" in found:

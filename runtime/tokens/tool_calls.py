@@ -108,8 +108,10 @@ class Call(NamedTuple):
         return read_object(self.arguments)
 
     def as_template(self) -> dict[str, Any]:
-        """As chat templates take it."""
-        function = {"name": self.name, "arguments": self.values}
+        """As chat templates take it, and as Anthropic has arguments that are no JSON."""
+        values = self.values
+        values = {"INVALID_JSON": self.arguments} if values is None else values
+        function = {"name": self.name, "arguments": values}
         return {"id": self.id, "type": "function", "function": function}
 
 
@@ -138,7 +140,8 @@ class ParsedMessage(NamedTuple):
     @property
     def meaning(self) -> tuple[Any, ...]:
         """What two answers have in common that differ in spelling and ids only."""
-        calls = [(call.name, spelling(call.values)) for call in self.calls]
+        functions = [call.as_template()["function"] for call in self.calls]
+        calls = [(one["name"], spelling(one["arguments"])) for one in functions]
         return self.content, self.reasoning, calls
 
 
@@ -154,6 +157,19 @@ def read_object(text: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return values if isinstance(values, dict) else None
+
+
+def called_by(values: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None]:
+    """The name and the arguments of an object that may be a call; None if it is none."""
+    inner = values.get("function")
+    values = inner if isinstance(inner, dict) else values
+    name = values.get("name", inner)
+    given = [values[key] for key in ("arguments", "parameters") if values.get(key) is not None]
+    arguments = given[0] if given else {}
+    arguments = read_object(arguments or "{}") if isinstance(arguments, str) else arguments
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return "", None
+    return name, arguments
 
 
 def _levels(value: Any) -> Iterator[list[Any]]:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from radixcache.errors import InvalidRequest
-from radixcache.runtime.tokens.schema_defaults import complete
+from radixcache.runtime.tokens.schema_defaults import SPACES, complete
+from radixcache.runtime.tokens.tagged_arguments import alternatives
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, read_json
 
 THINK, THOUGHT = "<think>", "</think>"
 """Between these, models reason."""
 
-_NAME = r'(?P<name>[^\s"<>{}\[\]]{1,256})'
+_ANY_NAME = r'[^\s"<>{}\[\]]{1,256}'
+_NAME = rf"(?P<name>{_ANY_NAME})"
 _GAP = r"\s{0,64}"
 """Bounded, as names are: what is read anew with each token must not grow for ever."""
-_SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Shape(NamedTuple):
@@ -87,9 +88,23 @@ class ToolFormat:
         )
 
     @cached_property
-    def tail(self) -> Shape:
-        """What follows the arguments."""
-        return shape(self.call.split("VALUE")[1])
+    def begins(self) -> tuple[Shape, ...]:
+        """Before the object that each of `heads` begins; nothing where calls are no objects."""
+        before, brace, _ = self.call.partition('{"name"')
+        if not brace:
+            return ()
+        texts = (self.opener if self.bare else self.open) + before, self.between + before, before
+        return tuple(shape(text, _GAP + r"(?=\{)") for text in texts)
+
+    @cached_property
+    def tail(self) -> tuple[Shape, ...]:
+        """What follows the arguments, each of which may be missing."""
+        return tuple(map(shape, re.findall(r"<[^<>]+>|\S", self.call.split("VALUE")[1])))
+
+    @cached_property
+    def mark(self) -> str:
+        """The tag that ends a call; "" if there is none."""
+        return next(iter(re.findall("</[^<>]+>$", self.call)), "")
 
     @cached_property
     def end(self) -> Shape:
@@ -103,13 +118,22 @@ class ToolFormat:
         spell: Callable[[str], str],
         answer: str | None = None,
         thinks: bool = False,
+        loose: Collection[str] = (),
     ) -> str:
-        """The Lark grammar of the messages that `choice` allows.
+        """The Lark grammar of the messages that `choice` allows; `value_N` is what the N-th of
+        `tools` is given.
+
+        A tool that is not strict is given what its schema says as far as a grammar can say it.
 
         Args:
             spell: a text as Lark; see `Tokenizer.spell`.
             answer: the Lark of what may be said instead of calling; None is any text.
             thinks: the message may begin with thoughts.
+            loose: the names of tools that are given any object.
+
+        Raises:
+            InvalidRequest: the parameters of a tool are no object, or a strict one's cannot be
+                written in this format.
         """
         head, tail = self.call.split("VALUE")
         rules, opened = {}, []
@@ -118,9 +142,8 @@ class ToolFormat:
             rest = f"value_{index} {spell(tail)}"
             rules[f"call_{index}"] = f"{spell(before)} {rest}"
             opened.append(f"{spell((self.open + before).removeprefix(self.opener))} {rest}")
-            free = choice.mode == "auto" and not tool.strict
-            schema = {"type": "object"} if free else _of_object(tool)
-            rules[f"value_{index}"] = _tagged(schema) if self.tagged else _json(schema)
+            free = tool.name in loose or (choice.mode == "auto" and not tool.strict)
+            rules[f"value_{index}"] = self._arguments(tool, free)
         rules["call"] = " | ".join(f"call_{index}" for index in range(len(tools)))
         more = f"({spell(self.between)} call)*" if choice.parallel and not self.bare else ""
         opening = "" if self.bare else spell(self.open)
@@ -140,9 +163,30 @@ class ToolFormat:
         if thinks and _is_token(spell(THINK)):
             rules["start"] = f"({spell(THINK)} TEXT? {spell(THOUGHT)} SPACE?)? ({start})"
         rules["answer"] = answer or "ANSWER"
+        rules["any_argument"] = rf'"<parameter=" /{_ANY_NAME}/ ">\n" tagged_text "\n"'
         rules[f"tagged_text[suffix={_quote(TAG_END)}]"] = r"/(.|\n)*/"
         rules |= {"ANSWER": rf"/{first}(.|\n)*/{but}", "TEXT": r"/(.|\n)+/", "SPACE": r"/\s{1,9}/"}
         return "\n".join(f"{name}: {rule}" for name, rule in rules.items())
+
+    def _arguments(self, tool: Tool, free: bool) -> str:
+        """The Lark of a tool's arguments; of any, if they are `free`."""
+        if not self.tagged:
+            return _json({"type": "object"}) if free else _json(_of_object(tool), tool.strict)
+        try:
+            return "any_argument*" if free else _tagged(_of_object(tool), tool.strict)
+        except _Unwritable as error:
+            if tool.strict:
+                raise InvalidRequest(f"the tool {tool.name!r}: {error}") from None
+            return "any_argument*"
+
+
+class _Unwritable(ValueError):
+    """There is no way to write an argument in tags."""
+
+
+def is_name(text: str) -> bool:
+    """Whether a function may be called so."""
+    return re.fullmatch(_ANY_NAME, text) is not None
 
 
 def _is_token(lark: str) -> bool:
@@ -157,22 +201,27 @@ def _of_object(tool: Tool) -> dict[str, Any]:
     return {**tool.parameters, "type": "object"}
 
 
-def _tagged(schema: Mapping[str, Any]) -> str:
+def _tagged(schema: Mapping[str, Any], strict: bool) -> str:
     """The Lark of arguments as tags, in the schema's order; of what strings must be, lists only."""
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     required, parts = schema.get("required"), []
+    end = "\n" + TAG_END
     for name, argument in properties(schema).items():
-        value = _json({**argument, **shared}) + f" {_quote(chr(10) + TAG_END)}"
-        if argument.get("type") == "string":
-            choices = argument.get("enum", [argument["const"]] if "const" in argument else None)
-            value = "tagged_text"
-            if isinstance(choices, list):
-                choices = [choice for choice in choices if isinstance(choice, str)]
-                value = " | ".join(_quote(f"{choice}\n{TAG_END}") for choice in choices)
-            if not value or TAG_END in str(choices):
-                raise InvalidRequest(f"no text can be the argument {name!r}")
+        said = []
+        for one in alternatives(argument, schema):
+            said += [_quote((v if isinstance(v, str) else json.dumps(v)) + end) for v in one.values]
+            if one.kinds and "string" not in one.kinds:
+                said.append(f"{_json({**one.schema, **shared}, strict)} {_quote(end)}")
+            if "string" in one.kinds:
+                said.append("tagged_text")
+            if any(TAG_END in v for v in one.values if isinstance(v, str)):
+                said = []
+                break
+        value = "tagged_text" if "tagged_text" in said else " | ".join(said)
+        if not value:
+            raise _Unwritable(f"no text can be the argument {name!r}")
         if not re.fullmatch(_NAME, name):
-            raise InvalidRequest(f"this model cannot write an argument of the name {name!r}")
+            raise _Unwritable(f"this model cannot write an argument of the name {name!r}")
         optional = "" if isinstance(required, list) and name in required else "?"
         parts.append(
             f"({_quote(f'<parameter={name}>' + chr(10))} ({value}) {_quote(chr(10))}){optional}"
@@ -180,18 +229,10 @@ def _tagged(schema: Mapping[str, Any]) -> str:
     return " ".join(parts) or '""'
 
 
-def properties(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The schema of each argument, if it says anything; what it refers to takes its place."""
-    found, arguments = {}, schema.get("properties")
-    for name, argument in arguments.items() if isinstance(arguments, dict) else ():
-        *_, path = (
-            str(argument.get("$ref", "")).partition("#/") if isinstance(argument, dict) else [""]
-        )
-        there: Any = schema if path else argument
-        for key in path.split("/") if path else ():
-            there = there.get(key, {}) if isinstance(there, dict) else {}
-        found[name] = there if isinstance(there, dict) else {}
-    return found
+def properties(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of each argument."""
+    arguments = schema.get("properties")
+    return arguments if isinstance(arguments, dict) else {}
 
 
 def as_rule(kind: str, value: str) -> str | None:
@@ -215,8 +256,10 @@ def _quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _json(schema: dict[str, Any]) -> str:
-    return f"%json {json.dumps({**complete(schema), 'x-guidance': _SPACES})}"
+def _json(schema: dict[str, Any], strict: bool = True) -> str:
+    """The Lark of a schema; if not `strict`, without what the library cannot say."""
+    options = SPACES if strict else {**SPACES, "lenient": True, "coerce_one_of": True}
+    return f"%json {json.dumps({**complete(schema), 'x-guidance': options})}"
 
 
 _OBJECT = '{"name": "NAME", "arguments": VALUE}'

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Generator, Mapping
-from contextlib import suppress
 from typing import Any, Literal
 
-from radixcache.runtime.tokens.tool_calls import Call, ParsedDelta, ParsedMessage, read_json
+from radixcache.runtime.tokens.mended_json import MendedJson
+from radixcache.runtime.tokens.tagged_arguments import read_argument, read_or_text
+from radixcache.runtime.tokens.tool_calls import (
+    Call,
+    ParsedDelta,
+    ParsedMessage,
+    called_by,
+    read_object,
+)
 from radixcache.runtime.tokens.tool_formats import (
     PARAMETER,
     TAG_END,
@@ -16,6 +24,7 @@ from radixcache.runtime.tokens.tool_formats import (
     THOUGHT,
     Shape,
     ToolFormat,
+    is_name,
     properties,
     shape,
 )
@@ -23,6 +32,11 @@ from radixcache.runtime.tokens.tool_formats import (
 _Reading = Generator[None, None, Any]
 """Yields where it needs more text."""
 _THINK = shape(THINK)
+_ODD_HEAD = 32
+_ODD = re.compile(
+    r'\{\s*"(?:(?:arguments|parameters|type|function|id)"|name"\s*:\s*"[^"]{0,256}(?:"|\Z))'
+)
+"""How an object begins that may be a call, after so many characters."""
 
 
 class MessageParser:
@@ -48,29 +62,29 @@ class MessageParser:
         self._reasons = reasons
         self._thinking = thinking
         self._schemas = schemas or {}
-        self._text = ""
         self._held = ""
         self._pieces: list[ParsedDelta] = []
         self._parsed: list[ParsedDelta] = []
-        self._starts: list[int] = []
-        """The character at which each call begins."""
+        self._num_calls = 0
         self._after_mark = False
-        self._ended = False
+        self._ended = self._cut = False
         self._reading = self._read()
 
-    def feed(self, text: str, ended: bool = False) -> list[ParsedDelta]:
-        """What has come with `text`; when it has ended, with all that was held back."""
-        self._text += text
+    def feed(self, text: str, ended: bool = False, cut: bool = False) -> list[ParsedDelta]:
+        """What has come with `text`; when it has ended, with all that was held back.
+
+        What was `cut` off is not completed.
+        """
         self._held += text
-        self._ended = ended
+        self._ended, self._cut = ended, cut
         self._pieces = []
         next(self._reading, None)
         self._parsed += self._pieces
         return self._pieces
 
     def message(self) -> ParsedMessage:
-        """All that has come; from a call on whose arguments are no JSON object, all is content."""
-        content, reasoning, names, arguments = "", "", [], []
+        """All that has come, as the pieces said it."""
+        content, reasoning, calls = "", "", list[Call]()
         for piece in self._parsed:
             match piece.kind:
                 case "content":
@@ -78,19 +92,9 @@ class MessageParser:
                 case "reasoning":
                     reasoning += piece.text
                 case "call":
-                    names.append((piece.call_id, piece.text, content))
-                    arguments.append("")
+                    calls.append(Call(piece.call_id, piece.text, ""))
                 case "arguments":
-                    arguments[-1] += piece.text
-        calls: list[Call] = []
-        for (call_id, name, before), given, start in zip(
-            names, arguments, self._starts, strict=True
-        ):
-            call = Call(call_id, name, given)
-            if call.values is None:
-                content = before + self._text[start:]
-                break
-            calls.append(call)
+                    calls[-1] = calls[-1]._replace(arguments=calls[-1].arguments + piece.text)
         return ParsedMessage(content, reasoning, tuple(calls))
 
     # ---------------------------------------------------------------------------------- reading
@@ -109,50 +113,74 @@ class MessageParser:
                 return
             yield
         if calls.bare:
-            yield from self._calls(calls, calls.heads[2])
+            yield from self._calls(calls, 2)
         while (yield from self._until(calls.opener, "content")):
-            if not (yield from self._calls(calls, calls.heads[0])):
+            if not (yield from self._calls(calls, 0)):
                 self._give("content", self._take(len(calls.opener)))
 
-    def _calls(self, calls: ToolFormat, head: Shape) -> _Reading:
-        """Calls one after the other; whether there was one."""
-        first = head
-        while found := (yield from self._match(head)):
-            self._starts.append(len(self._text) - len(self._held))
-            self._take(found.end())
-            self._give("call", found["name"])
-            yield from self._parameters(found["name"]) if calls.tagged else self._object()
-            yield from self._skip(calls.tail)
-            head = calls.heads[1]
-        if head is first:
+    def _calls(self, calls: ToolFormat, head: int) -> _Reading:
+        """Calls one after the other, the first behind `calls.heads[head]`; whether there was one.
+
+        From the arguments of a call on it is one, whatever they are: they were passed on.
+        """
+        before = self._num_calls
+        while True:
+            if found := (yield from self._match(calls.heads[head])):
+                self._take(found.end())
+                self._call(found["name"])
+                yield from self._parameters(found["name"]) if calls.tagged else self._object(calls)
+            elif not (yield from self._odd_call(calls, head)):
+                break
+            for part in calls.tail:
+                yield from self._skip(part)
+            head = 1
+        if self._num_calls == before:
             return False
         yield from self._skip(calls.end)
         self._after_mark = True
         return True
 
-    def _object(self) -> _Reading:
-        """JSON up to where its brackets close."""
-        depth, quoted, escaped = 0, False, False
+    def _call(self, name: str) -> None:
+        self._num_calls += 1
+        self._give("call", name)
+
+    def _object(self, calls: ToolFormat) -> _Reading:
+        """Arguments as JSON, up to where their brackets close."""
+        mended = MendedJson(calls.mark)
         while True:
-            for end, character in enumerate(self._held, start=1):
-                if escaped:
-                    escaped = False
-                elif quoted:
-                    quoted, escaped = character != '"', character == "\\"
-                else:
-                    quoted = character == '"'
-                    depth += (character in "{[") - (character in "]}")
-                if not depth:
-                    self._give("arguments", self._take(end))
-                    return
-            self._give("arguments", self._take(len(self._held)))
-            if self._ended:
+            text, taken = mended.feed(self._held, self._ended and not self._cut)
+            self._take(taken)
+            self._give("arguments", text)
+            if mended.done or self._ended:
                 return
             yield
 
+    def _odd_call(self, calls: ToolFormat, head: int) -> _Reading:
+        """A call that is an object with other keys, or in another order: it comes as a whole."""
+        if not calls.begins or not (found := (yield from self._match(calls.begins[head]))):
+            return False
+        mended, text, at = MendedJson(calls.mark), "", found.end()
+        while True:
+            piece, taken = mended.feed(self._held[at:], self._ended and not self._cut)
+            text, at = text + piece, at + taken
+            if mended.done or self._ended:
+                break
+            if len(text) > _ODD_HEAD and not _ODD.match(text):
+                return False
+            yield
+        name, arguments = called_by(read_object(text) or {})
+        known = name in self._schemas if calls.bare and head == 2 else is_name(name)
+        if not known or arguments is None:
+            return False
+        self._take(at)
+        self._call(name)
+        self._give("arguments", json.dumps(arguments, ensure_ascii=False))
+        return True
+
     def _parameters(self, function: str) -> _Reading:
         """Tagged arguments, as JSON."""
-        known = properties(self._schemas.get(function, {}))
+        schema = self._schemas.get(function, {})
+        known = properties(schema)
         before = "{"
         while found := (yield from self._match(PARAMETER)):
             self._take(found.end())
@@ -160,14 +188,21 @@ class MessageParser:
             while (at := self._held.find(TAG_END, seen)) < 0 and not self._ended:
                 seen = max(0, len(self._held) - len(TAG_END))
                 yield
-            if at < 0:
+            if at < 0 and self._cut:
+                said = self._take(len(self._held)).removeprefix("\n")
+                text = json.dumps({found["name"]: said}, ensure_ascii=False)
+                self._give("arguments", before + text[1:-2])
                 return
-            value: Any = self._take(at).removeprefix("\n").removesuffix("\n")
+            if at < 0:  # where the call ends, or all does
+                ends = (self._held.find(mark) for mark in ("</function>", "</tool_call>"))
+                at = min((end for end in ends if end >= 0), default=len(self._held))
+                self._held = self._held[:at] + TAG_END + self._held[at:]
+            said, name = self._take(at).removeprefix("\n").removesuffix("\n"), found["name"]
             self._take(len(TAG_END))
-            if known.get(found["name"], {}).get("type") != "string":
-                with suppress(ValueError):
-                    value = read_json(value)
-            text = json.dumps({found["name"]: value}, ensure_ascii=False)
+            value = (
+                read_argument(said, known[name], schema) if name in known else read_or_text(said)
+            )
+            text = json.dumps({name: value}, ensure_ascii=False)
             self._give("arguments", before + text[1:-1])
             before = ", "
         self._give("arguments", "{}" if before == "{" else "}")
@@ -223,7 +258,7 @@ class MessageParser:
         if kind == "call":
             name = uuid.uuid4().hex
             call_id = name[:9] if self._format and self._format.short_ids else f"call_{name[:24]}"
-        self._pieces.append(ParsedDelta(kind, text, len(self._starts) - 1, call_id))
+        self._pieces.append(ParsedDelta(kind, text, self._num_calls - 1, call_id))
 
 
 def _overlap(text: str, mark: str) -> int:

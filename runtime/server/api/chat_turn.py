@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import replace
 from typing import Any
 
+from radixcache.errors import InvalidRequest
 from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestOutput
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sampling.structured_outputs import StructuredOutputsParams
@@ -18,9 +20,12 @@ from radixcache.runtime.server.serving import Backend
 from radixcache.runtime.tokens.conversation import thoughts_of
 from radixcache.runtime.tokens.history import TokenisedText
 from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
-from radixcache.runtime.tokens.tool_calls import ParsedDelta, ParsedMessage
+from radixcache.runtime.tokens.tool_calls import ParsedDelta, ParsedMessage, Tool
 from radixcache.runtime.tokens.tool_formats import THOUGHT, as_rule
 from radixcache.runtime.tokens.tool_parser import MessageParser
+
+MAX_LOOSE = 4
+"""Tools that are found one by one not to compile, before all are given any object."""
 
 
 def turn_of(body: TurnRequest, backend: Backend, *more: Any) -> Turn:
@@ -54,7 +59,7 @@ async def begin(backend: Backend, turn: Turn, client: Hashable) -> Answers:
     prompt = await encode(backend, turn, client)
     params = turn.params
     if turn.tools or params.structured_outputs:  # whose schemas may be long
-        params = await on_thread(_with_grammar, turn, backend.tokenizer, prompt.text)
+        params = await _guided(backend, turn, prompt.text, client)
     job = await backend.submit([prompt.tokens], params, client, turn.cache_salt, turn.stream)
     return Answers(backend, turn, prompt, job)
 
@@ -89,7 +94,38 @@ def _check_results(messages: list[Message]) -> None:
             )
 
 
-def _with_grammar(turn: Turn, tokenizer: Tokenizer, prompt: str) -> SamplingParams:
+async def _guided(backend: Backend, turn: Turn, prompt: str, client: Hashable) -> SamplingParams:
+    """The turn's parameters, with a grammar that compiles: tools that are not strict, and whose
+    schemas do not, are given any object. So are all of them if it is too large or still fails."""
+    loose: set[str] = set()
+    while True:
+        try:
+            params = await on_thread(_with_grammar, turn, backend.tokenizer, prompt, loose)
+            if params.structured_outputs:
+                await backend.compile(params.structured_outputs, client)
+            return params
+        except InvalidRequest as error:
+            if turn.choice.mode == "none":
+                raise
+            found = re.search(r"\bvalue_(\d+): (.*)", str(error))
+            tool = _callable(turn)[int(found[1])] if found else None
+            if found and tool and tool.strict:
+                reason = f"the parameters of the strict tool {tool.name!r} do not compile: "
+                raise ApiError(400, reason + found[2], "tools") from None
+            free = {tool.name for tool in turn.tools if not tool.strict}
+            if free <= loose:
+                raise
+            loose |= {tool.name} if tool and len(loose) < MAX_LOOSE else free
+
+
+def _callable(turn: Turn) -> list[Tool]:
+    names = turn.choice.names
+    return [tool for tool in turn.tools if not names or tool.name in names]
+
+
+def _with_grammar(
+    turn: Turn, tokenizer: Tokenizer, prompt: str, loose: Collection[str]
+) -> SamplingParams:
     """The turn's parameters, with a grammar where calls must come, or must follow their schemas."""
     tools, choice, wanted = turn.tools, turn.choice, turn.params.structured_outputs
     after = THOUGHT if thoughts_of(prompt) else None
@@ -108,8 +144,8 @@ def _with_grammar(turn: Turn, tokenizer: Tokenizer, prompt: str) -> SamplingPara
     if wanted and answer is None:
         raise ApiError(400, "a grammar and tools cannot be combined", "tools")
     thinks = tokenizer.reasons and not after and not prompt.rstrip().endswith(THOUGHT)
-    named = [tool for tool in tools if not choice.names or tool.name in choice.names]
-    grammar = calls.grammar(named, choice, tokenizer.spell, answer, thinks)
+    named = _callable(turn)
+    grammar = calls.grammar(named, choice, tokenizer.spell, answer, thinks, loose)
     return replace(params, structured_outputs=StructuredOutputsParams.grammar(grammar, after=after))
 
 
@@ -141,7 +177,8 @@ class Answers:
 
     def pieces(self, delta: Delta) -> list[ParsedDelta]:
         """What the message `delta.index` gained; with its end, all that was held back."""
-        return self._parsers[delta.index].feed(delta.text, delta.finish_reason is not None)
+        end = delta.finish_reason
+        return self._parsers[delta.index].feed(delta.text, end is not None, cut=end == "length")
 
     def message(self, index: int) -> ParsedMessage:
         """All that a message says so far."""
@@ -156,7 +193,8 @@ class Answers:
     def read(self, output: RequestOutput) -> Answers:
         """Take in messages that were not streamed."""
         for answer in output.outputs:
-            self._parsers[answer.index].feed(answer.text, ended=True)
+            cut = answer.finish_reason == "length"
+            self._parsers[answer.index].feed(answer.text, ended=True, cut=cut)
         self.remember(output)
         return self
 

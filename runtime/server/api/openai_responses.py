@@ -223,7 +223,7 @@ class _Response(BlockExchange[ResponsesRequest]):
             response["prompt_cache_diagnostics"] = self._diagnose(earlier, output.num_cached_tokens)
         response["radixcache"] = self.extension()
         if response["store"]:
-            parsed = answers.message(0)  # what is cut within a call is content
+            parsed = answers.message(0)
             answer = for_template(
                 {
                     "role": "assistant",

@@ -25,6 +25,9 @@ from radixcache.runtime.sampling import grammar as guides_module
 from radixcache.runtime.sampling import grammar_compiler
 from radixcache.runtime.sampling.forced_length import MAX_FORCED_BYTES, forced_length
 from radixcache.runtime.sampling.grammar import GrammarBackend
+from radixcache.runtime.tokens.schema_defaults import SPACES
+from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice
+from radixcache.runtime.tokens.tool_formats import find_format
 from tests.helpers.engines import finish
 from tests.helpers.schemas import random_schema
 from tests.runtime.engine.test_grammar import (
@@ -178,7 +181,7 @@ def bounded_text(structured: StructuredOutputsParams, seed: int) -> None:
     bound = forced_length(structured.kind, structured.value)
     text = structured.value or '{"type": "object"}'
     if structured.kind in ("json", "json_object"):
-        source = LLMatcher.grammar_from_json_schema(text, {"whitespace_flexible": False})
+        source = LLMatcher.grammar_from_json_schema(text, SPACES)
     else:
         source = grammar_from(structured.kind, text)  # type: ignore[arg-type]
     matcher, choose = LLMatcher(vocabulary(), source, log_level=0), random.Random(seed)
@@ -225,3 +228,20 @@ def test_a_pydantic_model_is_its_schema():
     assert StructuredOutputsParams.json(Person) == StructuredOutputsParams.json(
         Person.model_json_schema()
     )
+
+
+@pytest.mark.parametrize("said", ["description", "enum"])
+def test_118_kilobytes_of_tools_compile(said: str) -> None:
+    """Of words about them, or of what they take."""
+    tools = []
+    for i in range(112):
+        more: Any = [f"{i} is choice {j} of many" for j in range(36)]
+        more = "A word. " * 120 if said == "description" else more
+        schema = {"properties": {"a": {"type": "string", said: more}}, "required": ["a"]}
+        tools.append(Tool(f"tool_{i}", schema))
+    assert sum(len(json.dumps(tool.as_template())) for tool in tools) > 118_000
+    hermes = find_format("{{ messages }}")
+    assert hermes is not None
+    lark = hermes.grammar(tools, ToolChoice("required"), tokenizer().spell)
+    assert len(lark) < 40_000 or said == "enum"
+    assert grammar_backend().compile(StructuredOutputsParams.grammar(lark)).num_bytes < 64 << 20

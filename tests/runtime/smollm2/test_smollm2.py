@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, files
 import numpy as np
 import pytest
 
-from radixcache import LLM, Chat, SamplingParams
+from radixcache import LLM, Chat, SamplingParams, StructuredOutputsParams
 from radixcache.kernels.native.library import problem
 from tests.runtime.smollm2.record import LENGTH, PROMPTS, RECORD
 
@@ -77,3 +77,33 @@ def test_it_answers_in_a_chat_and_stops(llm) -> None:
     params = SamplingParams(temperature=0, max_tokens=40)
     output = Chat(llm).ask("What is the capital of France?", params)
     assert "Paris" in output.outputs[0].text and output.outputs[0].finish_reason == "stop"
+
+
+QUESTIONS = {
+    "colors": "Name five colors of the rainbow.",
+    "fruits": "List some fruits that are yellow.",
+    "cities": "Which cities in Italy should I visit?",
+    "animals": "List animals that live on a farm.",
+    "ingredients": "What ingredients do I need for pancakes?",
+    "planets": "List the planets of the solar system.",
+    "steps": "How do I boil an egg? List the steps.",
+    "languages": "Which programming languages are popular?",
+    "names": "Suggest names for a cat.",
+    "sports": "Name some sports that are played with a ball.",
+}
+
+
+def test_lists_of_a_schema_are_not_empty_for_want_of_white_space(llm) -> None:
+    """Without any, six of the ten were: behind a bracket the model breaks its lines, or closes."""
+    decode, empty = llm.history.tokenizer.decode, 0
+    for name, question in QUESTIONS.items():
+        strings = {"type": "array", "items": {"type": "string", "maxLength": 40}, "maxItems": 8}
+        schema = {"type": "object", "properties": {name: strings}, "required": [name]}
+        params = SamplingParams(
+            temperature=0, max_tokens=400, structured_outputs=StructuredOutputsParams.json(schema)
+        )
+        said = Chat(llm).ask(question + " Answer in JSON.", params).outputs[0]
+        empty += not json.loads(said.text)[name]
+        white = sum(not decode([token]).strip() for token in said.token_ids[:-1])
+        assert white <= max(4, (len(said.token_ids) - white) / 5), said.text
+    assert empty <= 1

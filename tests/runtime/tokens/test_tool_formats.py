@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -167,13 +168,19 @@ def test_parameters_that_are_no_object_are_refused(grammars: Grammars, template:
         ({"type": "string", "enum": None}, "z", True),
         ({"type": "string"}, "a\n</parameterb>\n", True),
         ({"type": "string"}, "a</parameter>b", False),  # it would be read as its end
-        ({"type": ["string", "null"]}, '"z"', True),
+        ({"type": ["string", "null"]}, "12", True),
+        ({"anyOf": [{"enum": ["x", "</parameterb>"]}, {"type": "integer"}]}, "x", True),
+        ({"anyOf": [{"enum": ["x"]}, {"type": "integer"}]}, "12", True),
+        ({"anyOf": [{"enum": ["x"]}, {"type": "integer"}]}, "z", False),
+        ({"$ref": "#/properties/b"}, "3", True),
+        ({"$ref": "#/properties/b"}, "z", False),
+        ({}, "any", True),
     ],
 )
 def test_tagged_arguments_are_what_will_be_read(
     grammars: Grammars, told: dict[str, Any], text: str, valid: bool
 ):
-    tool = Tool("f", {"properties": {"a": told}, "required": 5})
+    tool = Tool("f", {"properties": {"a": told, "b": {"type": "integer"}}, "required": 5})
     lark = fmt(CODER).grammar([tool], ToolChoice("required"), grammars.spell)
     assert grammars.takes(lark, written(CODER, "f", {"a": text})) == valid
     assert grammars.takes(lark, written(CODER, "f", {}))
@@ -191,6 +198,43 @@ def test_tagged_arguments_are_what_will_be_read(
 def test_tags_that_could_not_be_read_are_refused(
     grammars: Grammars, parameters: dict[str, Any], reason: str
 ):
-    tool = Tool("f", {"properties": parameters})
-    with pytest.raises(InvalidRequest, match=reason):
+    tool = Tool("f", {"properties": parameters}, strict=True)
+    with pytest.raises(InvalidRequest, match=f"the tool 'f': .*{reason}"):
         fmt(CODER).grammar([tool], ToolChoice("required"), grammars.spell)
+    free = replace(tool, strict=False)
+    lark = fmt(CODER).grammar([free], ToolChoice("required"), grammars.spell)
+    assert grammars.takes(lark, written(CODER, "f", {"c": "any", "d": 1}))
+
+
+SAID_AS_FAR_AS_CAN_BE = [
+    ({"type": "string", "not": {"const": "x"}}, "x", 5),
+    ({"type": "object", "propertyNames": {"pattern": "^a"}}, {"b": 1}, "x"),
+    ({"type": "array", "uniqueItems": True}, [1, 1], "x"),
+    ({"type": "integer", "if": {"minimum": 3}, "then": {"const": 5}}, 4, "x"),
+    ({"type": "string", "format": "foo"}, "x", 5),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, 4, "x"),
+]
+
+
+@pytest.mark.parametrize("template", [HERMES, MISTRAL_11, LLAMA])
+@pytest.mark.parametrize(("schema", "taken", "refused"), SAID_AS_FAR_AS_CAN_BE)
+def test_a_tool_that_is_not_strict_is_given_what_a_grammar_can_say(
+    grammars: Grammars, template: str, schema: dict[str, Any], taken: Any, refused: Any
+):
+    tool = Tool("f", {"properties": {"a": schema}, "required": ["a"]})
+    lark = fmt(template).grammar([tool, G], ToolChoice("required"), grammars.spell)
+    assert grammars.takes(lark, written(template, "f", {"a": taken}))
+    assert not grammars.takes(lark, written(template, "f", {"a": refused}))
+    strict = fmt(template).grammar([replace(tool, strict=True)], ToolChoice("auto"), grammars.spell)
+    with pytest.raises(AssertionError, match="value_0: %json"):
+        grammars.takes(strict, "")
+
+
+@ALL
+def test_a_tool_may_be_given_any_object(grammars: Grammars, template: str):
+    lark = fmt(template).grammar(
+        (F, G), ToolChoice("required"), grammars.spell, loose=("g",)
+    )  # fmt: skip
+    assert grammars.takes(lark, written(template, "g", {"b": "any"}))
+    assert grammars.takes(lark, written(template, "g", {}))
+    assert not grammars.takes(lark, written(template, "f", {"a": "any"}))

@@ -49,15 +49,15 @@ def fmt(template: str) -> ToolFormat:
 
 
 def parse(
-    text: str, template: str, rng: random.Random | None = None, **more: bool
+    text: str, template: str, rng: random.Random | None = None, cut: bool = False, **more: bool
 ) -> MessageParser:
-    """All at once, or in pieces of up to five characters."""
+    """All at once, or in pieces of up to five characters; `cut` by a limit."""
     parser = MessageParser(fmt(template), schemas=SCHEMAS, **more)
     while rng and text:
         size = rng.randint(1, 5)
         parser.feed(text[:size])
         text = text[size:]
-    parser.feed(text, ended=True)
+    parser.feed(text, ended=True, cut=cut)
     return parser
 
 
@@ -122,39 +122,169 @@ def test_what_is_no_call_is_content(template: str):
 
 
 @ALL
-def test_a_call_that_is_cut_short_or_no_json_is_content_as_a_whole(template: str):
+def test_a_call_that_is_cut_short_is_a_call(template: str):
+    """As it was streamed; what cut it off says that it is not whole."""
     whole = written(template, "f", {"a": "x", "b": {}})
     first = written(template, "g", {}) + "\n"
     if template in (MISTRAL, LLAMA):
         first = ""
-    for cut in (whole[: whole.rindex("x") + 1], whole.replace("{}", "{]", 1) + "?"):
-        said = parse("Well. " * (template != LLAMA) + first + cut, template).message()
-        if template == CODER and "{]" in cut:  # then it is text
-            continue
-        assert [call.name for call in said.calls] == ["g"] * bool(first)
-        expected = "Well. " * (template != LLAMA) + cut
-        assert said.content.replace("Well.\n", "Well.").replace("Well.", "Well. ") == expected
+    cut = "Well. " * (template != LLAMA) + first + whole[: whole.rindex("x") + 1]
+    for rng in (None, random.Random(0)):
+        parser = parse(cut, template, rng, cut=True)
+        *_, call = parser.message().calls
+        assert call.arguments == '{"a": "x'
+        assert call.as_template()["function"]["arguments"] == {"INVALID_JSON": call.arguments}
+        assert parser.message().content == "Well." * (template != LLAMA)
 
 
 @pytest.mark.parametrize(
-    "value", ["NaN", "1e999", '"\\ud800"', "[" * 100 + "]" * 100, "[" * 5000 + "]" * 5000]
+    "value", ["NaN", "1e999", '"\\ud800"', "[" * 100 + "]" * 100, "[" * 5000 + "]" * 5000, "{]"]
 )
-def test_arguments_that_no_client_could_read_are_content(value: str):
-    """Python reads them all as JSON, and fails when it answers with them, or gives up at once."""
+def test_arguments_that_no_client_could_read_stay_as_they_are(value: str):
+    """Python reads most as JSON, and fails when it answers with them, or gives up at once."""
     text = f'<tool_call>\n{{"name": "f", "arguments": {{"a": {value}}}}}\n</tool_call>'
-    said = parse(text, HERMES).message()
-    assert (said.content, said.calls) == (text, ())
+    (call,) = parse(text, HERMES).message().calls
+    assert call.values is None
+    assert call.as_template()["function"]["arguments"] == {"INVALID_JSON": call.arguments}
+    assert call.arguments.startswith(f'{{"a": {value}}}')
 
 
 @each(HERMES, CODER)
 def test_what_is_nested_too_deeply_is_no_json(template: str):
-    deep = "[" * 100_000 + "]" * 100_000
-    text = written(template, "f", {"c": 1}).replace("1", deep)
-    said = parse(text, template).message()
-    if template == HERMES:
-        assert (said.content, said.calls) == (text, ())
-    else:  # no JSON is text there
-        assert said.calls[0].values == {"c": deep}
+    deep = "[" * 20_000 + "]" * 20_000
+    (call,) = parse(written(template, "f", {"c": 1}).replace("1", deep), template).message().calls
+    assert call.values == (None if template == HERMES else {"c": deep})
+
+
+CALLED = ("", "", [("f", {"a": "x"})])
+NEARLY_RIGHT = [
+    ('<tool_call>\n{"name": "f", "arguments": {"a": "x\n\ty\\"}}\n</tool_call>'.replace("\\", ""),
+     ("", "", [("f", {"a": "x\n\ty"})])),
+    ('<tool_call>{"arguments": {"a": "x"}, "name": "f"}</tool_call>', CALLED),
+    ('<tool_call>{"arguments": {"a": "</tool_call>\n"}, "name": "f"}</tool_call>',
+     ("", "", [("f", {"a": "</tool_call>\n"})])),
+    ('<tool_call>{"name": "f", "parameters": {"a": "x"}}</tool_call>', CALLED),
+    ('<tool_call>{"id": 1, "name": "f", "arguments": {"a": "x"}}</tool_call>', CALLED),
+    ('<tool_call>{"type": "function", "function": {"name": "f", "arguments": {"a": "x"}}}', CALLED),
+    ('<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"x\\"}"}</tool_call>', CALLED),
+    ('<tool_call>{"name": "f"}</tool_call>', ("", "", [("f", {})])),
+    ('<tool_call>{"name": "f", "arguments": null}</tool_call>', ("", "", [("f", {})])),
+    ('<tool_call>{"name": "f", "arguments": ""}', ("", "", [("f", {})])),
+    ('<tool_call>\n{"name": "f", "arguments": {"a": "x"}}', CALLED),
+    ('<tool_call>\n{"name": "f", "arguments": {"a": "x"}', CALLED),
+    ('<tool_call>\n{"name": "f", "arguments": {"a": "x"', CALLED),
+    ('<tool_call>\n{"name": "f", "arguments": {"a": "x"}\n</tool_call>', CALLED),
+    ('<tool_call>\n{"name": "f", "arguments": {"a": "x"\n</tool_call>', CALLED),
+    ('<tool_call>{"arguments": {"a": "x"}, "name": "f"\n</tool_call>', CALLED),
+    ('<tool_call>{"name": "f", "arguments": {"b": [1, {"c": 2}}}</tool_call>',
+     ("", "", [("f", {"b": [1, {"c": 2}]})])),
+    ('<tool_call>{"name": "f", "arguments": {"a": "x"}}</tool_call>\nDone.',
+     ("Done.", "", CALLED[2])),
+    ('<tool_call>{"name": "f", "arguments": {"a": "x"}}\nDone.', ("Done.", "", CALLED[2])),
+    ('<tool_call>{"name": "f", "arguments": {"a": "x"}}}\n</tool_call>?',
+     ("}\n</tool_call>?", "", CALLED[2])),
+    ('<tool_call>{"name": "f", "arguments": {"a": "x"}\n<tool_call>{"name": "g"}',
+     ("", "", [*CALLED[2], ("g", {})])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "wanted"), NEARLY_RIGHT)
+def test_a_call_that_is_nearly_right_is_one(text: str, wanted: tuple[object, ...]):
+    """And is streamed as such, however it comes."""
+    for rng in (None, *map(random.Random, range(3))):
+        assert meaning(parse(text, HERMES, rng).message()) == wanted
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (LLAMA, '{"type": "function", "name": "f", "parameters": {"a": "x"}}'),
+        (LLAMA, '{"parameters": {"a": "x"}, "name": "f"}'),
+        (LLAMA, '{"name": "f", "parameters": {"a": "x"}'),
+        (LLAMA, '<|python_tag|>{"name": "f", "arguments": {"a": "x"}}'),
+        (MISTRAL, '[TOOL_CALLS] [{"arguments": {"a": "x"}, "name": "f"}]'),
+        (MISTRAL, '[TOOL_CALLS] [{"name": "f", "arguments": {"a": "x"}}'),
+        (MISTRAL_11, '[TOOL_CALLS]f[ARGS]{"a": "x"'),
+        (CODER, "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>"),
+        (CODER, "<tool_call>\n<function=f>\n<parameter=a>\nx\n</function>\n</tool_call>"),
+        (CODER, "<tool_call>\n<function=f>\n<parameter=a>\nx"),
+    ],
+)
+def test_calls_of_other_families_are_nearly_right_as_well(template: str, text: str):
+    for rng in (None, *map(random.Random, range(3))):
+        assert meaning(parse(text, template, rng).message()) == CALLED
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (HERMES, '<tool_call>{"arguments": {"a": "x"}}</tool_call>'),
+        (HERMES, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+        (HERMES, '<tool_call>{"name": "f", "arguments": "x"}</tool_call>'),
+        (HERMES, '<tool_call>{"name": "f g", "arguments": {}}</tool_call>'),
+        (HERMES, '<tool_call>{"name": 5}</tool_call>'),
+        (HERMES, '<tool_call>{"names": "f", "and": "other keys than those of a call"}'),
+        (HERMES, "<tool_call>f(x)</tool_call>"),
+        (LLAMA, '{"name": "Ada", "parameters": 5}'),
+        (LLAMA, '{"name": "Ada"}'),
+    ],
+)
+def test_what_names_no_function_is_no_call(template: str, text: str):
+    for rng in (None, *map(random.Random, range(3))):
+        assert meaning(parse(text, template, rng).message()) == (text, "", [])
+
+
+OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+DEFS = {"name": {"type": "string"}, "maybe": OPTIONAL, "id": {"type": "integer"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        # Text, whatever it looks like.
+        ({"type": ["string", "null"]}, "12345", "12345"),
+        (OPTIONAL, "12345", "12345"),
+        ({"type": "string", "nullable": True}, "[1]", "[1]"),
+        ({"type": "string"}, '{"name": "package"}', '{"name": "package"}'),
+        (OPTIONAL, '{"name": "package"}', '{"name": "package"}'),
+        ({"type": "string"}, "null", "null"),
+        ({"type": ["string", "null"]}, "None", "None"),
+        ({"oneOf": [{"type": "integer"}, {"type": "string"}]}, "12", "12"),
+        ({"$ref": "#/$defs/name"}, "true", "true"),
+        ({"$ref": "#/$defs/maybe"}, "1e3", "1e3"),
+        ({"allOf": [{"$ref": "#/$defs/name"}], "description": "d"}, "7", "7"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"const": "true"}, "true", "true"),
+        ({"enum": ["1", "2", None]}, "3", "3"),
+        ({"description": "no type"}, "12345", "12345"),
+        ({}, "true", "true"),
+        ({"$ref": "#/$defs/nowhere"}, "1", "1"),
+        # Nothing else than what was asked for.
+        ({"type": ["string", "null"]}, "null", None),
+        (OPTIONAL, "null", None),
+        ({"$ref": "#/$defs/maybe"}, "null", None),
+        ({"enum": ["a", None]}, "null", None),
+        ({"enum": ["a", 1]}, "1", 1),
+        ({"type": "boolean"}, "True", True),
+        ({"type": ["boolean", "null"]}, "False", False),
+        ({"enum": [True, None]}, "True", True),
+        ({"type": ["integer", "null"]}, "None", None),
+        ({"type": "integer"}, "True", "True"),
+        ({"$ref": "#/$defs/id"}, "5", 5),
+        ({"anyOf": [{"$ref": "#/$defs/id"}, {"type": "null"}]}, "5", 5),
+        ({"anyOf": [{"enum": ["a"]}, {"type": "integer"}]}, "5", 5),
+        ({"items": {}}, "[1]", [1]),
+        ({"properties": {}}, '{"a": 1}', {"a": 1}),
+        ({"type": "number"}, "many", "many"),
+        ({"$ref": "#/properties/a"}, "1", "1"),  # itself
+    ],
+)
+def test_a_tagged_argument_has_the_type_that_its_schema_tells(schema, text, value):
+    called = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>"
+    parser = MessageParser(fmt(CODER), schemas={"f": {"properties": {"a": schema}, "$defs": DEFS}})
+    parser.feed(called + "\n</tool_call>", ended=True)
+    (call,) = parser.message().calls
+    assert json.dumps(call.values) == json.dumps({"a": value})
 
 
 @pytest.mark.parametrize("begun", ['<tool_call>{"name": "' + "a" * 300, "<tool_call>" + " " * 300])

@@ -9,7 +9,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import httpx2 as httpx
+import openai
 import pytest
 
 from radixcache import LLM, SamplingParams
@@ -157,6 +159,35 @@ def test_calls_come_one_by_one_or_not_at_all(api: Api):
 def test_a_call_that_is_cut_is_content(api: Api):
     answer = api.ask(user("Cut"), tools=[STEP])
     assert answer.text == '<tool_call>\n{"name": "step", "argum' and answer.end == "stop"
+
+
+UNSAYABLE: list[tuple[dict[str, Any], str]] = [
+    ({"not": {"type": "string"}}, "not"),
+    ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+    ({"$ref": "https://example.com/schema"}, "example.com"),
+    ({"type": "string", "format": "of-our-own"}, "of-our-own"),
+]
+
+
+def of_one(name: str, schema: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A tool whose argument `a` is of a schema."""
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return {"name": name, "parameters": parameters, **more}
+
+
+@pytest.mark.parametrize(("schema", "keyword"), UNSAYABLE)
+def test_one_tool_does_not_fail_the_request(api: Api, schema: dict[str, Any], keyword: str):
+    """What no grammar can say of its arguments is left to the model, if it is not strict."""
+    number = {"type": "integer", "minimum": 7, "maximum": 9}
+    tools = [of_one("good", number), of_one("bad", schema), of_one("none", {})]
+    asked = user("Hi. <think></think>")
+    called = api.ask(asked, tools=tools, choice="good", max_tokens=200).calls
+    called += api.ask(asked, tools=tools, choice="required", max_tokens=200).calls
+    assert called and all(7 <= made.arguments["a"] <= 9 for made in called if made.name == "good")
+    strict = [*tools[:1], of_one("bad", schema, strict=True)]
+    with pytest.raises((openai.BadRequestError, anthropic.BadRequestError), match=keyword) as no:
+        api.ask(asked, tools=strict, choice="required")
+    assert re.search(r"the strict tool .{0,2}'bad", str(no.value))
 
 
 def test_an_answer_follows_a_schema(api: Api):

@@ -1,0 +1,63 @@
+"""JSON as small models write it, made JSON as it comes."""
+
+from __future__ import annotations
+
+import json
+
+
+class MendedJson:
+    """One object, whose strings have control characters escaped and whose missing brackets come.
+
+    Attributes:
+        done: it has ended.
+
+    Args:
+        mark: ends it where it stands outside of a string; "" for none.
+    """
+
+    def __init__(self, mark: str = "") -> None:
+        self.done = False
+        self._mark = mark
+        self._missing = ""
+        """The brackets that would close what is open, the innermost first."""
+        self._quoted = self._escaped = False
+
+    def feed(self, text: str, ended: bool) -> tuple[str, int]:
+        """What is JSON of `text`, and how many of its characters that is; the rest is to be fed
+        again. When it has `ended` outside of a string, it is closed."""
+        found, at = "", 0
+        while at < len(text) and not self.done:
+            sign = text[at]
+            if self._quoted:
+                found += self._within(sign)
+            elif sign == "<" and self._mark and self._mark.startswith(text[at:][: len(self._mark)]):
+                if len(text) - at < len(self._mark) and not ended:
+                    return found, at
+                return found + self._close(), at
+            else:
+                found += self._outside(sign)
+            at += 1
+        if ended and not self.done and not self._quoted:
+            found += self._close()
+        return found, at
+
+    def _within(self, sign: str) -> str:
+        escaped, self._escaped = self._escaped, sign == "\\" and not self._escaped
+        self._quoted = sign != '"' or escaped
+        if sign < " ":
+            sign = json.dumps(sign)[1 + escaped : -1]
+        return sign
+
+    def _outside(self, sign: str) -> str:
+        self._quoted = sign == '"'
+        before = ""
+        if sign in "{[":
+            self._missing = ("}" if sign == "{" else "]") + self._missing
+        elif sign in self._missing:
+            before, _, self._missing = self._missing.partition(sign)
+            self.done = not self._missing
+        return before + sign
+
+    def _close(self) -> str:
+        self.done, missing = True, self._missing
+        return missing
