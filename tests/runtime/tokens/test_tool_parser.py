@@ -137,6 +137,15 @@ def test_a_call_that_is_cut_short_is_a_call(template: str):
         assert parser.message().content == "Well." * (template != LLAMA)
 
 
+@each(HERMES, MISTRAL_11, MISTRAL, LLAMA)
+def test_what_a_limit_has_cut_off_is_not_completed(template: str):
+    cut = written(template, "f", {"a": "x"}).partition("x")[0] + 'x"'
+    (call,) = parse(cut, template, cut=True).message().calls
+    assert (call.arguments, call.values) == ('{"a": "x"', None)
+    (call,) = parse(cut, template).message().calls
+    assert call.values == {"a": "x"}
+
+
 @pytest.mark.parametrize(
     "value", ["NaN", "1e999", '"\\ud800"', "[" * 100 + "]" * 100, "[" * 5000 + "]" * 5000, "{]"]
 )
