@@ -18,8 +18,8 @@ class MendedJson:
     def __init__(self, mark: str = "") -> None:
         self.done = False
         self._mark = mark
-        self._missing = ""
-        """The brackets that would close what is open, the innermost first."""
+        self._missing: list[str] = []
+        """The brackets that would close what is open, the innermost last."""
         self._quoted = self._escaped = False
 
     def feed(self, text: str, ended: bool) -> tuple[str, int]:
@@ -52,12 +52,13 @@ class MendedJson:
         self._quoted = sign == '"'
         before = ""
         if sign in "{[":
-            self._missing = ("}" if sign == "{" else "]") + self._missing
-        elif sign in self._missing:
-            before, _, self._missing = self._missing.partition(sign)
+            self._missing.append("}" if sign == "{" else "]")
+        elif sign in "]}" and sign in reversed(self._missing):
+            while (last := self._missing.pop()) != sign:
+                before += last
             self.done = not self._missing
         return before + sign
 
     def _close(self) -> str:
-        self.done, missing = True, self._missing
-        return missing
+        self.done = True
+        return "".join(reversed(self._missing))

@@ -6,10 +6,10 @@ Text stays text wherever a string may be meant, whatever it looks like: `12345` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from radixcache.runtime.tokens.tool_calls import MAX_DEPTH, read_json
+from radixcache.runtime.tokens.tool_calls import read_json
 
 _KEPT = ("type", "enum", "const", "nullable")
 """What a schema says of all of its alternatives."""
@@ -19,7 +19,7 @@ _KINDS = {
 }  # fmt: skip
 
 
-class Alternative:
+class Alternative(NamedTuple):
     """One of the schemas that a value may follow.
 
     Attributes:
@@ -27,54 +27,56 @@ class Alternative:
         kinds: else its types; text is what says nothing of its type.
     """
 
-    def __init__(self, schema: Mapping[str, Any]) -> None:
-        listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        kinds = schema.get("type")
-        if kinds is None and {"properties", "additionalProperties"} & schema.keys():
-            kinds = "object"
-        elif kinds is None and {"items", "prefixItems"} & schema.keys():
-            kinds = "array"
-        kinds = kinds if isinstance(kinds, list) else ["string" if kinds is None else kinds]
-        self.schema = schema
-        self.values: list[Any] = []
-        self.kinds: set[str] = set()
-        if not isinstance(listed, list):
-            self.kinds = {kind for kind in kinds if isinstance(kind, str)}
-        else:
-            self.values = [
-                v for v in listed if "type" not in schema or _KINDS.get(type(v), set()) & {*kinds}
-            ]
+    schema: Mapping[str, Any]
+    values: list[Any]
+    kinds: set[str]
 
 
 def alternatives(schema: Any, root: Mapping[str, Any]) -> list[Alternative]:
-    """Of a schema in `root`, references followed; at least one."""
-    return [Alternative(leaf) for leaf in _leaves(schema, root, 0)] or [Alternative({})]
+    """Of a schema in `root`, references followed; at least one. O(size of `root`)."""
+    found: list[Alternative] = []
+    rest, known = [schema], set[str]()
+    while rest:
+        node = rest.pop()
+        if not isinstance(node, Mapping):
+            continue
+        if node.get("nullable") is True:
+            found.append(Alternative({"type": "null"}, [], {"null"}))
+        parts = node.get("allOf", node.get("anyOf", node.get("oneOf")))
+        if isinstance(parts, list) and (parts := [p for p in parts if isinstance(p, Mapping)]):
+            if "allOf" in node:
+                parts = [{key: value for part in parts for key, value in part.items()}]
+            kept = {name: node[name] for name in _KEPT if name in node}
+            rest += [{**kept, **part} for part in reversed(parts)]
+        elif "$ref" not in node:
+            found.append(_alternative(node))
+        elif (path := str(node["$ref"])) not in known:  # each is followed once
+            known.add(path)
+            rest.append(_resolve(path, root))
+    return found or [_alternative({})]
 
 
-def _leaves(schema: Any, root: Mapping[str, Any], depth: int) -> Iterator[Mapping[str, Any]]:
-    if not isinstance(schema, Mapping) or depth > MAX_DEPTH // 10:
-        return
-    if schema.get("nullable") is True:
-        yield {"type": "null"}
-    for key in ("allOf", "anyOf", "oneOf"):
-        parts = schema.get(key)
-        if isinstance(parts, list) and parts:
-            kept = {name: schema[name] for name in _KEPT if name in schema}
-            if key == "allOf":
-                parts = [{k: v for p in parts if isinstance(p, Mapping) for k, v in p.items()}]
-            for part in parts:
-                if isinstance(part, Mapping):
-                    yield from _leaves({**kept, **part}, root, depth + 1)
-            return
-    if "$ref" not in schema:
-        yield schema
-        return
-    _, _, path = str(schema["$ref"]).partition("#/")
-    there: Any = root if path else {}
-    for key in path.split("/") if path else ():
+def _alternative(schema: Mapping[str, Any]) -> Alternative:
+    kinds = schema.get("type")
+    if kinds is None and {"properties", "additionalProperties"} & schema.keys():
+        kinds = "object"
+    elif kinds is None and {"items", "prefixItems"} & schema.keys():
+        kinds = "array"
+    listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    names = {one for one in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(one, str)}
+    if not isinstance(listed, list):
+        return Alternative(schema, [], {"string"} if kinds is None else names)
+    return Alternative(
+        schema, [v for v in listed if not names or _KINDS.get(type(v), names) & names], set()
+    )
+
+
+def _resolve(path: str, root: Mapping[str, Any]) -> Any:
+    there: Any = root if path.startswith("#/") else None
+    for key in path.removeprefix("#/").split("/"):
         key = key.replace("~1", "/").replace("~0", "~")
         there = there.get(key) if isinstance(there, Mapping) else None
-    yield from _leaves(there, root, depth + 1)
+    return there
 
 
 def read_argument(text: str, schema: Any, root: Mapping[str, Any]) -> Any:

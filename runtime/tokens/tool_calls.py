@@ -145,6 +145,19 @@ class ParsedMessage(NamedTuple):
         return self.content, self.reasoning, calls
 
 
+def called_by(values: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None]:
+    """The name and the arguments of an object that may be a call; None if it is none."""
+    inner = values.get("function")
+    values = inner if isinstance(inner, dict) else values
+    name = values.get("name", inner)
+    given = [values[key] for key in ("arguments", "parameters") if values.get(key) is not None]
+    arguments = given[0] if given else {}
+    arguments = read_object(arguments or "{}") if isinstance(arguments, str) else arguments
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return "", None
+    return name, arguments
+
+
 def spelling(arguments: Any) -> str:
     """The same for the same arguments; for Python, True is 1."""
     return json.dumps(arguments, sort_keys=True)
@@ -157,19 +170,6 @@ def read_object(text: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return values if isinstance(values, dict) else None
-
-
-def called_by(values: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None]:
-    """The name and the arguments of an object that may be a call; None if it is none."""
-    inner = values.get("function")
-    values = inner if isinstance(inner, dict) else values
-    name = values.get("name", inner)
-    given = [values[key] for key in ("arguments", "parameters") if values.get(key) is not None]
-    arguments = given[0] if given else {}
-    arguments = read_object(arguments or "{}") if isinstance(arguments, str) else arguments
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return "", None
-    return name, arguments
 
 
 def _levels(value: Any) -> Iterator[list[Any]]:

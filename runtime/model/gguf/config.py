@@ -10,6 +10,7 @@ from transformers.generation.configuration_utils import GenerationConfig
 from radixcache.errors import ModelError
 from radixcache.runtime.gguf_file import GGUFFile
 from radixcache.runtime.model.architecture import Architecture, Unknown
+from radixcache.runtime.model.gguf.ends import end_tokens
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 """Architectures of which all metadata is understood, or refused; Mistral's is `llama`."""
@@ -130,10 +131,9 @@ def generation_config_of(file: GGUFFile) -> GenerationConfig:
         for key, (name, kind) in sampling.items()
         if f"general.sampling.{key}" in file.metadata
     }
-    ends = [end for end in map(token, ("eos", "eot", "eom")) if end is not None]
     return GenerationConfig(
         bos_token_id=token("bos"),
-        eos_token_id=list(dict.fromkeys(ends)) or None,
+        eos_token_id=end_tokens(file) or None,
         pad_token_id=token("padding"),
         **found,
     )

@@ -113,7 +113,7 @@ async def _guided(backend: Backend, turn: Turn, prompt: str, client: Hashable) -
                 reason = f"the parameters of the strict tool {tool.name!r} do not compile: "
                 raise ApiError(400, reason + found[2], "tools") from None
             free = {tool.name for tool in turn.tools if not tool.strict}
-            if free <= loose:
+            if free <= loose or (tool and tool.name in loose):
                 raise
             loose |= {tool.name} if tool and len(loose) < MAX_LOOSE else free
 

@@ -11,6 +11,7 @@ import pytest
 
 from radixcache import LLM, Chat, SamplingParams, StructuredOutputsParams
 from radixcache.kernels.native.library import problem
+from radixcache.runtime.gguf_file import GGUFFile
 from tests.runtime.smollm2.record import LENGTH, PROMPTS, RECORD
 
 NEAR = 0.5
@@ -77,6 +78,17 @@ def test_it_answers_in_a_chat_and_stops(llm) -> None:
     params = SamplingParams(temperature=0, max_tokens=40)
     output = Chat(llm).ask("What is the capital of France?", params)
     assert "Paris" in output.outputs[0].text and output.outputs[0].finish_reason == "stop"
+
+
+def test_it_stops_though_the_file_names_the_end_of_its_base_model(monkeypatch) -> None:
+    get = GGUFFile.get
+
+    def wrong(self, key, *args):
+        return 0 if key == "tokenizer.ggml.eos_token_id" else get(self, key, *args)
+
+    monkeypatch.setattr(GGUFFile, "get", wrong)
+    with LLM(MODEL, kv_cache_memory_bytes="64MiB") as llm:
+        test_it_answers_in_a_chat_and_stops(llm)
 
 
 QUESTIONS = {

@@ -137,6 +137,15 @@ def test_a_call_that_is_cut_short_is_a_call(template: str):
         assert parser.message().content == "Well." * (template != LLAMA)
 
 
+@each(HERMES, MISTRAL_11, MISTRAL, LLAMA)
+def test_what_a_limit_has_cut_off_is_not_completed(template: str):
+    cut = written(template, "f", {"a": "x"}).partition("x")[0] + 'x"'
+    (call,) = parse(cut, template, cut=True).message().calls
+    assert (call.arguments, call.values) == ('{"a": "x"', None)
+    (call,) = parse(cut, template).message().calls
+    assert call.values == {"a": "x"}
+
+
 @pytest.mark.parametrize(
     "value", ["NaN", "1e999", '"\\ud800"', "[" * 100 + "]" * 100, "[" * 5000 + "]" * 5000, "{]"]
 )
@@ -151,7 +160,7 @@ def test_arguments_that_no_client_could_read_stay_as_they_are(value: str):
 
 @each(HERMES, CODER)
 def test_what_is_nested_too_deeply_is_no_json(template: str):
-    deep = "[" * 20_000 + "]" * 20_000
+    deep = "[" * 100_000 + "]" * 100_000
     (call,) = parse(written(template, "f", {"c": 1}).replace("1", deep), template).message().calls
     assert call.values == (None if template == HERMES else {"c": deep})
 
@@ -277,6 +286,7 @@ DEFS = {"name": {"type": "string"}, "maybe": OPTIONAL, "id": {"type": "integer"}
         ({"properties": {}}, '{"a": 1}', {"a": 1}),
         ({"type": "number"}, "many", "many"),
         ({"$ref": "#/properties/a"}, "1", "1"),  # itself
+        ({"anyOf": [{"$ref": "#/properties/a"}] * 20 + [{"type": "integer"}]}, "1", 1),
     ],
 )
 def test_a_tagged_argument_has_the_type_that_its_schema_tells(schema, text, value):

@@ -42,6 +42,9 @@ def _answer(prompt: str) -> str:
         return "<think>\nHm.\n</think>\n\nDone."
     if text == "Cut":
         return '<tool_call>\n{"name": "step", "argum'
+    if text == "Nearly":
+        first = '<tool_call>\n{"arguments": {"why": "a\n\tb"}, "name": "step"}\n'
+        return first + '<tool_call>\n{"name": "step", "arguments": {"why": "a\n\tb"\n</tool_call>'
     if text == "Two":
         return "Both.\n" + call("step", n=1) + "\n" + call("step", n=2)
     if text.startswith("Long"):

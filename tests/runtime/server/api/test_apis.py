@@ -156,6 +156,15 @@ def test_calls_come_one_by_one_or_not_at_all(api: Api):
     assert "<tool_call>" in none.text and none.end == "stop" and not none.calls
 
 
+def test_calls_that_are_nearly_right_are_calls_whole_and_streamed(api: Api):
+    answer = api.ask(user("Nearly"), tools=[STEP])
+    assert values(answer.calls) == [("step", {"why": "a\n\tb"})] * 2
+    assert (answer.text, answer.end) == ("", "tools")
+    results = [api.result(made, "Good") for made in answer.calls]
+    going_on = api.ask(user("Nearly"), *answer.said, *results, tools=[STEP])
+    assert going_on.cached >= answer.prompt + answer.completion - 1
+
+
 def test_a_call_that_is_cut_is_content(api: Api):
     answer = api.ask(user("Cut"), tools=[STEP])
     assert answer.text == '<tool_call>\n{"name": "step", "argum' and answer.end == "stop"
