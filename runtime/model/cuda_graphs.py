@@ -74,7 +74,8 @@ class CudaGraphRunner:
     def __init__(self, model: PagedModel, pool: KVPool, max_rows: int) -> None:
         self._model, self._pool = model, pool
         self._sizes, self._prefills, most = _limits(model, pool.page_size, max_rows)
-        self._max_indices = min(most, self._sizes[-1] * pool.num_pages)
+        most = min(most, self._sizes[-1] * pool.num_pages)
+        self._max_indices = most + _spare_indices(self._prefills, pool.page_size)
         model.attention.allocate_fixed(self._sizes[-1], self._max_indices)
         self._capture = _Capture(model.device)
         self._replays: dict[Shape, Compute | None] = {}  # None: cannot be captured
@@ -211,7 +212,7 @@ def bytes_beside_pages(model: PagedModel, page_size: int, max_rows: int) -> int:
     count = 4 * (1 + _SAMPLING_COPIES) * logits
     if model.attention.max_fixed_rows:
         sizes, prefills, most = _limits(model, page_size, max_rows)
-        count += model.attention.fixed_bytes(sizes, most)
+        count += model.attention.fixed_bytes(sizes, most + _spare_indices(prefills, page_size))
         count += (2 * len(sizes) + len(prefills)) * _GRAPH_BYTES + model.dtype.itemsize * logits
     return count
 
@@ -222,6 +223,12 @@ def _limits(model: PagedModel, page_size: int, max_rows: int) -> tuple[list[int]
     sizes = batch_sizes(min(max_rows, model.attention.max_fixed_rows))
     most = min(MAX_INDICES, sizes[-1] * (model.max_context // page_size + 1))
     return sizes, prefill_shapes(model.attention, max_rows), most
+
+
+def _spare_indices(prefills: list[Shape], page_size: int) -> int:
+    """Page numbers that fill up an empty step, however few pages the pool has."""
+    fills = (-(-shape.tokens // page_size) + shape.sequences for shape in prefills)
+    return max(fills, default=0)
 
 
 def batch_sizes(largest: int) -> list[int]:

@@ -186,6 +186,19 @@ def test_an_llm_has_all_its_graphs_before_the_first_request(
     assert list(graphs._replays) == wanted
 
 
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_a_small_pool_has_all_its_graphs(folders, page_size) -> None:
+    """An empty step of 512 tokens is filled up with more page numbers than the pool has pages."""
+    made = engines.make_engine(
+        folders["llama"], page_size=page_size, num_pages=96 // page_size, max_num_seqs=1
+    )
+    made.capture_graphs()
+    assert made.runner.graphs is not None and None not in made.runner.graphs._replays.values()
+    prompt = [*range(40)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    assert generated(run(made, [prompt], params)) == [[plain_greedy_all(folders["llama"], prompt)]]
+
+
 def test_an_interrupt_in_a_capture_leaves_the_stream_as_it_was(folders, gpu, monkeypatch) -> None:
     main, computes = torch.cuda.current_stream(), CudaGraphRunner._compute
     interrupts = [KeyboardInterrupt()]
