@@ -166,8 +166,10 @@ $(GPU)/.stamp: constraints.txt | $(BIN)/pip
 	@touch $@
 
 $(CLIENTS)/.stamp: tests/clients/requirements.txt
-	@echo "Installing clients into $(CLIENTS); the first time takes some minutes and 0.7 GB ..."
+	@echo "Installing clients into $(CLIENTS); the first time takes some minutes and 2 GB ..."
 	@$(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install -qq --no-deps --retries 1 --timeout 10 -c constraints.txt \
+		--index-url $(TORCH_CPU) torch 2>/dev/null || true  # guidellm wants one; PyPI's is CUDA's
 	@$(CLIENTS)/bin/python -m pip install -qq -r $<
 	@touch $@
 

@@ -167,7 +167,8 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget all that is cached, on disk too, and the tokens that conversations had;
-        `LeaseError` while requests run or prefixes are pinned."""
+        `LeaseError` while requests run or prefixes are pinned; `Busy` if it is not gone from the
+        disk."""
 
         def reset() -> None:
             self.prefixes.drop_yielding()
@@ -176,6 +177,11 @@ class LLM:
                 self.inputs.conversations.clear()
 
         self.call(reset)
+        disk = None if self.offload is None else self.offload.disk
+        if disk is not None and disk.cleared is not None:
+            from radixcache.runtime.kv_offload.disk import confirm_gone
+
+            confirm_gone(disk.cleared)
 
     def generate(
         self,

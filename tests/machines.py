@@ -26,13 +26,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tests.helpers.sources import ROOT
 from tests.kernels.native_check import compile_check
 
 FOLDERS = ("tests/kernels", "tests/runtime/model", "tests/runtime/engine")
+EVERYTHING = (*FOLDERS, "tests/runtime/server", "tests/runtime/tokens")
 PROCESSES = ("-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
+RUNNING = "{}.{}".format(*sys.version_info[:2])
 ENVIRONMENTS = ROOT / ".venv-machines"
 TESTING = (
     "accelerate gguf httpx2 hypothesis jsonschema packaging pydantic pytest pytest-xdist".split()
@@ -47,7 +49,7 @@ print(
     torch.backends.cpu.get_cpu_capability(), problem() or "native kernels",
     f"{threads} thread{'s' * (threads > 1)}", f"Python {platform.python_version()}",
     f"torch {torch.__version__}", f"transformers {transformers.__version__}",
-    f"NumPy {numpy.__version__}", sep=", ",
+    f"NumPy {numpy.__version__}", os.environ["VERSIONS"], sep=", ",
 )
 """
 
@@ -71,15 +73,18 @@ class Profile:
     Attributes:
         proof: what the probe has to say, or the profile is not what it claims.
         hides_programs: whether PATH is empty, and nothing is found that was compiled before.
-        version: of Python, in an environment of its own; None for the one that runs this.
-        lowest: whether that gets the lowest versions that pyproject.toml admits.
+        version: of Python, in an environment of its own, or several, the best first; None for the
+            one that runs this.
+        versions: which ones that environment gets: those of constraints.txt, the lowest that
+            pyproject.toml admits, or the newest there are, of the server's needs too, but that
+            torch is of constraints.txt.
     """
 
     proof: str
     variables: dict[str, str] = field(default_factory=dict)
     hides_programs: bool = False
     version: str | None = None
-    lowest: bool = False
+    versions: Literal["tested", "lowest", "newest"] = "tested"
 
     def run(self, name: str, options: list[str]) -> Outcome:
         """
@@ -90,16 +95,17 @@ class Profile:
             raise Impossible("the processor is not of that kind")
         python = sys.executable
         if self.version is not None:
-            python = make_environment(ENVIRONMENTS / name, self.version, lowest=self.lowest)
+            python = make_environment(ENVIRONMENTS / name, self.version, self.versions)
         with tempfile.TemporaryDirectory() as folder:
             environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT)}
-            environment |= self.variables
+            environment |= {**self.variables, "VERSIONS": f"{self.versions} versions"}
             if self.hides_programs:
                 environment |= {"PATH": folder, "XDG_CACHE_HOME": folder}
             _, machine = show((python, "-c", PROBE), environment)
             if self.proof not in machine:
                 return Outcome(False, machine, f"it is not {self.proof}")
-            wanted = () if any(option.startswith("tests/") for option in options) else FOLDERS
+            folders = EVERYTHING if self.versions == "newest" else FOLDERS
+            wanted = () if any(option.startswith("tests/") for option in options) else folders
             command = (python, "-m", "pytest", *PROCESSES, *options, *wanted)
             status, summary = show(command, environment)
             return Outcome(status == 0, machine, summary)
@@ -145,7 +151,8 @@ PROFILES: dict[str, Callable[[str, list[str]], Outcome]] = {
     "aarch64": run_aarch64,
     "one-thread": Profile("1 thread,", {"OMP_NUM_THREADS": "1"}).run,
     "three-threads": Profile("3 threads,", {"TEST_THREADS": "3"}).run,
-    "lowest": Profile("Python 3.10", version="3.10", lowest=True).run,
+    "lowest": Profile("Python 3.10", version="3.10", versions="lowest").run,
+    "newest": Profile("newest versions", version=f"3.14 {RUNNING}", versions="newest").run,
     "python3.13": Profile("Python 3.13", version="3.13").run,
 }
 
@@ -153,15 +160,20 @@ PROFILES: dict[str, Callable[[str, list[str]], Outcome]] = {
 # Environments.
 
 
-def make_environment(folder: Path, version: str, *, lowest: bool) -> str:
+def make_environment(folder: Path, version: str, versions: str) -> str:
     """The interpreter of an environment with what the tests import; the project stays outside."""
-    needed, pins = requirements()
+    needed, pins = requirements("dependencies|runtime")
+    testing = TESTING
     python = folder / "bin" / "python"
     text = (ROOT / "constraints.txt").read_text()
-    if lowest:  # constraints.txt has higher ones, and of torch's own needs too
+    if versions == "lowest":  # constraints.txt has higher ones, and of torch's own needs too
         text = "\n".join(pins)
+    if versions == "newest":  # whatever that is today: remove the folder to have it made again
+        needed, _ = requirements("dependencies|runtime|server|otel|dev")
+        testing = []
+        text = next(line for line in text.splitlines() if line.startswith("torch=="))
     stamp = folder / "constraints.txt"
-    wanted = "\n".join([text, *(f"# {name}" for name in (*needed, *TESTING))])
+    wanted = "\n".join([text, *(f"# {name}" for name in (*needed, *testing))])
     if not stamp.exists() or stamp.read_text() != wanted:
         print(f"installing {folder.relative_to(ROOT)} ...", flush=True)
         subprocess.run((find_python(version), "-m", "venv", "--clear", folder), check=True)
@@ -172,30 +184,31 @@ def make_environment(folder: Path, version: str, *, lowest: bool) -> str:
         # A CPU build, where pip knows one, is a tenth of the size.
         if subprocess.run((*pip, f"{torch}+cpu"), capture_output=True).returncode:
             print(f"pip finds no {torch}+cpu: the build for GPUs takes 5 GB", flush=True)
-        done = subprocess.run((*pip, "-c", part, *needed, *TESTING), capture_output=True, text=True)
+        done = subprocess.run((*pip, "-c", part, *needed, *testing), capture_output=True, text=True)
         if done.returncode:
             raise Impossible(f"pip: {done.stderr.strip().rpartition(chr(10))[2]}")
         stamp.write_text(wanted)
     return str(python)
 
 
-def requirements() -> tuple[list[str], list[str]]:
-    """What the runtime needs, by name, and the lowest versions of that which pyproject.toml has."""
+def requirements(names: str) -> tuple[list[str], list[str]]:
+    """What is in such lists of pyproject.toml, by name, and the lowest versions of that."""
     text = (ROOT / "pyproject.toml").read_text()
-    lists = re.findall(r"^(?:dependencies|runtime) = \[(.*?)\]$", text, re.DOTALL | re.MULTILINE)
-    lowest = re.findall(r'"([\w-]+)>=([\d.]+)', "".join(lists))
+    lists = re.findall(rf"^(?:{names}) = \[(.*?)\](?:  #.*)?$", text, re.DOTALL | re.MULTILINE)
+    lowest = re.findall(r'"([\w-]+)(?:\[\w+\])?>=([\d.]+)', "".join(lists))
     return [name for name, _ in lowest], [f"{name}=={version}" for name, version in lowest]
 
 
-def find_python(version: str) -> str:
-    """An interpreter of that version: of the system, or of pyenv."""
+def find_python(versions: str) -> str:
+    """An interpreter of the first of these versions that is here: of the system, or of pyenv."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    found = [shutil.which(f"python{version}"), *pyenv.glob(f"versions/{version}.*/bin/python")]
-    for python in map(str, filter(None, found)):
-        said = subprocess.run((python, "-V"), capture_output=True, text=True).stdout
-        if said.startswith(f"Python {version}."):
-            return python
-    raise Impossible(f"there is no Python {version}")
+    for version in versions.split():
+        found = [shutil.which(f"python{version}"), *pyenv.glob(f"versions/{version}.*/bin/python")]
+        for python in map(str, filter(None, found)):
+            said = subprocess.run((python, "-V"), capture_output=True, text=True).stdout
+            if said.startswith(f"Python {version}."):
+                return python
+    raise Impossible(f"there is no Python {' or '.join(versions.split())}")
 
 
 # The command.

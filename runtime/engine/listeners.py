@@ -72,17 +72,25 @@ class AsyncJob(Job):
         self._items: list[Any] = []
         self._wake = asyncio.Event()
 
-    async def batches(self) -> AsyncIterator[list[Any]]:
+    async def batches(self, silence: float | None = None) -> AsyncIterator[list[Any]]:
         """What was reported since the last look, until all is; a slow reader gets more at once.
+
+        Args:
+            silence: seconds without news after which there is an empty batch.
 
         Raises:
             Exception: `error`.
         """
+        loop = asyncio.get_running_loop()
         while True:
+            if silence is not None:
+                alarm = loop.call_later(silence, self._wake.set)
             await self._wake.wait()
             self._wake.clear()
             items, self._items = self._items, []
-            if items:
+            if silence is not None:
+                alarm.cancel()
+            if items or (silence is not None and alarm.when() <= loop.time() and not self.done):
                 yield items
             if self.error is not None:
                 raise self.error

@@ -18,6 +18,7 @@ from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestMe
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sampling.penalties import PenaltyState
 from radixcache.runtime.spec_decode.proposer import DraftState
+from radixcache.runtime.tokens.conversation import thoughts_of
 from radixcache.runtime.tokens.detokenizer import Detokenizer
 from radixcache.runtime.tokens.stops import StopStrings
 from radixcache.stored import Medium
@@ -210,14 +211,20 @@ class Request:
 
     def add_sequences(self, max_tokens: int, decode: Callable[..., str] | None) -> None:
         """Make the `n` sequences."""
-        params, stop_strings = self.params, StopStrings(self.params.stop_strings)
+        params, stop_strings, opening = self.params, StopStrings(self.params.stop_strings), ""
+        if decode is not None and stop_strings:
+            opening = thoughts_of(decode(self.prompt_token_ids[-8:].tolist()))
         if decode is not None and not params.skip_special_tokens:
             decode = partial(decode, special=True)
         for index in range(params.n):
             sequence = Sequence(self, index, max_tokens)
             if decode is not None:
                 sequence.detokenizer = Detokenizer(
-                    decode, stop_strings, params.min_tokens, params.include_stop_str_in_output
+                    decode,
+                    stop_strings,
+                    params.min_tokens,
+                    params.include_stop_str_in_output,
+                    opening,
                 )
             self.sequences.append(sequence)
 

@@ -7,19 +7,20 @@ import logging
 import os
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from time import perf_counter, time_ns
-from typing import Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 import xxhash
 
-from radixcache.errors import InvalidRequest, first_sentence
+from radixcache.errors import Busy, InvalidRequest, first_sentence
 from radixcache.pages import Pages
 from radixcache.runtime.kv_offload import files
 from radixcache.runtime.kv_offload.files import (
@@ -56,6 +57,8 @@ _WRITTEN_BYTES = 16 << 20
 _SYNCED_WRITES = 4
 """That are synced, and told to the manifest, together."""
 
+_GONE_SECONDS = 20.0
+
 _READERS = 2
 T = TypeVar("T")
 
@@ -79,6 +82,26 @@ class _Write(NamedTuple):
         return self.run.pages()[self.first : self.first + len(self.rows)]
 
 
+class _Job(NamedTuple):
+    """What the writer is asked besides, in a transaction."""
+
+    function: Callable[[], Any]
+    future: Future[Any]
+
+
+def confirm_gone(future: Future[Any]) -> None:
+    """Wait until what was deleted is gone from the disk.
+
+    Raises:
+        Busy: that failed, or takes longer than anybody should wait.
+    """
+    try:
+        future.result(_GONE_SECONDS)
+    except Exception as error:
+        why = "it takes long" if isinstance(error, futures.TimeoutError) else first_sentence(error)
+        raise Busy(f"it is forgotten, but not gone from the disk: {why}") from None
+
+
 class DiskStore(Store):
     """The pages of one model on disk.
 
@@ -94,6 +117,7 @@ class DiskStore(Store):
 
     Attributes:
         source: whose pages `save` is given: the pool's, or slots of a store above.
+        cleared: what was asked last to forget all.
         is_closing: nobody waits for an engine any more, so that `save` may wait for the disk.
 
     Raises:
@@ -111,20 +135,26 @@ class DiskStore(Store):
         self.is_closing = False
         self._most_queued = min(MAX_QUEUED_BYTES, total_memory() // _SHARE)
         self.most_bytes = self._most_queued // self.most_loading
+        self.cleared: Future[None] | None = None
         self._checksums: dict[int, bytes] = {}
         self._queued = 0
         self._warned = self._was_read = False
+        self._file = -1
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
             self._file = os.open(folder / PAGES, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             make_room(self._file, num_slots * self.page_bytes)
-        except OSError as error:
+            self._index = open_index(folder / INDEX)
+        except BaseException as error:
+            if self._file >= 0:
+                os.close(self._file)
+            if not isinstance(error, OSError):
+                raise
             raise InvalidRequest(
                 f"kv_dir {folder.parent} cannot hold {format_memory(num_slots * self.page_bytes)}: "
                 f"{error.strerror} (say a smaller kv_dir_size)"
             ) from None
-        self._index = open_index(folder / INDEX)
-        self._writes: SimpleQueue[_Write | Callable[[], object] | None] = SimpleQueue()
+        self._writes: SimpleQueue[_Write | _Job | None] = SimpleQueue()
         self._writer = Thread(target=self._work, name="radixcache-kv-writer", daemon=True)
         self._writer.start()
         self.note(ABOUT, json.dumps({"model": about, "page_bytes": self.page_bytes}))
@@ -197,21 +227,22 @@ class DiskStore(Store):
         return self._readers.submit(self._read, [*pages])
 
     def clear(self) -> None:
-        self._writes.put(self._forget)
+        self.cleared = self._submit(self._forget)
 
     def flush(self) -> None:
         """Wait until all that was saved is written, or lost."""
         self._on_thread(lambda: None)
 
-    def note(self, name: str, value: str) -> None:
-        """Keep a text of that name, for the next process."""
+    def note(self, name: str, value: str) -> Future[object]:
+        """Keep a text of that name, for the next process; done once it is written."""
         replace, row = "insert or replace into notes values (?, ?, ?)", (name, value)
         checksum = xxhash.xxh3_128(value.encode()).digest()
-        self._writes.put(lambda: self._index.execute(replace, (*row, checksum)))
+        return self._submit(lambda: self._index.execute(replace, (*row, checksum)))
 
-    def drop_note(self, name: str) -> None:
-        """Keep it no longer."""
-        self._writes.put(lambda: self._index.execute("delete from notes where name = ?", (name,)))
+    def drop_note(self, name: str) -> Future[object]:
+        """Keep it no longer; done once nothing of it is in the files."""
+        delete = "delete from notes where name = ?"
+        return self._submit(lambda: self._index.execute(delete, (name,)))
 
     def notes(self) -> dict[str, str]:
         """The texts that were kept, and are what they were; the oldest first."""
@@ -227,9 +258,9 @@ class DiskStore(Store):
         """Write what waits, and the order in which pages are to be evicted; end the threads."""
         slots = [(at, page.slot) for at, page in enumerate(in_order)]
         update = "update pages set last_use = ? where slot = ?"
-        self._writes.put(lambda: self._index.executemany(update, slots))
+        self._submit(lambda: self._index.executemany(update, slots))
         if self._was_read:
-            self._writes.put(self._delete_others)
+            self._submit(self._delete_others)
         self._writes.put(None)
         self._writer.join()
         self._readers.shutdown()
@@ -241,19 +272,16 @@ class DiskStore(Store):
     def _on_thread(self, function: Callable[[], T]) -> T:
         """The result of `function`, run by the writer, whose alone the manifest is; `sqlite3.Error`
         if the store is closed, or of a process that this one was forked from."""
-        if not self._writer.is_alive():
-            raise sqlite3.ProgrammingError("the store is closed")
+        return self._submit(function).result()
+
+    def _submit(self, function: Callable[[], T]) -> Future[T]:
+        """What the writer makes of it, once that is committed."""
         future: Future[T] = Future()
-
-        def work() -> None:
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-                raise
-
-        self._writes.put(work)
-        return future.result()
+        if self._writer.is_alive():
+            self._writes.put(_Job(function, future))
+        else:
+            future.set_exception(sqlite3.ProgrammingError("the store is closed"))
+        return future
 
     # -- threads ----------------------------------------------------------------------------------
 
@@ -270,17 +298,20 @@ class DiskStore(Store):
                     for at in range(0, len(writes), _SYNCED_WRITES):
                         self._write(writes[at : at + _SYNCED_WRITES])
                 else:
-                    for job in cast(Iterable[Callable[[], object] | None], some):
+                    for job in cast(Iterable[_Job | None], some):
                         ends |= job is None
                         self._run(job)
 
-    def _run(self, job: Callable[[], object] | None) -> None:
+    def _run(self, job: _Job | None) -> None:
+        if job is None:
+            return
         try:
-            if job is not None:
-                with self._index:
-                    job()
+            with self._index:
+                result = job.function()
+            job.future.set_result(result)
         except Exception as error:  # this thread must go on: others wait for it
             self._failed(0, error)
+            job.future.set_exception(error)
 
     def _write(self, writes: Sequence[_Write]) -> None:
         pages: list[StoredPage] = []
@@ -348,7 +379,6 @@ class DiskStore(Store):
         self._index.execute("delete from pages")
         self._index.execute("delete from notes where name != ?", (ABOUT,))
         self._index.commit()
-        self._index.execute("pragma wal_checkpoint(truncate)")
         make_room(self._file, self.num_slots * self.page_bytes)
 
     def _failed(self, count: int, error: Exception) -> None:

@@ -56,7 +56,20 @@ _MOST_REPLICAS = 256
 _reserved: dict[Path, int] = {}
 """Locks of folders that were chosen and are yet to be opened."""
 
+_locks: set[int] = set()
+"""That this process holds."""
+
 _log = logging.getLogger("radixcache")
+
+
+def _leave_locks() -> None:
+    """A fork that outlives this process keeps no folder locked."""
+    while _locks:
+        os.close(_locks.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_locks)
 
 
 def lock_folder(folder: Path) -> int:
@@ -84,13 +97,14 @@ def lock_folder(folder: Path) -> int:
     except OSError:
         os.close(lock)
         raise InvalidRequest(f"kv_dir {folder} is in use by another process, or LLM") from None
+    _locks.add(lock)
     return lock
 
 
 def unlock(lock: int) -> None:
-    """Also for the processes that were forked meanwhile, which have the same lock."""
     import fcntl
 
+    _locks.discard(lock)
     fcntl.flock(lock, fcntl.LOCK_UN)
     os.close(lock)
 
@@ -114,7 +128,8 @@ def open_index(path: Path) -> sqlite3.Connection:
         index = sqlite3.connect(path, check_same_thread=False)
         index.text_factory = lambda data: data.decode(errors="replace")
         try:
-            index.execute("pragma journal_mode = wal")
+            # A WAL would keep what was deleted, and end the process if its shared memory is cut.
+            index.execute("pragma journal_mode = delete")
             ((state,),) = index.execute("pragma quick_check(1)")
             if state != "ok":
                 raise sqlite3.DatabaseError(state)

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+import transformers
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.configuration_utils import GenerationConfig
 
 from radixcache.errors import InvalidRequest, ModelError, first_sentence
 from radixcache.kernels.attention import AttentionBackend, PagedBatch
+from radixcache.kernels.native.library import quiet_torch
 from radixcache.kernels.upload import on_device
 from radixcache.runtime.gguf_file import GGUFFile
 from radixcache.runtime.model import compatibility as gate
@@ -51,6 +53,9 @@ beyond, whoever wants the model wants another dtype."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+_TRIED = {"torch": (2, 13), "transformers": (5, 24)}
+"""The newest that `make test-machines` has run with; pyproject.toml says so, too."""
+
 
 def load_model(
     name_or_path: str | Path,
@@ -79,6 +84,27 @@ def load_model(
         InvalidRequest: a dtype or device that does not exist, or that is never exact.
     """
     place = resolve_device(device)
+    warn_of_untried({"torch": torch.__version__, "transformers": transformers.__version__})
+    with quiet_torch() if place.type == "cpu" else nullcontext():
+        return _load_model(name_or_path, dtype, place, attention, exact, max_model_len)
+
+
+def warn_of_untried(versions: dict[str, str]) -> None:
+    """Log which libraries are newer than those that the tests have run with."""
+    for name, version in versions.items():
+        tried = ".".join(map(str, _TRIED[name]))
+        if tuple(map(int, re.findall(r"\d+", version)[:2])) > _TRIED[name]:
+            _log.warning("%s %s is newer than what was tried, %s", name, version, tried)
+
+
+def _load_model(
+    name_or_path: str | Path,
+    dtype: str | torch.dtype,
+    place: torch.device,
+    attention: AttentionBackend | None,
+    exact: bool,
+    max_model_len: int | None,
+) -> PagedModel:
     check_model(str(name_or_path))
     kind, file = resolve_dtype(dtype, place), open_gguf(name_or_path)
     settings = _settings(name_or_path, file)

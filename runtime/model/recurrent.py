@@ -22,7 +22,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from radixcache.states import SequenceStates
 
-_CACHE_ARGUMENTS = ("cache_params", "past_key_values")
+_CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
+"""What transformers calls it: the first since 5.24, before then the others."""
+
 _DROPPED = (*_CACHE_ARGUMENTS, "attention_mask", "position_ids")
 
 _Name = tuple[str, int, int]
@@ -122,11 +124,16 @@ def replace_recurrent_layers(model: PreTrainedModel) -> int:
     for module in model.modules():
         layer = getattr(module, "layer_idx", None)
         if layer is not None and "get_conv_state(" in inspect.getsource(type(module)):
-            names = inspect.signature(type(module).forward).parameters
-            cache = next(name for name in _CACHE_ARGUMENTS if name in names)
-            module.forward = _over_slots(module.forward, cache, layer)
+            module.forward = _over_slots(module.forward, _cache_argument(module), layer)
             count += 1
     return count
+
+
+def _cache_argument(module: torch.nn.Module) -> str:
+    names = inspect.signature(type(module).forward).parameters
+    if found := [name for name in _CACHE_ARGUMENTS if name in names]:
+        return found[0]
+    raise TypeError(f"{type(module).__name__} takes no {', '.join(_CACHE_ARGUMENTS)}")
 
 
 def _over_slots(forward: Callable[..., Any], cache: str, layer: int) -> Callable[..., Any]:
@@ -170,7 +177,7 @@ def find_states(model: PreTrainedModel) -> StateShapes:
     """What a sequence keeps in each recurrent layer, by a run of two tokens with a cache."""
     cache = DynamicCache(config=model.config)
     two = torch.zeros(1, 2, dtype=torch.long, device=model.device)
-    model(input_ids=two, past_key_values=cache, use_cache=True)
+    model(input_ids=two, use_cache=True, **{_cache_argument(model): cache})
     shapes: StateShapes = {}
     for number, layer in enumerate(cache.layers):
         for kind, name in (("conv", "conv_states"), ("recurrent", "recurrent_states")):

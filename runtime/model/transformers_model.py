@@ -21,6 +21,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from radixcache.errors import first_sentence
 from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch
+from radixcache.kernels.native.attention import NativeBackend
+from radixcache.kernels.native.library import quiet_torch
 from radixcache.runtime.model import compatibility as gate
 from radixcache.runtime.model.compatibility import AttentionCall
 from radixcache.runtime.model.kv_pool import KVPool
@@ -135,6 +137,11 @@ class TransformersModel(PagedModel):
             attention,
             exact,
         )
+
+    def threads(self) -> AbstractContextManager[None]:
+        """Recurrent layers are torch's own operations, which take all threads in a prefill."""
+        is_packed = isinstance(self.attention, NativeBackend) and not self.bytes_per_state
+        return quiet_torch() if is_packed else nullcontext()
 
     def _logits(
         self,

@@ -84,8 +84,9 @@ class SamplingParams:
         top_k: keep the k likeliest tokens; 0 or -1 keeps all.
         min_p: drop tokens less likely than `min_p` times the likeliest, in [0, 1].
         max_tokens: tokens to generate at most; None means up to the end of the context. 0 only
-            scores the prompt, and needs `prompt_logprobs`.
-        stop: strings that end the text; they are not part of it. None, here and below, is none.
+            computes the prompt: it is cached, and scored if there are `prompt_logprobs`.
+        stop: strings that end the text, and are not part of it; in thoughts they do not count.
+            None, here and below, is none.
         stop_token_ids: tokens that end the text, besides the model's own end tokens.
         ignore_eos: go on past the model's end tokens.
         seed: makes the request's tokens independent of what else is in the batch.
@@ -143,9 +144,8 @@ class SamplingParams:
         for name, least, most, rule in _RANGES:
             value = getattr(self, name)
             _require(value is None or least <= value <= most, name, rule, value)
-        least = 1 if self.prompt_logprobs is None else 0
         longest = inf if self.max_tokens is None else self.max_tokens
-        _require(longest >= least, "max_tokens", f"at least {least}", self.max_tokens)
+        _require(longest >= 0, "max_tokens", "at least 0", self.max_tokens)
         _require(0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
         penalty = self.repetition_penalty
         _require(0 < penalty < inf, "repetition_penalty", "above 0", penalty)

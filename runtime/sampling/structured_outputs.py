@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from radixcache.errors import InvalidRequest
+from radixcache.runtime.tokens.tool_calls import is_longer
 
 Kind = Literal["json_object", "json", "regex", "choice", "grammar"]
 
@@ -60,6 +61,8 @@ class StructuredOutputsParams:
             if not schema:
                 raise InvalidRequest("no JSON is of the schema false")
             schema = {}
+        if is_longer(schema, MAX_TEXT):
+            raise InvalidRequest(f"json has too many characters: {MAX_TEXT} at most")
         try:
             text = schema if isinstance(schema, str) else json.dumps(schema)
         except (TypeError, ValueError, RecursionError) as error:
@@ -76,6 +79,8 @@ class StructuredOutputsParams:
         """One of these strings."""
         if isinstance(choices, str) or not choices or not all(isinstance(c, str) for c in choices):
             raise InvalidRequest("a choice is a list of strings, one at least")
+        if is_longer([*choices], MAX_TEXT):
+            raise InvalidRequest(f"choice has too many characters: {MAX_TEXT} at most")
         return cls("choice", json.dumps([*choices]), after)
 
     @classmethod

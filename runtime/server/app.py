@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import datetime, timezone
+from typing import Annotated
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -94,9 +96,20 @@ async def metrics(backend: BackendDep) -> PlainTextResponse:
 
 
 @router.get("/v1/models")
-async def list_models(backend: BackendDep) -> JSON:
-    """The model, under each of its names."""
-    return {"object": "list", "data": [_card(backend, name) for name in backend.names]}
+async def list_models(
+    backend: BackendDep,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
+    after_id: str | None = None,
+    client_version: str | None = None,
+) -> JSON:
+    """The model, under each of its names; Anthropic's clients ask for pages of them."""
+    names = backend.names
+    if after_id in names:
+        names = names[names.index(after_id) + 1 :]
+    shown = names[:limit]
+    first, last = (shown[0], shown[-1]) if shown else (None, None)
+    more = {"first_id": first, "last_id": last, "has_more": len(shown) < len(names)}
+    return {"object": "list", "data": [_card(backend, name) for name in shown], **more}
 
 
 @router.get("/v1/models/{name:path}")
@@ -109,11 +122,20 @@ def _card(backend: Backend, name: str) -> JSON:
     return {
         "id": name,
         "object": "model",
+        "type": "model",
+        "display_name": name,
         "created": backend.created,
+        "created_at": datetime.fromtimestamp(backend.created, timezone.utc).isoformat(),
         "owned_by": "radixcache",
         "max_model_len": backend.max_model_len,
         "exact": backend.llm.engine.model.exact,
     }
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(backend: BackendDep) -> JSON:
+    """What the tokenizer is, as vLLM tells it: its special tokens and its chat template."""
+    return {**backend.tokenizer.info, "model_max_length": backend.max_model_len}
 
 
 @router.post("/tokenize")

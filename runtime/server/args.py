@@ -50,6 +50,9 @@ def _is_collector(text: str) -> bool:
     return text.startswith(("http://", "https://")) and bool(urlsplit(text).hostname)
 
 
+KEEP_ALIVE = 75.0
+"""Seconds: more than the 60 of most proxies, which else write to a connection that is closed."""
+
 _TEXT = Rule(lambda text: text != "", "must not be empty")
 _HOST_NAME = Rule(
     lambda text: bool(text.strip()) and {*text}.isdisjoint("/:?#@ "),
@@ -129,6 +132,9 @@ class ServerArgs:
         "run N servers of the model behind this address, or N..M as the load is; needs Ray",
         metavar="N",
         parse=_replicas,
+    )
+    keep_alive_timeout: float = setting(
+        KEEP_ALIVE, "seconds that an idle connection stays open (75)", metavar="S", rule=_SECONDS
     )
     shutdown_timeout: float = setting(
         30.0, "seconds for running requests to end on SIGTERM", metavar="S", rule=at_least(0)

@@ -35,7 +35,9 @@ class Loading:
         guards.install(self._app, options)
         self._progress: tuple[str, float | None] = "starting", 0.0
         self._listener = listener
-        self._server = Server(configure(self), options.shutdown_timeout)
+        self._server = Server(
+            configure(self, keep_alive=options.keep_alive_timeout), options.shutdown_timeout
+        )
         self._thread = threading.Thread(target=self._server.run, args=([listener],), daemon=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

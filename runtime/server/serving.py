@@ -66,7 +66,6 @@ class Backend:
         self.completion_defaults = replace(llm.default_params, **options.sampling)
         chat_defaults = replace(llm.default_params, max_tokens=limit)
         self.chat_defaults = replace(chat_defaults, **options.sampling)
-        self._token_texts: dict[int, str] = {}
         # Not on the event loop, because a long text takes a while; nor one client on all threads.
         self._tokenizing = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer")
         self._compiling = ThreadPoolExecutor(MAX_COMPILERS, "compiler")
@@ -134,14 +133,17 @@ class Backend:
 
     def token_text(self, token: int) -> str:
         """The text of one token, as logprobs show it."""
-        text = self._token_texts.get(token)
-        if text is None:
-            text = self._token_texts[token] = self.tokenizer.decode([token], special=True)
-        return text
+        return self.tokenizer.token_bytes(token).decode(errors="replace")
 
     def token_name(self, token: int, body: GenerationRequest) -> str:
-        """What logprobs call a token: its text, or its id if that was asked for."""
-        return f"token_id:{token}" if body.return_tokens_as_token_ids else self.token_text(token)
+        """What logprobs call a token: its text or, as in OpenAI's API, the bytes that are none; or
+        its id if that was asked for."""
+        if body.return_tokens_as_token_ids:
+            return f"token_id:{token}"
+        try:
+            return self.tokenizer.token_bytes(token).decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{b:02x}" for b in self.tokenizer.token_bytes(token))
 
     async def encode_chat(
         self, messages: list[Message], cache_salt: str | None, client: Hashable, **how: Any

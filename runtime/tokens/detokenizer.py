@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from collections.abc import Callable
 from contextlib import suppress
+from math import inf
 from typing import NamedTuple
 
 from radixcache.runtime.tokens.stops import StopStrings
+from radixcache.runtime.tokens.tokenizer import Tokenizer
+from radixcache.runtime.tokens.tool_formats import THINK, THOUGHT
 
 
 class _Progress(NamedTuple):
@@ -17,6 +21,9 @@ class _Progress(NamedTuple):
     text: str = ""
     stopped_by: str | None = None
     stop_state: int = 0
+    answer: float | None = None
+    """The character at which the answer begins, behind thoughts: infinity amid them, and None
+    while the text may be about to open them."""
 
 
 class Detokenizer:
@@ -32,6 +39,7 @@ class Detokenizer:
         stop_strings: the text ends before the first of them.
         min_tokens: those that end within so many tokens are text like any other.
         include_stop: the text ends after the stop string.
+        opening: the mark with which the prompt has opened thoughts; stop strings count behind them.
     """
 
     def __init__(
@@ -40,13 +48,14 @@ class Detokenizer:
         stop_strings: StopStrings,
         min_tokens: int = 0,
         include_stop: bool = False,
+        opening: str = "",
     ) -> None:
         self._decode = decode
         self._stop_strings = stop_strings
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self._ids: list[int] = []
-        self._progress = _Progress()
+        self._progress = _Progress(answer=inf if opening else None)
         self._emitted = 0
         self._unreadable = False
 
@@ -77,18 +86,21 @@ class Detokenizer:
     def _catch_up(self, *, to_the_end: bool = False) -> None:
         """Decode what is new, up to the last whole character or to the end."""
         self._unreadable = True  # if `decode` raises
-        window, read, before, stopped_by, state = self._progress
+        window, read, before, stopped_by, state, answer = self._progress
         known = self._decode(self._ids[window:read])
         new = self._decode(self._ids[window:])
         self._unreadable = False
         if to_the_end or (len(new) > len(known) and not new.endswith("\ufffd")):
-            text = before + new[len(known) :]
-            state, hit = self._stop_strings.read(state, new[len(known) :])
+            text, start = before + new[len(known) :], len(before)
+            if answer is None or answer == inf:
+                answer = _find_answer(text, answer, to_the_end)
+                start = int(answer) if answer is not None and answer < inf else len(text)
+            state, hit = self._stop_strings.read(state, text[start:])
             if hit is not None and len(self._ids) > self._min_tokens:
                 at, stopped_by = hit
                 end = at + len(stopped_by) if self._include_stop else at
-                text = text[: len(before) + end]
-            self._progress = _Progress(read, len(self._ids), text, stopped_by, state)
+                text = text[: start + end]
+            self._progress = _Progress(read, len(self._ids), text, stopped_by, state, answer)
 
     @property
     def shown(self) -> str:
@@ -109,6 +121,43 @@ class Detokenizer:
                 self._catch_up()
         end = len(self.text)
         if not finished and self.stopped_by is None:
-            end -= self._stop_strings.held_back(self._progress.stop_state)
+            undecided = self._stop_strings and self._progress.answer is None
+            end = 0 if undecided else end - self._stop_strings.held_back(self._progress.stop_state)
         new, self._emitted = self.text[self._emitted : end], max(end, self._emitted)
         return new
+
+
+class TextOffsets:
+    """Where tokens begin in the text that they make; those of one character all where it does.
+
+    Args:
+        start: characters of text before.
+        shown: special tokens are text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, start: int, shown: bool) -> None:
+        self._tokenizer, self._shown = tokenizer, shown
+        self._end, self._begins = start, True
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: int) -> int:
+        """The character at which the next token begins."""
+        start = self._end
+        if self._shown or token not in self._tokenizer.hidden:
+            new = self._tokenizer.token_bytes(token)
+            if self._begins and new[:1] == b" ":  # some tokenizers leave out a text's first space
+                new = new[not self._tokenizer.decode([token]).startswith(" ") :]
+            self._begins = False
+            self._end += len(self._decoder.decode(new))
+        return start
+
+
+def _find_answer(text: str, answer: float | None, ended: bool) -> float | None:
+    """Where the answer begins in a text, of which a part was looked at before; see `_Progress`."""
+    if answer is None:
+        begun = text.lstrip()
+        if not begun.startswith(THINK):
+            return None if THINK.startswith(begun) and not ended else 0
+    at = text.find(THOUGHT)
+    rest = text[at + len(THOUGHT) :].lstrip() if at >= 0 else ""
+    return len(text) - len(rest) if rest else inf

@@ -22,19 +22,14 @@ The result comes with the next message. If no function helps, answer as usual.""
 def tell_tools(
     conversation: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
-    teller: str = "system",
 ) -> list[dict[str, Any]]:
     """The conversation in the roles system, user and assistant, without calls and results.
 
     Args:
         conversation: as chat templates take it; see `tool_calls.for_template`.
-        tools: descriptions of functions, as OpenAI has them; told at the beginning.
-        teller: the role whose message tells them; "user" where a template takes no system message.
+        tools: descriptions of functions, as OpenAI has them; the system message ends with them.
     """
     messages: list[dict[str, Any]] = []
-    if tools:
-        lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
-        messages.append({"role": teller, "content": "\n".join([_HEAD, *lines, _TAIL])})
     for message in conversation:
         role, content = message["role"], message["content"]
         if role == "tool":
@@ -42,15 +37,18 @@ def tell_tools(
         for call in message.get("tool_calls", ()):
             content += f"{content and chr(10)}<tool_call>\n{_spell(call)}\n</tool_call>"
         last = messages[-1] if messages else None
-        if last is not None and last["role"] == role == "system":
-            last["content"] = f"{content}\n\n{last['content']}"
-        elif last is not None and tools and len(messages) == 1 and last["role"] == role == "user":
-            last["content"] += f"\n\n{content}"
-        elif last is not None and message["role"] == "tool" and last["role"] == "user":
+        if last is not None and message["role"] == "tool" and last["role"] == "user":
             last["content"] += f"\n{content}"  # templates want the roles to take turns
         else:
             messages.append({**message, "role": role, "content": content})
             messages[-1].pop("tool_calls", None)
+    if tools:
+        lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
+        told = "\n".join([_HEAD, *lines, _TAIL])
+        if messages and messages[0]["role"] == "system":
+            messages[0]["content"] += f"\n\n{told}"
+        else:
+            messages.insert(0, {"role": "system", "content": told})
     return messages
 
 

@@ -25,6 +25,7 @@ from radixcache.runtime.tokens.tool_formats import (
     find_format,
     knows_tools,
 )
+from radixcache.runtime.tokens.turn_order import RoleOrder
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,12 @@ Message = dict[str, Any]
 
 _SHORT = 100_000
 """Characters that are tokenised in any case: spaces may go, unknown characters may be one token."""
+
+_PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_BYTES = {chr(byte): byte for byte in _PLAIN} | {
+    chr(256 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_PLAIN}))
+}
+"""How tokenizers spell bytes since GPT-2: those that are no printable Latin-1 above it."""
 
 _LIGHT = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -80,7 +87,11 @@ class Tokenizer:
         self._backend: Any = None
         if getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode:
             self._backend = tokenizer.backend_tokenizer
-        self._hidden = self._find_hidden()
+        special = {index: token.content for index, token in self._added.items() if token.special}
+        self.hidden = frozenset(index for index in special if special[index] not in self.marks)
+        """The special tokens that are no text."""
+        self._shows_some = len(self.hidden) < len(special)
+        self._token_bytes: dict[int, bytes] = {}
         self._has_told_tools = False
 
     @classmethod
@@ -159,8 +170,8 @@ class Tokenizer:
         Those that mark calls and thoughts are always kept: what the model says is not all content.
         """
         text: str
-        if self._hidden and not special:
-            ids, special = [index for index in ids if index not in self._hidden], True
+        if self._shows_some and not special:
+            ids, special = [index for index in ids if index not in self.hidden], True
         if self._backend is not None:
             text = self._backend.decode(ids, skip_special_tokens=not special)
             return text
@@ -172,6 +183,24 @@ class Tokenizer:
     def show(self, ids: Sequence[int]) -> str:
         """Text of `ids` as a reader of prompts wants it: with what begins and ends messages."""
         return self.decode(ids, special=True)
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token adds to a text, be it a part of a character; also of a special one."""
+        found = self._token_bytes.get(token)
+        if found is None:
+            found = self._token_bytes[token] = self._find_bytes(token)
+        return found
+
+    def _find_bytes(self, token: int) -> bytes:
+        before = self.encode("a", special=False)[-1:]  # alone, some tokens lose a space
+        text = self.decode([*before, token], special=True)[len(self.decode(before)) :]
+        if "\ufffd" not in text:
+            return text.encode()
+        spelt = str(self._tokenizer.convert_ids_to_tokens(token))
+        if byte := re.fullmatch("<0x([0-9A-F]{2})>", spelt):
+            return bytes.fromhex(byte[1])
+        known = {*spelt} <= _BYTES.keys()
+        return bytes(_BYTES[character] for character in spelt) if known else text.encode()
 
     @cached_property
     def delimiters(self) -> dict[int, str]:
@@ -212,18 +241,22 @@ class Tokenizer:
             and stands_apart(token.content)
         }
 
+    @property
+    def info(self) -> dict[str, Any]:
+        """What it is, for clients that cut and render texts: in the names of transformers."""
+        plain = self._tokenizer
+        names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
+        shown = {name: getattr(plain, name, None) for name in names}
+        return {"tokenizer_class": type(plain).__name__, "vocab_size": len(plain), **shown}
+
     @cached_property
     def added(self) -> dict[int, str]:
         """What the added tokens are spelt."""
-        added = getattr(self._tokenizer, "added_tokens_decoder", {})
-        return {index: token.content for index, token in added.items()}
+        return {index: token.content for index, token in self._added.items()}
 
-    def _find_hidden(self) -> frozenset[int]:
-        """The special tokens that are no text, if some of them are text."""
-        added = getattr(self._tokenizer, "added_tokens_decoder", {})
-        special = {index: token.content for index, token in added.items() if token.special}
-        shown = {index for index, text in special.items() if text in self.marks}
-        return frozenset(special.keys() - shown) if shown else frozenset()
+    @cached_property
+    def _added(self) -> dict[int, Any]:
+        return dict(getattr(self._tokenizer, "added_tokens_decoder", {}))
 
     def chat_template(self, tools: bool = False) -> str:
         """The template of conversations, which may be another one for those with tools."""
@@ -255,17 +288,9 @@ class Tokenizer:
         return THOUGHT in self._templates
 
     @cached_property
-    def _teller(self) -> str:
-        """Whose message tells of tools: "user" if the template refuses or leaves out the system's.
-
-        Both are done (Gemma's and Mistral's first templates), and only a rendering tells.
-        """
-        asked = [{"role": "system", "content": "Brief"}, {"role": "user", "content": "Hello"}]
-        try:
-            text = self._tokenizer.apply_chat_template(asked, tokenize=False)
-        except Exception:  # a template raises what it likes
-            return "user"
-        return "system" if "Brief" in text else "user"
+    def _order(self) -> RoleOrder:
+        """Which orders of roles the chat template takes."""
+        return RoleOrder.find(partial(self._tokenizer.apply_chat_template, tokenize=False))
 
     @cached_property
     def _added_texts(self) -> tuple[dict[str, int], re.Pattern[str]]:
@@ -314,10 +339,11 @@ class Tokenizer:
                 self._has_told_tools = True
                 log.warning(
                     "the chat template of this model knows no tools: they are described in the "
-                    f"{self._teller} message, and calls are read in Hermes' form"
+                    f"{'system' if self._order.system else 'user'} message, and calls are read in "
+                    "Hermes' form"
                 )
-            teller = self._teller if tools else "system"
-            conversation, tools = tell_tools(conversation, tools, teller), ()
+            conversation, tools = tell_tools(conversation, tools), ()
+        conversation = self._order.arrange(conversation)
         for role in {message.get("role") for message in conversation} - _ROLES:
             # Some templates leave out whom they do not know, some write whatever comes.
             if f"'{role}'" not in template and f'"{role}"' not in template:
@@ -327,7 +353,9 @@ class Tokenizer:
         wanted = {"tools": tools, **values}
         wanted["tool_calls"] = any("tool_calls" in message for message in conversation)
         for name, value in wanted.items():
-            if (value or name in values) and not re.search(rf"\b{re.escape(name)}\b", template):
+            if not value and name not in values:
+                continue
+            if name not in template or not re.search(rf"\b{re.escape(name)}\b", template):
                 raise InvalidRequest(f"the chat template of this model takes no {name}")
         if taken := values.keys() & _RENDERING:
             raise InvalidRequest(f"{min(taken)} is no value of a chat template")

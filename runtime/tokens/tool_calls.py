@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, Literal, NamedTuple
 
 from radixcache.errors import InvalidRequest
@@ -12,9 +13,39 @@ from radixcache.errors import InvalidRequest
 MAX_DEPTH = 100
 """Of JSON. More, and what writes or renders it may give up."""
 
+MAX_VALUES = 1_000_000
+"""Numbers of a JSON text: reading so many takes a twentieth of a second, in which no other thread
+has its turn. What takes longer counts for more of them: see `_WEIGHTS`."""
+
+TOO_MANY = f"more than {MAX_VALUES:,} values, of which a name counts as ten"
+
+_WEIGHTS = {b",": 1, b":": 8, b"[": 4, b"{": 4}
+"""What stands outside of texts; a text counts for one more, and so a name for ten."""
+
+_COUNTED = 1 << 20
+"""Bytes between two of which other threads have their turn."""
+
+
+def has_too_many_values(text: bytes) -> bool:
+    """Whether reading this JSON would take too long; known in a fraction of that time."""
+    if len(text) * max(_WEIGHTS.values()) <= MAX_VALUES:
+        return False
+    plain = text.replace(rb"\\", b"").replace(rb"\"", b"")
+    count, in_text = plain.count(b'"') // 2, 0
+    for start in range(0, len(plain), _COUNTED):
+        if count > MAX_VALUES:
+            break
+        pieces = plain[start : start + _COUNTED].split(b'"')
+        outside = b"".join(pieces[in_text::2])
+        in_text ^= (len(pieces) - 1) % 2
+        count += sum(weight * outside.count(mark) for mark, weight in _WEIGHTS.items())
+    return count > MAX_VALUES
+
 
 def read_json(text: str) -> Any:
     """What `text` says; `ValueError` if it is no JSON, or has a flaw."""
+    if has_too_many_values(text.encode("utf-8", "surrogatepass")):
+        raise ValueError(TOO_MANY)
     try:
         value = json.loads(text)
     except RecursionError:
@@ -31,12 +62,14 @@ class Tool:
     Attributes:
         parameters: a JSON schema of an object.
         strict: the arguments of each call follow the schema.
+        deferred: the model is not told of it at the start; the conversation tells it later.
     """
 
     name: str
     parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object"})
     description: str | None = None
     strict: bool = False
+    deferred: bool = False
 
     def as_template(self) -> dict[str, Any]:
         """As chat templates take it."""
@@ -123,20 +156,41 @@ def read_object(text: str) -> dict[str, Any] | None:
     return values if isinstance(values, dict) else None
 
 
-def flaw_of(value: Any) -> str | None:
-    """Why a value that was read as JSON cannot be written as JSON; None if it can. O(its size)."""
+def _levels(value: Any) -> Iterator[list[Any]]:
+    """What a value that was read as JSON consists of, by depth, names included."""
     level = [value]
-    for _ in range(MAX_DEPTH):
-        branches = [one for one in level if isinstance(one, dict | list)]
-        level = [x for one in branches for x in (one.values() if isinstance(one, dict) else one)]
-    if level:
-        return f"nested deeper than {MAX_DEPTH} levels"
-    try:
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except UnicodeEncodeError:
-        return "not valid Unicode: half of a surrogate pair"
-    except ValueError:
-        return "NaN and infinity are no numbers of JSON's"
+    while level:
+        yield level
+        lists = [x for one in level if isinstance(one, list) for x in one]
+        objects = [one for one in level if isinstance(one, dict)]
+        level = [*lists, *(x for one in objects for pair in one.items() for x in pair)]
+
+
+def is_longer(value: Any, most: int) -> bool:
+    """Whether it surely has more characters than `most` as JSON, which is not written for it."""
+    for level in _levels(value):
+        most -= sum(len(one) if isinstance(one, str) else 1 for one in level)
+        if most < 0:  # which also ends what contains itself
+            return True
+    return False
+
+
+def flaw_of(value: Any) -> str | None:
+    """Why a value that was read as JSON cannot be written as JSON; None if it can.
+
+    O(its size), and other threads have their turn meanwhile: writing it would keep them waiting.
+    """
+    for depth, level in enumerate(_levels(value)):
+        if depth == MAX_DEPTH:
+            return f"nested deeper than {MAX_DEPTH} levels"
+        if not all(isfinite(one) for one in level if isinstance(one, float)):
+            return "NaN and infinity are no numbers of JSON's"
+        try:
+            for text in level:
+                if isinstance(text, str):
+                    text.encode()
+        except UnicodeEncodeError:
+            return "not valid Unicode: half of a surrogate pair"
     return None
 
 
@@ -144,7 +198,7 @@ def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as chat templates take it: `content` a string, arguments of calls a dict.
 
     Raises:
-        InvalidRequest: there is no content, or not only text, or arguments are no JSON object.
+        InvalidRequest: there is no content, or not only text, or arguments are no text or object.
     """
     message = {key: value for key, value in message.items() if value is not None}
     if calls := message.get("tool_calls"):
@@ -188,11 +242,13 @@ def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
     try:
         function = call["function"]
         name, arguments = function["name"], function["arguments"]
-        arguments = read_object(arguments or "{}") if isinstance(arguments, str) else arguments
+        if isinstance(arguments, str):  # which was cut, perhaps, when the model wrote it
+            values = read_object(arguments or "{}")
+            arguments = {"INVALID_JSON": arguments} if values is None else values
     except (LookupError, TypeError):
         arguments = None
     if not isinstance(arguments, Mapping):
         raise InvalidRequest(
-            "a tool call has a 'function' with a 'name' and 'arguments': an object as JSON text"
+            "a tool call has a 'function' with a 'name' and 'arguments': an object, or JSON text"
         )
     return {**call, "function": {"name": name, "arguments": arguments}}

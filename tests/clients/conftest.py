@@ -7,31 +7,38 @@ interpreter runs the server.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 
 @pytest.fixture(scope="session")
-def url() -> Iterator[str]:
-    """Where the server is, without a path."""
+def served() -> Iterator[dict[str, Any]]:
+    """Where the servers are; see `tests.clients.serve`."""
     if python := os.environ.get("SERVER_PYTHON"):
         command = [python, "-m", "tests.clients.serve"]
         pipe = subprocess.PIPE
         with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
             assert process.stdin and process.stdout
-            yield process.stdout.readline().strip()
+            yield json.loads(process.stdout.readline())
             process.stdin.close()
             assert process.wait(60) == 0, "something was left running"
     else:
         from tests.clients.serve import serve
 
-        with serve() as server:
-            yield server.url
-            server.assert_idle()
+        with serve() as served:
+            yield served
+
+
+@pytest.fixture
+def url(served: dict[str, Any]) -> str:
+    """Where the scripted model is, without a path."""
+    return str(served["url"])
 
 
 @pytest.fixture

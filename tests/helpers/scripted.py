@@ -82,13 +82,14 @@ CHAT_TEMPLATE = """\
 """
 
 
-def scripted_llm(script: Script, **options: Any) -> LLM:
+def scripted_llm(script: Script, template: str = CHAT_TEMPLATE, **options: Any) -> LLM:
     """An `LLM` named "scripted" whose chat answers are `script`'s; `options` are those of `LLM`.
 
     The script is asked once for each prompt: the text up to where the assistant's last message
     begins. What has been said of the answer so far is not in it.
     """
     tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
     with TemporaryDirectory() as parent:
         folder = Path(parent) / "scripted"
         tokenizer.save_pretrained(folder)

@@ -214,7 +214,7 @@ BAD_CALLS: list[tuple[Callable[[Any], Any], str]] = [
     (lambda llm: llm.chat(message(7)), "a text, or a list of parts"),
     (lambda llm: llm.chat(message([{"type": "image_url"}])), "not a part of type 'image_url'"),
     (lambda llm: llm.chat(message([{"type": "text"}])), "not a part of type 'text'"),
-    (lambda llm: llm.generate("x", SamplingParams(max_tokens=0)), "must be at least 1, not 0"),
+    (lambda llm: llm.generate("x", SamplingParams(max_tokens=-1)), "must be at least 0, not -1"),
     (lambda llm: llm.chat(message("x"), tools=FLAT), "name goes under 'function'"),
     (lambda llm: Chat("x"), r"Chat\(LLM\(\)\), not str"),  # type: ignore[arg-type]
     (lambda llm: Chat(llm, message("x")), "system is a text, not list"),  # type: ignore[arg-type]

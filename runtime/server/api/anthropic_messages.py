@@ -17,7 +17,7 @@ from radixcache.nodes import common_length
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.server.api.chat_turn import begin, turn_of
 from radixcache.runtime.server.api.content_blocks import BlockExchange, Part, Step
-from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE
+from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE, event
 from radixcache.runtime.server.api.response_store import StoreDep, StoredResponse
 from radixcache.runtime.server.http.bodies import BodyRoute, on_thread
 from radixcache.runtime.server.http.errors import ApiError
@@ -60,7 +60,7 @@ async def create_message(
     head: JSON = {"id": f"msg_{uuid.uuid4().hex}", "model": model}
     exchange = _Message(body, backend, head, answers, store)
     exchange.prefixes = prefixes
-    return await exchange.answer(request)
+    return await exchange.answer(request, turn.left_out)
 
 
 @router.post("/v1/messages/count_tokens", responses=_RESPONSES)
@@ -118,6 +118,9 @@ class _Message(BlockExchange[MessagesRequest]):
         more = {name: whole[name] for name in ("usage", "radixcache")}
         yield {"type": "message_delta", "delta": delta, **more}
         yield {"type": "message_stop"}
+
+    def sign_of_life(self) -> str:
+        return event({"type": "ping"})
 
     def fail(self, error: ApiError) -> Iterator[JSON]:
         yield error.body_at("/v1/messages")

@@ -27,22 +27,21 @@ def turn_of(body: TurnRequest, backend: Backend, *more: Any) -> Turn:
     """What a request asks for; of Responses, `more` is the whole conversation.
 
     Raises:
-        ApiError: the model cannot be told how much to think.
+        ApiError: the model cannot be told not to think.
         InvalidRequest: a value makes no sense.
     """
     turn = body.turn(backend.chat_defaults, *more)
-    effort, place = turn.effort
-    if effort is None:
+    effort, wanted, place = turn.thinking
+    if effort is None and wanted is None:
         return turn
-    template, reasons = backend.tokenizer.chat_template(), backend.tokenizer.reasons
-    if "reasoning_effort" in template:
-        values: dict[str, Any] = {"reasoning_effort": effort}
-    elif "enable_thinking" in template:
-        values = {"enable_thinking": effort != "none"}
-    elif effort == "none" and not reasons:
-        values = {}
-    else:
-        raise ApiError(400, "one cannot tell this model how much to think", place)
+    template, values = backend.tokenizer.chat_template(), dict[str, Any]()
+    thinks = effort != "none" if wanted is None else wanted
+    if effort is not None and "reasoning_effort" in template:
+        values = {"reasoning_effort": effort}
+    if "enable_thinking" in template and (wanted is not None or not values):
+        values["enable_thinking"] = thinks
+    elif not thinks and not values and backend.tokenizer.reasons:
+        raise ApiError(400, "one cannot tell this model not to think", place)
     return replace(turn, template_kwargs={**values, **turn.template_kwargs})
 
 

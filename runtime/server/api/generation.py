@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 
 JSON = dict[str, Any]
 
+SILENCE = 10.0
+"""Seconds after which a stream gives a sign of life: proxies and clients give silent ones up."""
+
 
 class MayStream(Protocol):
     stream: bool | None
@@ -76,11 +79,24 @@ class Exchange(ABC, Generic[B]):
         self.head = head
         self.job = job
 
-    async def answer(self, request: Request) -> Response:
-        """The response to the client, who may abort the job by hanging up."""
+    async def answer(self, request: Request, left_out: Sequence[str] = ()) -> Response:
+        """The response to the client, who may abort the job by hanging up.
+
+        Args:
+            left_out: kinds of tools of which the model was not told: a header says so.
+        """
         if self.body.stream:
-            return _EventStream(self)
-        return JSONResponse(self.whole(await finish(self.job, request)))
+            response: Response = _EventStream(self)
+        else:
+            whole = self.whole(await finish(self.job, request))
+            await self.settle()
+            response = JSONResponse(whole)
+        if left_out:
+            response.headers["X-Tools-Left-Out"] = ", ".join(left_out)
+        return response
+
+    async def settle(self) -> None:
+        """Wait for what has to be done before the client hears of the end."""
 
     @abstractmethod
     def whole(self, outputs: list[RequestOutput]) -> JSON:
@@ -98,12 +114,22 @@ class Exchange(ABC, Generic[B]):
         """What is sent in place of `last`."""
         yield error.body
 
+    def sign_of_life(self) -> str:
+        """What is sent where there is nothing to say; clients skip a comment."""
+        return ": still at work\n\n"
+
     async def stream(self) -> AsyncIterator[str]:
         """The text of the events."""
         try:
-            async for batch in self.job.batches():
-                yield "".join(event(chunk) for news in batch for chunk in self.events(news))
-            yield "".join(map(event, self.last(self.job.outputs())))
+            sent = time.monotonic()
+            async for batch in self.job.batches(SILENCE):
+                text = "".join(event(chunk) for news in batch for chunk in self.events(news))
+                if text or time.monotonic() - sent >= SILENCE:
+                    sent = time.monotonic()
+                    yield text or self.sign_of_life()
+            last = "".join(map(event, self.last(self.job.outputs())))
+            await self.settle()
+            yield last
         except Exception as error:  # the status is sent already
             if not isinstance(error, ApiError):
                 log.exception("a stream failed")
@@ -143,6 +169,7 @@ class Chunks(Exchange[R]):
     def __init__(self, body: R, backend: Backend, head: JSON, job: Job) -> None:
         super().__init__(body, backend, head, job)
         self._usage: JSON = {"usage": None} if body.include_usage else {}
+        self._completed = 0
         if body.include_progress:
             backend.jobs.worker.follow(job)
 
@@ -155,10 +182,15 @@ class Chunks(Exchange[R]):
         return {**head, "choices": choices, **self._usage, **more}
 
     def events(self, news: PromptDelta | Prefilled) -> Iterator[JSON]:
+        prompt = sum(len(request.prompt_token_ids) for request in self.job.requests)
         if isinstance(news, PromptDelta):
+            self._completed += len(news.delta.token_ids)
+            options, completed = self.body.stream_options, self._completed
+            if self._usage and options and options.continuous_usage_stats:
+                counts = {"prompt_tokens": prompt, "completion_tokens": completed}
+                self._usage["usage"] = {**counts, "total_tokens": prompt + completed}
             yield from self.of(*news)
         else:
-            prompt = sum(len(request.prompt_token_ids) for request in self.job.requests)
             share = {"prompt_tokens": prompt, "computed_tokens": news.tokens}
             yield self.chunk(radixcache=share)
 

@@ -127,11 +127,10 @@ def _logprobs(
     count = body.top_logprobs or 0
 
     def describe(token: int, logprob: float) -> JSON:
-        text = backend.token_text(token)
         return {
             "token": backend.token_name(token, body),
             "logprob": clamp(logprob),
-            "bytes": None if "\ufffd" in text else [*text.encode()],  # else it is no text alone
+            "bytes": [*backend.tokenizer.token_bytes(token)],
         }
 
     content = []

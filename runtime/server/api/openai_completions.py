@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.jobs import Job
 from radixcache.runtime.server.protocol.openai import CompletionRequest
 from radixcache.runtime.server.serving import Backend, BackendDep, client_of
+from radixcache.runtime.tokens.detokenizer import TextOffsets
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 
 router = APIRouter(route_class=BodyRoute)
@@ -93,8 +93,9 @@ class _Completion(Chunks[CompletionRequest]):
         super().__init__(body, backend, head, job)
         self._n = n
         self._echoes = echoes
-        self._offsets: dict[int, int] = {}
-        """Where the next token of each choice begins in its text; choices that have begun."""
+        self._offsets: dict[int, TextOffsets] = {}
+        """Where tokens begin in the text of each choice, if it has log-probabilities."""
+        self._begun: set[int] = set()
 
     def whole(self, outputs: list[RequestOutput]) -> JSON:
         choices = [
@@ -117,14 +118,20 @@ class _Completion(Chunks[CompletionRequest]):
         if choice["text"] or delta.finish_reason or (logprobs and logprobs["tokens"]) or ids:
             yield self.chunk(choice)
 
+    def _places(self, start: int) -> TextOffsets:
+        """Where tokens begin in a text behind `start` characters."""
+        shown = self.body.skip_special_tokens is False
+        return TextOffsets(self.backend.tokenizer, start, shown)
+
     def _choice(self, prompt: int, gained: Delta | CompletionOutput) -> JSON:
         """What a completion gained, behind what is echoed if it begins."""
         index = prompt * self._n + gained.index
         text, tokens = gained.text, gained.token_ids
         logprobs: Logprobs | None = gained.logprobs
         ids: JSON = {"token_ids": tokens} if self.body.return_token_ids else {}
-        if index not in self._offsets:
-            self._offsets[index] = 0
+        starts: list[int] = []
+        if index not in self._begun:
+            self._begun.add(index)
             request = self.job.requests[prompt]  # its prompt is final by now
             before = request.prompt_token_ids.tolist()
             if ids:
@@ -132,11 +139,15 @@ class _Completion(Chunks[CompletionRequest]):
             if self._echoes:
                 text = self._echoes[prompt] + text
                 if logprobs is not None:
+                    starts = [*map(self._places(0).add, before)]
                     tokens = before + tokens
                     logprobs = [*(request.prompt_logprobs or []), *logprobs]
-        shown = _logprobs(self.backend, self.body, tokens, logprobs, self._offsets[index])
+        shown = _logprobs(self.backend, self.body, tokens, logprobs)
         if shown is not None:
-            self._offsets[index] += sum(len(self.backend.token_text(token)) for token in tokens)
+            if index not in self._offsets:
+                echo = self._echoes[prompt] if self._echoes else ""
+                self._offsets[index] = self._places(len(echo))
+            shown["text_offset"] = [*starts, *map(self._offsets[index].add, tokens[len(starts) :])]
         return {
             "index": index,
             "text": text,
@@ -152,21 +163,17 @@ def _logprobs(
     body: CompletionRequest,
     tokens: list[int],
     logprobs: Logprobs | None,
-    offset: int = 0,
 ) -> JSON | None:
-    """The logprobs of `tokens`, the first of which begins `offset` characters into the text."""
     if logprobs is None:
         return None
 
     def name(token: int) -> str:
         return backend.token_name(token, body)
 
-    lengths = [len(backend.token_text(token)) for token in tokens]
     return {
         "tokens": [name(token) for token in tokens],
         "token_logprobs": [
             top and clamp(top[token]) for token, top in zip(tokens, logprobs, strict=True)
         ],
         "top_logprobs": [top and {name(t): clamp(p) for t, p in top.items()} for top in logprobs],
-        "text_offset": [*accumulate(lengths[:-1], initial=offset)] if tokens else [],
     }

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 
 from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.server.api.chat_turn import begin, turn_of
 from radixcache.runtime.server.api.content_blocks import BlockExchange, Part, Step
-from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE, usage
+from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE, event, usage
 from radixcache.runtime.server.api.response_store import ResponseStore, StoreDep, StoredResponse
 from radixcache.runtime.server.http.bodies import BodyRoute, on_thread
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.protocol.fields import CacheSalt
-from radixcache.runtime.server.protocol.responses import ResponsesRequest, merge
+from radixcache.runtime.server.protocol.responses import (
+    ResponsesRequest,
+    ToolKind,
+    kinds_of,
+    merge,
+)
 from radixcache.runtime.server.protocol.turn import call_of
 from radixcache.runtime.server.serving import Backend, BackendDep, client_of
 from radixcache.runtime.tokens.tokenizer import Message
-from radixcache.runtime.tokens.tool_calls import for_template
+from radixcache.runtime.tokens.tool_calls import for_template, read_object
 
 router = APIRouter(route_class=BodyRoute)
+
+_SAVE_SECONDS = 5.0
 
 
 @router.post("/v1/responses", responses={**STREAM_RESPONSE})
@@ -31,16 +40,19 @@ async def create_response(
     body: ResponsesRequest, request: Request, backend: BackendDep, store: StoreDep
 ) -> Any:
     """Answer a conversation, which may go on from an earlier response."""
-    conversation = body.messages()
+    conversation, items = body.messages(), body.items()
     if body.previous_response_id is not None:
         before = _find(store, body.previous_response_id, body.cache_salt)
         conversation = merge([*before.conversation, *conversation])
+        given = before.response or {}
+        items = [*given.get("input", ()), *given["output"], *items]
     turn = await on_thread(turn_of, body, backend, conversation)
     head = _begin(body, backend)
     answers = await begin(backend, turn, client_of(request, body.cache_salt))
     exchange = _Response(body, backend, head, answers, store)
-    exchange.conversation = conversation
-    return await exchange.answer(request)
+    exchange.conversation, exchange.items = conversation, items
+    exchange.kinds = kinds_of(body.tools)
+    return await exchange.answer(request, turn.left_out)
 
 
 @router.get("/v1/responses/{response_id}")
@@ -50,14 +62,40 @@ async def get_response(
     """A response that is kept."""
     if stream:
         raise ApiError(400, "a response that is kept is not streamed", "stream")
-    return _find(store, response_id, cache_salt).response or {}
+    kept = _find(store, response_id, cache_salt).response or {}
+    return {name: value for name, value in kept.items() if name != "input"}
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(
+    response_id: str,
+    store: StoreDep,
+    cache_salt: CacheSalt = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+    include: Annotated[list[str] | None, Query()] = None,
+) -> JSON:
+    """What a response that is kept was given, those before it included; the last first."""
+    items = (_find(store, response_id, cache_salt).response or {}).get("input", [])
+    items = items[::-1] if order == "desc" else items
+    start = next((i for i, item in enumerate(items, 1) if item["id"] == after), 0)
+    if after is not None and not start:
+        raise ApiError(404, f"no input item is called {after!r}", "after")
+    shown = items[start:][:limit]
+    first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    more = {"first_id": first, "last_id": last, "has_more": start + len(shown) < len(items)}
+    return {"object": "list", "data": shown, **more}
 
 
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(response_id: str, store: StoreDep, cache_salt: CacheSalt = None) -> JSON:
-    """Forget a response."""
+    """Forget a response, on disk too; 503 if it is not gone from there."""
     _find(store, response_id, cache_salt)
-    store.drop(response_id, cache_salt)
+    if (gone := store.drop(response_id, cache_salt)) is not None:
+        from radixcache.runtime.kv_offload.disk import confirm_gone
+
+        await asyncio.to_thread(confirm_gone, gone)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
@@ -71,7 +109,8 @@ def _find(store: ResponseStore, response_id: str, cache_salt: str | None) -> Sto
 
 def _begin(body: ResponsesRequest, backend: Backend) -> JSON:
     """The response before there is anything of it."""
-    given = body.model_dump(mode="json", exclude_none=True)
+    shown = {"reasoning", "temperature", "text", "tool_choice", "tools", "top_p"}
+    given = body.model_dump(mode="json", include=shown, exclude_none=True)
     defaults = backend.chat_defaults
     return {
         "id": f"resp_{uuid.uuid4().hex}",
@@ -92,9 +131,12 @@ def _begin(body: ResponsesRequest, backend: Backend) -> JSON:
         "temperature": given.get("temperature", defaults.temperature),
         "text": {"format": {"type": "text"}, **given.get("text", {})},
         "tool_choice": given.get("tool_choice", "auto"),
-        "tools": [{"parameters": {}, "strict": False, **t} for t in given.get("tools", ())],
+        "tools": [
+            {"parameters": {}, "strict": False, **tool} if tool["type"] == "function" else tool
+            for tool in given.get("tools", ())
+        ],
         "top_p": given.get("top_p", defaults.top_p),
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "usage": None,
     }
 
@@ -104,10 +146,20 @@ class _Response(BlockExchange[ResponsesRequest]):
 
     Attributes:
         conversation: all its messages but the instructions.
+        items: the same, as they were given.
+        kinds: of the tools.
     """
 
     conversation: list[Message]
+    items: list[JSON]
+    kinds: dict[str, ToolKind]
+    saved: Future[object] | None = None
     num_events = 0
+
+    async def settle(self) -> None:
+        """It is on disk then, unless that fails or takes long: here it is kept all the same."""
+        if self.saved is not None:
+            await asyncio.wait([asyncio.wrap_future(self.saved)], timeout=_SAVE_SECONDS)
 
     def begin(self, num_tokens: int) -> Iterator[JSON]:
         yield self._event("created", response=self.head)
@@ -122,23 +174,31 @@ class _Response(BlockExchange[ResponsesRequest]):
             place["content_index"] = 0
         if part.kind == "content":
             place["logprobs"] = []
-        name = _EVENTS[part.kind]
+        name = _EVENTS.get(item["type"], "")
         if step.kind == "open":
             yield self._event("output_item.added", output_index=index, item=item)
             if part.kind == "content":
                 yield self._event("content_part.added", **place, part=_text(""))
         elif step.kind == "more":
-            yield self._event(f"{name}.delta", **place, delta=step.text)
+            if item["type"] in _STREAMED:
+                yield self._event(f"{name}.delta", **place, delta=step.text)
         else:
-            call = {"arguments": part.text, "name": part.name}
-            whole = call if part.kind == "call" else {"text": part.text}
-            yield self._event(f"{name}.done", **place, **whole)
+            whole = {key: item[key] for key in _WHOLE.get(item["type"], ())} or {"text": part.text}
+            if item["type"] == "custom_tool_call":  # its text is known at its end
+                yield self._event(f"{name}.delta", **place, delta=item["input"])
+            if name:
+                yield self._event(f"{name}.done", **place, **whole)
             if part.kind == "content":
                 yield self._event("content_part.done", **place, part=_text(part.text))
             yield self._event("output_item.done", output_index=index, item=item)
 
     def end(self, whole: JSON) -> Iterator[JSON]:
         yield self._event(whole["status"], response=whole)
+
+    def sign_of_life(self) -> str:
+        """The first one says that the response has begun."""
+        begun = [*self.begin_once()] or [self._event("in_progress", response=self.head)]
+        return "".join(map(event, begun))
 
     def fail(self, error: ApiError) -> Iterator[JSON]:
         yield from self.begin_once()
@@ -173,8 +233,9 @@ class _Response(BlockExchange[ResponsesRequest]):
                 }
             )
             conversation = [*self.conversation, answer]
-            stored = StoredResponse(answers.turn, answers.prompt.tokens, conversation, response)
-            self.store.keep(response["id"], stored)
+            kept = {**response, "input": self.items}
+            stored = StoredResponse(answers.turn, answers.prompt.tokens, conversation, kept)
+            self.saved = self.store.keep(response["id"], stored)
         return response
 
     def _event(self, kind: str, **more: Any) -> JSON:
@@ -184,8 +245,7 @@ class _Response(BlockExchange[ResponsesRequest]):
     def _item(self, index: int, part: Part, status: str) -> JSON:
         name = f"{self.head['id'].removeprefix('resp_')}{index}"
         if part.kind == "call":
-            call = {"call_id": part.call_id, "name": part.name, "arguments": part.text}
-            return {"id": f"fc_{name}", "type": "function_call", "status": status, **call}
+            return _call_item(name, part, status, self.kinds)
         if part.kind == "reasoning":
             content = [{"type": "reasoning_text", "text": part.text}]
             return {"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": content}
@@ -222,16 +282,35 @@ class _Response(BlockExchange[ResponsesRequest]):
 
 
 _EVENTS = {
-    "content": "output_text",
+    "message": "output_text",
     "reasoning": "reasoning_text",
-    "call": "function_call_arguments",
+    "function_call": "function_call_arguments",
+    "custom_tool_call": "custom_tool_call_input",
 }
+_STREAMED = "message", "reasoning", "function_call"
+_WHOLE = {"function_call": ("arguments", "name"), "custom_tool_call": ("input",)}
 _REASONS = {
     "tools": "tools_changed",
     "settings": "reasoning_effort_changed",
     "system": "input_changed",
     "messages": "input_changed",
 }
+
+
+def _call_item(name: str, part: Part, status: str, kinds: Mapping[str, ToolKind]) -> JSON:
+    """The call of a function, as that of the kind of tool that it stands for."""
+    kind = kinds.get(part.name, ToolKind("function", part.name, None))
+    item = {"status": status, "call_id": part.call_id}
+    values = read_object(part.text) if part.text else {"input": "", "command": []}
+    if kind.type == "local_shell" and isinstance((values or {}).get("command"), list):
+        action = {"type": "exec", "env": {}, **(values or {})}
+        return {"id": f"lsh_{name}", "type": "local_shell_call", **item, "action": action}
+    item |= {"name": kind.name} | ({"namespace": kind.namespace} if kind.namespace else {})
+    if kind.type == "custom":
+        told = (values or {}).get("input")
+        text = told if isinstance(told, str) else part.text
+        return {"id": f"ctc_{name}", "type": "custom_tool_call", **item, "input": text}
+    return {"id": f"fc_{name}", "type": "function_call", **item, "arguments": part.text}
 
 
 def _text(text: str) -> JSON:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter, OrderedDict, defaultdict
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -64,21 +65,26 @@ class ResponseStore:
     def num_bytes(self) -> int:
         return self._num_bytes.total()
 
-    def keep(self, name: str, entry: StoredResponse, *, is_saved: bool = False) -> None:
+    def keep(
+        self, name: str, entry: StoredResponse, *, is_saved: bool = False
+    ) -> Future[object] | None:
         """Remember a turn under an id that cannot be guessed. O(its text).
 
         Args:
             is_saved: it came from the disk.
+
+        Returns:
+            What is done once it is on disk; None if it does not get there.
         """
         salt, text = entry.turn.cache_salt, _spell(entry)
         size = entry.prompt.nbytes + len(salt or "") + len(text) + _OBJECTS
         self._stored[salt][name] = entry, size
         self._num_bytes[salt] += size
-        if not is_saved:
-            self._save(name, entry, text)
+        saved = None if is_saved else self._save(name, entry, text)
         while self.num_bytes > self.max_bytes:
             ((most, _),) = self._num_bytes.most_common(1)
             self.drop(next(iter(self._stored[most])), most)
+        return saved
 
     def find(self, name: str | None, salt: str | None) -> StoredResponse | None:
         """The salt's turn with this id, if it is remembered."""
@@ -111,17 +117,22 @@ class ResponseStore:
         for name, (entry, _) in self._stored.get(None, {}).items():
             self._save(name, entry, _spell(entry))
 
-    def _save(self, name: str, entry: StoredResponse, text: str) -> None:
+    def _save(self, name: str, entry: StoredResponse, text: str) -> Future[object] | None:
         if self._disk is not None and entry.turn.cache_salt is None and entry.response is not None:
-            self._disk.note(f"{RESPONSE}{name}", text)
+            return self._disk.note(f"{RESPONSE}{name}", text)
+        return None
 
-    def drop(self, name: str, salt: str | None) -> None:
+    def drop(self, name: str, salt: str | None) -> Future[object] | None:
+        """Forget it; what is returned is done once it is gone from the disk, None if it was never
+        there."""
+        gone = None
         if self._disk is not None and salt is None:
-            self._disk.drop_note(f"{RESPONSE}{name}")
+            gone = self._disk.drop_note(f"{RESPONSE}{name}")
         _, size = self._stored[salt].pop(name)
         self._num_bytes[salt] -= size
         if not self._stored[salt]:
             del self._stored[salt], self._num_bytes[salt]
+        return gone
 
 
 def _spell(entry: StoredResponse) -> str:

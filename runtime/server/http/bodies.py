@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import gc
 import json
+import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,14 +18,19 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
 from radixcache.runtime.server.http.errors import ApiError, as_api_error
-
-MAX_VALUES = 1_000_000
-"""JSON values of a body, about: reading as many takes a tenth of a second."""
+from radixcache.runtime.tokens.tool_calls import TOO_MANY, has_too_many_values
 
 SMALL = 4096
 """Bytes of a body that is read at once, and waits for no larger one."""
 
-_readers = ThreadPoolExecutor(4, "bodies")
+_readers = ThreadPoolExecutor(2, "bodies")
+"""Each takes its turns with the engine's thread, and for long where C reads or compares."""
+
+_rests = threading.local()
+
+_LARGE, _TIDY_SECONDS = 1 << 20, 0.5
+_is_tidying = False
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)  # glibc's
 
 
 def read_json(body: bytes) -> Any:
@@ -30,13 +39,8 @@ def read_json(body: bytes) -> Any:
     Raises:
         ApiError: it is not JSON, or has too many values.
     """
-    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
-    count = plain.count(b'"') // 2
-    if count <= MAX_VALUES:
-        outside = b"".join(plain.split(b'"')[::2])
-        count = max(count, sum(map(outside.count, (b",", b"[", b"{"))))
-    if count > MAX_VALUES:
-        raise ApiError(400, f"the body has more than {MAX_VALUES:,} values")
+    if has_too_many_values(body):
+        raise ApiError(400, f"the body has {TOO_MANY}")
     try:
         return json.loads(body)
     except json.JSONDecodeError as error:
@@ -49,7 +53,33 @@ def read_json(body: bytes) -> Any:
 
 async def on_thread(function: Callable[..., Any], *args: Any) -> Any:
     """What `function` gives, on one of the threads for bodies."""
-    return await asyncio.get_running_loop().run_in_executor(_readers, function, *args)
+    return await asyncio.get_running_loop().run_in_executor(_readers, _rested, function, *args)
+
+
+def _rested(function: Callable[..., Any], *args: Any) -> Any:
+    """Not before the thread has rested twice as long as it was busy last: others get on then."""
+    time.sleep(max(0.0, getattr(_rests, "end", 0.0) - time.monotonic()))
+    began = time.monotonic()
+    try:
+        return function(*args)
+    finally:
+        now = time.monotonic()
+        _rests.end = now + 2 * (now - began)
+
+
+def _tidy_later() -> None:
+    """Give back what large bodies have taken, in some time, when others have ended, too:
+    templates leave circles behind, and malloc keeps what it has."""
+    global _is_tidying
+
+    def tidy() -> None:
+        global _is_tidying
+        _is_tidying = False
+        _readers.submit(_rested, lambda: (gc.collect(), _trim(0)))
+
+    if not _is_tidying:
+        _is_tidying = True
+        asyncio.get_running_loop().call_later(_TIDY_SECONDS, tidy)
 
 
 class BodyRoute(APIRoute):
@@ -62,7 +92,12 @@ class BodyRoute(APIRoute):
             return handle
 
         async def check_and_handle(request: Request) -> Response:
-            return await handle(_Checked(request, kind))
+            checked = _Checked(request, kind)
+            try:
+                return await handle(checked)
+            finally:
+                if checked.size > _LARGE:
+                    _tidy_later()
 
         return check_and_handle
 
@@ -73,19 +108,36 @@ class _Checked(Request):
     def __init__(self, request: Request, kind: type[BaseModel]) -> None:
         super().__init__(request.scope, request.receive)
         self._kind = kind
+        self.size = 0
+        """Bytes of the body, once it is read."""
 
     async def json(self) -> Any:
-        body = await self.body()
-        if len(body) > SMALL:
-            return await on_thread(_check, self._kind, body)
-        return _check(self._kind, body)
+        self.size = len(await self.body())
+        if self.size > SMALL:
+            checked = await on_thread(_check, self._kind, self._body)
+        else:
+            checked = _check(self._kind, self._body)
+        self._body = b""  # nobody asks for it again, and a request lives as long as its stream
+        try:
+            if isinstance(checked, ApiError):
+                raise checked
+            return checked
+        finally:
+            del checked  # which else keeps itself, and all in the frames that it passes
 
 
-def _check(kind: type[BaseModel], body: bytes) -> BaseModel:
+def _check(kind: type[BaseModel], body: bytes) -> BaseModel | ApiError:
     """`ApiError` for whatever is wrong: of all else, FastAPI says that it cannot parse it."""
-    value = read_json(body)
     try:
-        return kind.model_validate(value)
-    except ValidationError as error:
-        errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]
-        raise as_api_error(RequestValidationError(errors)) from None
+        return kind.model_validate(read_json(body))
+    except (ApiError, ValidationError) as error:
+        return _alone(error)
+
+
+def _alone(error: ApiError | ValidationError) -> ApiError:
+    """What an error says, without the frames that hold all that was read, and the error with it:
+    they would stay until garbage is collected some day."""
+    if isinstance(error, ApiError):
+        return ApiError(error.status, error.message)
+    errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]
+    return as_api_error(RequestValidationError(errors))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
 import sys
@@ -16,6 +17,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from radixcache.runtime.server.args import KEEP_ALIVE
 from radixcache.runtime.server.http.listener import address_of
 
 HEAD_SECONDS = 10.0
@@ -24,8 +26,13 @@ HEAD_SECONDS = 10.0
 FLUSH_SECONDS = 3
 """For connections to take what is left, once nothing runs any more."""
 
+_GARBAGE = 50_000
+"""New objects after which garbage is looked for, while all wait; a large body has as many."""
 
-def configure(app: ASGIApp, log_level: str = "warning") -> uvicorn.Config:
+
+def configure(
+    app: ASGIApp, log_level: str = "warning", keep_alive: float = KEEP_ALIVE
+) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=_Connection,
@@ -33,6 +40,7 @@ def configure(app: ASGIApp, log_level: str = "warning") -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,  # who is on this machine is not for a header to say
+        timeout_keep_alive=keep_alive,  # type: ignore[arg-type]  # it takes any number
         timeout_graceful_shutdown=FLUSH_SECONDS,
     )
 
@@ -40,12 +48,18 @@ def configure(app: ASGIApp, log_level: str = "warning") -> uvicorn.Config:
 def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> None:
     """Serve an app until a signal ends it; its `state` has a `backend` and a `frontend`."""
     announce(app.state.backend, listener)
-    server = Server(configure(app), shutdown_timeout)
+    keep_alive = app.state.backend.options.keep_alive_timeout
+    server = Server(configure(app, keep_alive=keep_alive), shutdown_timeout)
     server.frontend = app.state.frontend
     server.run([listener])
 
 
 def announce(backend: Any, listener: socket.socket) -> None:
+    """Say where all is loaded now and can be asked; what was loaded is no garbage from now on."""
+    gc.collect()
+    gc.freeze()  # to look through it would hold up all streams for a sixth of a second
+    gc.collect()  # now Python counts without it, and does not wait for a quarter of that
+    gc.set_threshold(_GARBAGE)
     host = listener.getsockname()[0]
     if backend.options.api_key is None and not ip_address(host).is_loopback:
         warning = "Warning: without an --api-key, whoever reaches this address may use the server"

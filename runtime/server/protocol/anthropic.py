@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -30,7 +31,8 @@ from radixcache.runtime.server.protocol.fields import (
 )
 from radixcache.runtime.server.protocol.response_format import FormatOptions, sampled
 from radixcache.runtime.server.protocol.responses import merge_system
-from radixcache.runtime.server.protocol.turn import Turn, TurnRequest, call_of
+from radixcache.runtime.server.protocol.tools import OneOfTools
+from radixcache.runtime.server.protocol.turn import Thinking, Turn, TurnRequest, call_of
 from radixcache.runtime.server.protocol.unsupported import OTHERS_IN_MESSAGES
 from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
@@ -44,7 +46,9 @@ found in the cache."""
 
 
 class CacheControl(StrictModel):
-    """The prompt up to here will be sent again within `ttl`."""
+    """The prompt up to here will be sent again within `ttl`; who shares it, a salt says."""
+
+    harmless: ClassVar = frozenset({"scope"})
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -63,6 +67,7 @@ class Block(OneOf):
         "redacted_thinking": (),
         "tool_use": ("id", "name", "input"),
         "tool_result": ("tool_use_id",),
+        "tool_reference": ("tool_name",),
     }
 
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
@@ -72,13 +77,20 @@ class Block(OneOf):
     name: Text | None = None
     input: Json | None = None
     tool_use_id: Text | None = None
-    content: Text | List[TextBlock] | None = None
+    tool_name: Text | None = None
+    content: Text | List[ResultBlock] | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
 
 
 class TextBlock(Block):
     type: Literal["text"]
+
+
+class ResultBlock(Block):
+    """A text, or a tool that a search has found: its description is told in this place."""
+
+    type: Literal["text", "tool_reference"]  # type: ignore[assignment]
 
 
 class ChatTurn(StrictModel):
@@ -104,35 +116,49 @@ class ChatTurn(StrictModel):
         ]
         texts = [block.text for block in blocks if block.text is not None]
         message: Message = {"role": self.role, "content": "\n".join(texts)}
-        if thoughts := [block.thinking for block in blocks if block.thinking]:
-            message["reasoning_content"] = "\n".join(thoughts)
+        if thoughts := [block for block in blocks if block.type.endswith("thinking")]:
+            message["reasoning_content"] = "\n".join(block.thinking or "" for block in thoughts)
         if calls := [block for block in blocks if block.type == "tool_use"]:
-            message["tool_calls"] = [
-                call_of(call.id, call.name, json.dumps(call.input)) for call in calls
-            ]
+            message["tool_calls"] = [call_of(call.id, call.name, call.input) for call in calls]
         return results if results and not texts else [*results, message]
 
 
-class ClientTool(StrictModel):
+class ClientTool(OneOfTools):
+    hosted: ClassVar = re.compile(
+        r"(web_search|web_fetch|code_execution|tool_search_tool(_regex|_bm25)?|advisor|mcp_toolset)"
+        r"(_\d{8})?"
+    )
+    needs: ClassVar = {"custom": ("name", "input_schema")}
     harmless: ClassVar = frozenset({"eager_input_streaming"})
     refused: ClassVar = {
-        "input_examples": Unsupported("put them into the description", ([],)),
-        "defer_loading": Unsupported("send the tools that may be called", (False,)),
         "allowed_callers": Unsupported("only the model calls tools", (["direct"],)),
         "function": Unsupported("send name, description and input_schema beside each other"),
         "parameters": Unsupported("send them as input_schema"),
     }
 
-    type: Literal["custom"] | None = None
-    name: ToolName
+    type: Text = "custom"
+    name: ToolName | None = None
     description: Text | None = None
-    input_schema: Json
+    input_schema: Json | None = None
+    input_examples: Items[Json] | None = None
     strict: bool | None = None
+    defer_loading: bool | None = None
     cache_control: CacheControl | None = None
 
-    def as_tool(self) -> Tool:
-        parameters = self.input_schema or {"type": "object", "properties": {}}
-        return Tool(self.name, parameters, self.description, bool(self.strict))
+    def as_tools(self) -> list[Tool]:
+        if self.name is None:
+            return []
+        examples = [json.dumps(one, ensure_ascii=False) for one in self.input_examples or ()]
+        described = [self.description or "", "Examples:", *examples] if examples else []
+        return [
+            Tool(
+                self.name,
+                self.input_schema or {"type": "object", "properties": {}},
+                "\n".join(described).strip() or self.description,
+                bool(self.strict),
+                bool(self.defer_loading),
+            )
+        ]
 
 
 class ClientToolChoice(StrictModel):
@@ -141,12 +167,35 @@ class ClientToolChoice(StrictModel):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(StrictModel):
+class ThinkingOptions(StrictModel):
     """Whether the model thinks; how much is not limited, but by `max_tokens`."""
 
     harmless: ClassVar = frozenset({"budget_tokens", "display"})
 
     type: Literal["enabled", "disabled", "adaptive"]
+
+
+class Edit(StrictModel):
+    """What to leave out of the conversation: thoughts, but for those of the last turns."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"] | JSON | None = None
+
+    def apply(self, turns: list[ChatTurn]) -> None:
+        if self.keep == "all":
+            return
+        keep = self.keep.get("value") if isinstance(self.keep, dict) else 1
+        if not isinstance(keep, int):
+            raise ValueError("context_management keeps the thoughts of a number of turns, or all")
+        found = [[b for b in turn.blocks if b.type.endswith("thinking")] for turn in turns]
+        thoughts = [blocks for blocks in found if blocks]
+        for blocks in thoughts[: max(0, len(thoughts) - keep)]:
+            for block in blocks:
+                block.thinking = ""
+
+
+class ContextManagement(StrictModel):
+    edits: List[Edit] | None = None
 
 
 class OutputConfig(FormatOptions):
@@ -162,7 +211,6 @@ class Diagnostics(StrictModel):
 class CountRequest(TurnRequest, StrictModel):
     refused: ClassVar = {
         "container": Unsupported("run the tools yourself"),
-        "context_management": Unsupported("leave out what is old", ({"edits": []},)),
         "mcp_servers": Unsupported("call them yourself", ([],)),
         "thread": Unsupported("send all messages each time"),
         **OTHERS_IN_MESSAGES,
@@ -174,9 +222,29 @@ class CountRequest(TurnRequest, StrictModel):
     system: Text | Items[TextBlock] | None = None
     tools: Items[ClientTool] | None = None
     tool_choice: ClientToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
     cache_control: CacheControl | None = None
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        """Tools that a server would look for are told at once, as here it does not."""
+        searched = any(kind.startswith("tool_search") for kind in self.left_out)
+        return tuple(replace(t, deferred=t.deferred and not searched) for t in super().offered)
+
+    @model_validator(mode="after")
+    def _edited(self) -> CountRequest:
+        for edit in (self.context_management and self.context_management.edits) or ():
+            edit.apply(self.messages)
+        tools = {tool.name: tool for tool in self.offered}
+        blocks = [block for turn in self.messages for block in turn.blocks]
+        for part in (part for b in blocks if isinstance(b.content, list) for part in b.content):
+            if part.type == "tool_reference":
+                if (tool := tools.get(part.tool_name or "")) is None:
+                    raise ValueError(f"a tool_reference names {part.tool_name!r}, which is no tool")
+                part.text = json.dumps(tool.as_template()["function"], ensure_ascii=False)
+        return self
 
     @property
     def system_texts(self) -> list[TextBlock]:
@@ -209,19 +277,20 @@ class CountRequest(TurnRequest, StrictModel):
 
     def turn(self, defaults: SamplingParams) -> Turn:
         new = [message for turn in self.messages for message in turn.as_messages(turn.blocks)]
-        goes_on, values = self.messages[-1].role == "assistant", dict[str, Any]()
-        if self.thinking is not None and self.thinking.type != "adaptive":
-            values = {"enable_thinking": self.thinking.type == "enabled"}
+        goes_on = self.messages[-1].role == "assistant"
+        effort = self.output_config.effort if self.output_config else None
+        asked = {"enabled": True, "disabled": False}
+        wanted = asked.get(self.thinking.type) if self.thinking else None
         return Turn(
             [for_template(message) for message in self._with_system(new)],
             defaults,
             self.offered,
             self.choice,
-            values,
-            (self.output_config.effort if self.output_config else None, "output_config.effort"),
+            thinking=Thinking(effort, wanted, "output_config.effort" if effort else "thinking"),
             continue_final=goes_on,
             ask=not goes_on,
             cache_salt=self.cache_salt,
+            left_out=self.left_out,
         )
 
     @property

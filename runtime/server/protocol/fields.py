@@ -113,7 +113,8 @@ TokenIds = List[Annotated[int, Field(ge=0, lt=2**31)]]
 Temperature = Annotated[float, Field(ge=0)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 TopK = Annotated[int, Field(ge=-1, lt=2**31)]
-MaxTokens = Annotated[int, Field(ge=1)]
+MaxTokens = Annotated[int, Field(ge=0)]
+Stop = Annotated[Text | List[Text] | None, AfterValidator(check_stop)]
 ToolName = Annotated[Text, Field(pattern=r"^[^\s\"<>{}\[\]]{1,128}$")]
 Json = Annotated[dict[str, Any], BeforeValidator(_check_json)]
 Metadata = Annotated[Json, AfterValidator(_check_metadata)]
@@ -193,7 +194,7 @@ class OneOf(StrictModel):
     @model_validator(mode="after")
     def _has_what_its_type_needs(self) -> OneOf:
         kind = getattr(self, "type")  # noqa: B009
-        for name in self.needs[kind]:
+        for name in self.needs.get(kind, ()):
             if getattr(self, name) is None:
                 raise ValueError(f"a {kind} has a {name!r}")
         return self

@@ -25,6 +25,7 @@ from radixcache.runtime.server.protocol.fields import (
     PrefixName,
     Salt,
     SomeItems,
+    Stop,
     StrictModel,
     Temperature,
     Text,
@@ -36,7 +37,7 @@ from radixcache.runtime.server.protocol.fields import (
 )
 from radixcache.runtime.server.protocol.response_format import StructuredFields
 from radixcache.runtime.server.protocol.tools import ChatMessage, ToolFields
-from radixcache.runtime.server.protocol.turn import Turn
+from radixcache.runtime.server.protocol.turn import Thinking, Turn
 from radixcache.runtime.server.protocol.unsupported import (
     HARMLESS,
     REFUSED_IN_CHAT,
@@ -47,11 +48,11 @@ from radixcache.runtime.tokens.tokenizer import Tokenizer
 
 class StreamOptions(StrictModel):
     harmless = frozenset({"include_obfuscation"})
-    refused: ClassVar = {
-        "continuous_usage_stats": Unsupported("set include_usage: the last chunk has it", (False,))
-    }
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(
+        None, description="With include_usage: every chunk has the usage so far, as in vLLM."
+    )
     include_progress: bool | None = Field(
         None,
         description="Until the first token, say in chunks without choices how many tokens of the "
@@ -72,11 +73,11 @@ class GenerationRequest(StructuredFields, StrictModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: MaxTokens | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[Text | List[Text] | None, AfterValidator(check_stop)] = None
+    stop: Stop = None
 
     top_k: TopK | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -166,10 +167,6 @@ class CompletionRequest(GenerationRequest):
             raise ValueError("a prefix cannot be echoed")
         if self.echo and self.logprobs is not None and self.prompt_logprobs is not None:
             raise ValueError("echo with logprobs has the prompt's: leave prompt_logprobs out")
-        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            raise ValueError(
-                "max_tokens must be at least 1, unless there is echo or prompt_logprobs"
-            )
         return self
 
 
@@ -177,21 +174,21 @@ class ChatRequest(GenerationRequest, ToolFields):
     refused: ClassVar[Mapping[str, Unsupported]] = REFUSED_IN_CHAT
 
     messages: SomeItems[ChatMessage]
-    max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     def turn(self, defaults: SamplingParams) -> Turn:
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        limit = self.max_completion_tokens or self.max_tokens or defaults.max_tokens
+        limits = (self.max_completion_tokens, self.max_tokens, defaults.max_tokens)
+        limit = next((one for one in limits if one is not None), None)
         return Turn(
             [message.plain() for message in self.messages],
             self.sampling_params(defaults, logprobs=logprobs, max_tokens=limit),
             self.offered,
             self.choice,
             self.chat_template_kwargs or {},
-            (self.reasoning_effort, "reasoning_effort"),
+            Thinking(self.reasoning_effort, place="reasoning_effort"),
             continue_final=bool(self.continue_final_message),
             ask=self.add_generation_prompt is not False,
             cache_salt=self.cache_salt,

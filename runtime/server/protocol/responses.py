@@ -2,69 +2,94 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from secrets import token_hex
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.server.protocol.fields import (
-    NO_MEDIA,
     Items,
+    Json,
     List,
     MaxTokens,
     Metadata,
     OneOf,
-    SomeItems,
+    Stop,
     StrictModel,
     Temperature,
     Text,
+    ToolName,
     TopP,
     Unsupported,
     join_texts,
 )
 from radixcache.runtime.server.protocol.response_format import FormatOptions, sampled
-from radixcache.runtime.server.protocol.tools import Function, OfFunctions
-from radixcache.runtime.server.protocol.turn import Turn, TurnRequest, call_of
+from radixcache.runtime.server.protocol.tools import OneOfTools, TextPart
+from radixcache.runtime.server.protocol.turn import Thinking, Turn, TurnRequest, call_of
 from radixcache.runtime.server.protocol.unsupported import OTHERS_IN_RESPONSES
 from radixcache.runtime.tokens.tokenizer import Message
-from radixcache.runtime.tokens.tool_calls import ToolChoice, for_template
+from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
 
 JSON = dict[str, Any]
 
+SHELL = "local_shell"
+"""What the model is told that the tool of this type is called."""
 
-class ItemText(StrictModel):
-    """A text within an item: what was said, answered or thought."""
+_TEXTS = "input_text", "output_text", "reasoning_text", "summary_text", "text"
 
-    harmless: ClassVar = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
-    refused: ClassVar = NO_MEDIA
 
-    type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
-    text: Text
+class ItemText(TextPart):
+    """A text within an item: what was said, answered, refused or thought."""
+
+    harmless: ClassVar = TextPart.harmless | {"parsed"}
+    needs: ClassVar = {**dict.fromkeys(_TEXTS, ("text",)), "refusal": ("refusal",)}
+
+    type: Literal[  # type: ignore[assignment]
+        "input_text", "output_text", "reasoning_text", "summary_text", "text", "refusal"
+    ]
 
 
 class Item(OneOf):
     """What a conversation consists of; answers may be sent back as they came."""
 
-    harmless: ClassVar = frozenset({"id", "status", "phase", "encrypted_content"})
+    harmless: ClassVar = frozenset(
+        "status phase encrypted_content parsed_arguments created_by caller".split()
+    )
     needs: ClassVar = {
         "message": ("role", "content"),
         "function_call": ("call_id", "name", "arguments"),
         "function_call_output": ("call_id", "output"),
+        "custom_tool_call": ("call_id", "name", "input"),
+        "custom_tool_call_output": ("call_id", "output"),
+        "local_shell_call": ("call_id", "action"),
+        "local_shell_call_output": ("id", "output"),
         "reasoning": (),
     }
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Literal[
+        "message", "function_call", "function_call_output", "custom_tool_call", "reasoning",
+        "custom_tool_call_output", "local_shell_call", "local_shell_call_output",
+    ] = "message"  # fmt: skip
+    id: Text | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: Text | List[ItemText] | None = None
     call_id: Text | None = None
     name: Text | None = None
+    namespace: Text | None = None
     arguments: Text | None = None
+    input: Text | None = None
+    action: Json | None = None
     output: Text | List[ItemText] | None = None
     summary: List[ItemText] | None = None
 
     @model_validator(mode="after")
     def _arguments_are_an_object(self) -> Item:
-        if self.type == "function_call":
+        if self.type.endswith("_call"):
             for_template(self.as_message())  # refuses
         return self
 
@@ -74,27 +99,120 @@ class Item(OneOf):
             case "reasoning":
                 text = join_texts(self.content) or join_texts(self.summary)
                 return {"role": "assistant", "reasoning_content": text}
-            case "function_call":
-                call = call_of(self.call_id, self.name, self.arguments)
-                return {"role": "assistant", "tool_calls": [call]}
-            case "function_call_output":
-                content = join_texts(self.output)
-                return {"role": "tool", "tool_call_id": self.call_id, "content": content}
+            case "function_call" | "custom_tool_call" | "local_shell_call":
+                name = in_namespace(self.namespace, self.name or SHELL)
+                text = self.arguments or "{}"
+                if self.type == "custom_tool_call":
+                    text = json.dumps({"input": self.input})
+                elif action := self.action:
+                    told = {k: v for k, v in action.items() if k != "type" and v not in (None, {})}
+                    text = json.dumps(told)
+                return {"role": "assistant", "tool_calls": [call_of(self.call_id, name, text)]}
+            case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
+                call_id, content = self.call_id or self.id, join_texts(self.output)
+                return {"role": "tool", "tool_call_id": call_id, "content": content}
             case _:  # few templates know developers
                 role = "system" if self.role == "developer" else self.role
                 return {"role": role, "content": join_texts(self.content)}
 
 
-class ResponseFunctionTool(Function, OfFunctions):
+class CustomFormat(StrictModel):
+    """The form of a custom tool's input; the model is told its grammar, and not held to it."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: Text | None = None
+
+
+class ToolKind(NamedTuple):
+    """What a function that the model is told of is to the client."""
+
+    type: str
+    name: str
+    namespace: str | None
+
+
+class ResponseTool(OneOfTools):
+    """A function, or what is told as one: a custom tool, a shell, functions in a namespace."""
+
+    hosted: ClassVar = re.compile(
+        r"web_search(_preview)?(_\d{4}_\d{2}_\d{2})?|file_search|code_interpreter|"
+        r"image_generation|mcp|tool_search"
+    )
+    needs: ClassVar = {
+        "function": ("name",), "custom": ("name",), "namespace": ("name", "tools"), SHELL: (),
+    }  # fmt: skip
+    harmless: ClassVar = frozenset({"defer_loading", "output_schema", "cache_control"})
     refused: ClassVar = {
         "function": Unsupported("send name, description and parameters beside `type`"),
         "input_schema": Unsupported("send it as parameters"),
+        "allowed_callers": Unsupported("only the model calls tools", (["direct"],)),
     }
+
+    type: Text
+    name: ToolName | None = None
+    description: Text | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+    format: CustomFormat | None = None
+    tools: Items[ResponseTool] | None = None
+
+    def as_tools(self) -> list[Tool]:
+        return [tool for tool, _ in self.told()]
+
+    def told(self) -> list[tuple[Tool, ToolKind]]:
+        """The functions that the model is told of."""
+        name, told, parameters = self.name or SHELL, self.description, self.parameters
+        match self.type:
+            case "function":
+                parameters = parameters or {"type": "object", "properties": {}}
+            case "custom":
+                if self.format and (grammar := self.format.definition):
+                    told = f"{told or ''}\nThe input follows this grammar:\n{grammar}"
+                parameters = _properties(input={"type": "string"})
+            case "local_shell":
+                told = "Runs a command on the user's machine, and gives what it prints."
+                parameters = _properties(command={"type": "array", "items": {"type": "string"}})
+                more = {"working_directory": {"type": "string"}, "timeout_ms": {"type": "integer"}}
+                parameters["properties"] |= more
+            case "namespace":
+                inner = [pair for tool in self.tools or () for pair in tool.told()]
+                spelt = [replace(tool, name=in_namespace(name, tool.name)) for tool, _ in inner]
+                if spelt and told:  # it is told with the first of them
+                    whole = f"{spelt[0].description or ''}\n{name}: {told}".strip()
+                    spelt[0] = replace(spelt[0], description=whole)
+                kinds = [kind._replace(namespace=name) for _, kind in inner]
+                return [*zip(spelt, kinds, strict=True)]
+            case _:
+                return []
+        tool = Tool(name, parameters or {}, told, bool(self.strict))
+        return [(tool, ToolKind(self.type, name, None))]
+
+
+def kinds_of(tools: Sequence[ResponseTool] | None) -> dict[str, ToolKind]:
+    """By the names that the model knows."""
+    return {tool.name: kind for given in tools or () for tool, kind in given.told()}
+
+
+def in_namespace(namespace: str | None, name: str) -> str:
+    """The name by which the model knows a function of a namespace."""
+    if namespace is None:
+        return name
+    return f"{namespace}{'' if namespace.endswith('_') else '__'}{name}"
+
+
+def _properties(**properties: JSON) -> JSON:
+    return {"type": "object", "properties": properties, "required": [*properties]}
 
 
 class ResponseNamedTool(StrictModel):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: Text
+    namespace: Text | None = None
+
+    @property
+    def told(self) -> str:
+        return in_namespace(self.namespace, self.name)
 
 
 class ResponseAllowedTools(StrictModel):
@@ -104,7 +222,7 @@ class ResponseAllowedTools(StrictModel):
 
 
 class TextOptions(FormatOptions):
-    refused: ClassVar = {"verbosity": Unsupported("say it in the instructions", ("medium",))}
+    harmless: ClassVar = frozenset({"verbosity"})
 
 
 class Reasoning(StrictModel):
@@ -132,7 +250,7 @@ class CacheOptions(StrictModel):
 class ResponsesRequest(TurnRequest, StrictModel):
     harmless: ClassVar = frozenset(
         "user safety_identifier service_tier prompt_cache_key prompt_cache_retention "
-        "stream_options max_tool_calls".split()
+        "stream_options max_tool_calls client_metadata".split()
     )
     refused: ClassVar = {
         "background": Unsupported("keep the connection open, or stream", (False,)),
@@ -143,7 +261,7 @@ class ResponsesRequest(TurnRequest, StrictModel):
         **OTHERS_IN_RESPONSES,
     }
 
-    input: Text | SomeItems[Item]
+    input: Text | Items[Item] = ""
     model: Text | None = None
     instructions: Text | None = None
     previous_response_id: Text | None = None
@@ -152,17 +270,20 @@ class ResponsesRequest(TurnRequest, StrictModel):
     max_output_tokens: MaxTokens | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    tools: Items[ResponseFunctionTool] | None = None
+    stop: Stop = None
+    tools: Items[ResponseTool] | None = None
     tool_choice: (
         Literal["none", "auto", "required"] | ResponseNamedTool | ResponseAllowedTools | None
     ) = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    include: List[Literal["reasoning.encrypted_content"]] | None = Field(
-        None, description="Changes nothing: reasoning is never encrypted."
+    include: List[Text] | None = Field(
+        None, description="Changes nothing: nothing is left out, and reasoning is never encrypted."
     )
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="Changes nothing: what exceeds the context is refused."
+    )
     metadata: Metadata | None = None
     prompt_cache_options: CacheOptions | None = None
     explain: bool | None = None
@@ -172,9 +293,18 @@ class ResponsesRequest(TurnRequest, StrictModel):
         options = self.prompt_cache_options
         return None if options is None else options.comparison_response_id
 
+    def items(self) -> list[JSON]:
+        """What is given, as items of which each has an id."""
+        given = self.input
+        items = [Item(role="user", content=given)] if isinstance(given, str) else given
+        dumped = [item.model_dump(mode="json", exclude_none=True) for item in items]
+        return [{"id": f"in_{token_hex(12)}", **item} for item in dumped]
+
     def messages(self) -> list[Message]:
-        if isinstance(self.input, str):
-            return [{"role": "user", "content": self.input}]
+        if not self.input and self.previous_response_id is not None:
+            return []
+        if isinstance(self.input, str) or not self.input:
+            return [{"role": "user", "content": self.input or ""}]
         return merge([item.as_message() for item in self.input])
 
     def turn(self, defaults: SamplingParams, conversation: list[Message] | None = None) -> Turn:
@@ -188,26 +318,30 @@ class ResponsesRequest(TurnRequest, StrictModel):
             temperature=self.temperature,
             top_p=self.top_p,
             max_tokens=self.max_output_tokens,
+            stop=self.stop,
         )
         return Turn(
             [for_template(message) for message in merge_system(messages)],
             params,
             self.offered,
             self.choice,
-            effort=(self.reasoning.effort if self.reasoning else None, "reasoning.effort"),
+            thinking=Thinking(
+                self.reasoning.effort if self.reasoning else None, place="reasoning.effort"
+            ),
             cache_salt=self.cache_salt,
             stream=bool(self.stream),
             explain=bool(self.explain or self.compared),
+            left_out=self.left_out,
         )
 
     @property
     def choice(self) -> ToolChoice:
         parallel = self.parallel_tool_calls is not False
         match self.tool_choice:
-            case ResponseNamedTool(name=name):
-                return ToolChoice("required", (name,), True, parallel=False)
+            case ResponseNamedTool() as tool:
+                return ToolChoice("required", (tool.told,), True, parallel=False)
             case ResponseAllowedTools(mode=mode, tools=allowed):
-                return ToolChoice(mode, tuple(tool.name for tool in allowed), parallel=parallel)
+                return ToolChoice(mode, tuple(tool.told for tool in allowed), parallel=parallel)
             case mode:
                 return ToolChoice(mode or "auto", parallel=parallel)
 

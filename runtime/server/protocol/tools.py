@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,6 +14,7 @@ from radixcache.runtime.server.protocol.fields import (
     Items,
     Json,
     List,
+    OneOf,
     StrictModel,
     Text,
     ToolName,
@@ -23,14 +25,21 @@ from radixcache.runtime.server.protocol.turn import TurnRequest
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
 
 
-class TextPart(StrictModel):
-    """A part of a message's content; text is the only kind there is."""
+class TextPart(OneOf):
+    """A part of a message's content; text is the only kind there is, and a refusal is one."""
 
-    harmless = frozenset({"cache_control", "prompt_cache_breakpoint", "annotations"})
+    harmless = frozenset({"cache_control", "prompt_cache_breakpoint", "annotations", "logprobs"})
     refused: ClassVar[Mapping[str, Unsupported]] = NO_MEDIA
+    needs: ClassVar = {"text": ("text",), "refusal": ("refusal",)}
 
-    type: Literal["text"]
-    text: Text
+    type: Literal["text", "refusal"]
+    text: Text | None = None
+    refusal: Text | None = None
+
+    @model_validator(mode="after")
+    def _a_refusal_is_said(self) -> TextPart:
+        self.text = self.refusal if self.type == "refusal" else self.text
+        return self
 
 
 class CalledFunction(Body):
@@ -47,7 +56,10 @@ class ToolCall(Body):
 class ChatMessage(StrictModel):
     """A message of a conversation; one of role "tool" answers the call `tool_call_id`."""
 
-    harmless = frozenset({"refusal", "annotations", "provider_specific_fields"})  # LiteLLM's
+    harmless = frozenset(  # what answers of this kind have, and what clients add to them
+        "annotations cache_control id parsed provider_specific_fields reasoning_details "
+        "thinking_blocks".split()
+    )
     refused: ClassVar[Mapping[str, Unsupported]] = {
         "function_call": Unsupported("send tool_calls"),
         "audio": Unsupported("send text"),
@@ -60,6 +72,7 @@ class ChatMessage(StrictModel):
     name: Text | None = None
     reasoning: Text | None = None
     reasoning_content: Text | None = None
+    refusal: Text | None = None
 
     def plain(self) -> dict[str, Any]:
         """The message as chat templates take it; parts are joined by line breaks."""
@@ -72,7 +85,7 @@ class ChatMessage(StrictModel):
         if self.role == "tool":
             message |= {"tool_call_id": self.tool_call_id, "name": self.name}
         if self.role == "assistant":
-            message["content"] = content or ""
+            message["content"] = content or self.refusal or ""
             message["reasoning_content"] = self.reasoning_content or self.reasoning
         return for_template(message)
 
@@ -100,22 +113,39 @@ class Function(StrictModel):
         return Tool(self.name, parameters, self.description, bool(self.strict))
 
 
-class OfFunctions(StrictModel):
-    """Functions are the only kind of tools there is; whoever sends another is told first."""
+class OneOfTools(OneOf):
+    """A tool, which may be one that the API's own servers would run: of those the model is not
+    told, and nobody here reads their other fields.
 
-    type: Literal["function"]
+    Attributes:
+        hosted: the types of those.
+    """
+
+    hosted: ClassVar[re.Pattern[str]]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_of_a_known_kind(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if not isinstance(kind, str) or kind in cls.needs:
+            return data
+        if not cls.hosted.fullmatch(kind):
+            raise ValueError(f"tools of type {kind[:64]!r} are not supported: describe a function")
+        return {"type": kind, "cache_control": data.get("cache_control")}
 
 
-class FunctionTool(OfFunctions):
+class FunctionTool(StrictModel):
+    harmless = frozenset({"cache_control"})
     refused: ClassVar[Mapping[str, Unsupported]] = {
         **dict.fromkeys(Function.model_fields, Unsupported("it belongs into `function`")),
         "input_schema": Unsupported("send it as function.parameters"),
     }
 
+    type: Literal["function"]
     function: Function
 
-    def as_tool(self) -> Tool:
-        return self.function.as_tool()
+    def as_tools(self) -> list[Tool]:
+        return [self.function.as_tool()]
 
 
 class FunctionName(Body):

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import model_validator
 
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.server.protocol.fields import MAX_SCHEMAS, Body, Salt
 from radixcache.runtime.tokens.tokenizer import Message
-from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice
+from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, is_longer
+
+
+class Thinking(NamedTuple):
+    """How much to think, whether to at all (None leaves both to the model), and the field that says
+    so."""
+
+    effort: str | None = None
+    wanted: bool | None = None
+    place: str = ""
 
 
 @dataclass(frozen=True)
@@ -25,7 +33,7 @@ class Turn:
             `tool_call_id`.
         params: without the grammar of tools.
         template_kwargs: more values that the chat template takes.
-        effort: how much to think, and the field that says so.
+        left_out: kinds of tools that the model is not told of, as a server would have to run them.
         continue_final: the last message goes on instead of a new one beginning.
         ask: the prompt asks for the next message.
         prefix: name of a pinned prefix that the messages go on from.
@@ -37,19 +45,20 @@ class Turn:
     tools: tuple[Tool, ...] = ()
     choice: ToolChoice = field(default_factory=ToolChoice)
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    effort: tuple[str | None, str] = (None, "")
+    thinking: Thinking = field(default_factory=Thinking)
     continue_final: bool = False
     ask: bool = True
     cache_salt: str | None = None
     prefix: str | None = None
     stream: bool = False
     explain: bool = False
+    left_out: tuple[str, ...] = ()
 
     @property
     def rendering(self) -> dict[str, Any]:
         """How its messages are rendered, as `Tokenizer.render_chat` takes it."""
         return {
-            "tools": [tool.as_template() for tool in self.tools],
+            "tools": [tool.as_template() for tool in self.tools if not tool.deferred],
             "template_kwargs": self.template_kwargs,
             "ask": self.ask,
             "continue_final": self.continue_final,
@@ -64,7 +73,13 @@ class TurnRequest(Body):
 
     @property
     def offered(self) -> tuple[Tool, ...]:
-        return tuple(tool.as_tool() for tool in self.tools or ())
+        """All functions among the tools."""
+        return tuple(tool for kind in self.tools or () for tool in kind.as_tools())
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The kinds of tools that have no functions: another server would run them."""
+        return tuple(dict.fromkeys(tool.type for tool in self.tools or () if not tool.as_tools()))
 
     @property
     def choice(self) -> ToolChoice:
@@ -80,7 +95,7 @@ class TurnRequest(Body):
         names = [tool.name for tool in tools]
         if len({*names}) < len(names):
             raise ValueError("two tools have the same name")
-        if sum(len(json.dumps(tool.parameters)) for tool in tools) > MAX_SCHEMAS:
+        if is_longer([tool.parameters for tool in tools], MAX_SCHEMAS):
             raise ValueError(f"at most {MAX_SCHEMAS} characters of JSON schemas in all tools")
         if missing := [name for name in choice.names if name not in names]:
             raise ValueError(f"tool_choice names {missing[0]!r}, which is not among the tools")
@@ -89,7 +104,7 @@ class TurnRequest(Body):
         return self
 
 
-def call_of(call_id: str | None, name: str | None, arguments: str | None) -> dict[str, Any]:
-    """A call of a function, as messages of chats have it."""
+def call_of(call_id: str | None, name: str | None, arguments: object) -> dict[str, Any]:
+    """A call of a function, as messages of chats have it; arguments are JSON text, or an object."""
     function = {"name": name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}

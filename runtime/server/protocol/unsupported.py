@@ -10,7 +10,7 @@ from radixcache.runtime.server.protocol.fields import Unsupported
 
 HARMLESS = frozenset(
     "user metadata store safety_identifier service_tier prompt_cache_key prompt_cache_retention "
-    "prompt_cache_options priority request_id session_id stream_interval".split()
+    "prompt_cache_options priority request_id session_id stream_interval verbosity".split()
 )
 
 _TEXT_ONLY = Unsupported("models here read and write text", ({}, "tensors", False))
@@ -58,11 +58,12 @@ _ELSEWHERE = (
 OTHERS_IN_RESPONSES = _others(
     "messages=input system=instructions response_format=text.format thinking=reasoning "
     "max_tokens=max_output_tokens max_completion_tokens=max_output_tokens "
-    "reasoning_effort=reasoning.effort"
-) | {"stop": Unsupported("/v1/chat/completions has stop strings")}
+    "reasoning_effort=reasoning.effort stop_sequences=stop"
+)
 OTHERS_IN_MESSAGES = _HAS_MESSAGES | _others(
     "instructions=system stop=stop_sequences response_format=output_config.format "
     "max_completion_tokens=max_tokens max_output_tokens=max_tokens reasoning=thinking "
+    "output_format=output_config.format "
     "reasoning_effort=output_config.effort "
     "parallel_tool_calls=tool_choice.disable_parallel_tool_use"
 )
@@ -87,7 +88,6 @@ REFUSED_IN_CHAT = {
     "prediction": Unsupported("leave it out: nothing is decoded faster by it"),
     "web_search_options": Unsupported("search yourself, by a tool"),
     "moderation": Unsupported("moderate the answer yourself"),
-    "verbosity": Unsupported("say in a message how long the answer should be", ("medium",)),
 }
 
 REFUSED_IN_COMPLETIONS = {

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sqlite3
 from collections.abc import Iterator
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from radixcache import InvalidRequest
-from radixcache.runtime.kv_offload import files
+from radixcache import Busy, InvalidRequest
+from radixcache.runtime.kv_offload import disk, files
+from radixcache.runtime.kv_offload.disk import confirm_gone
 from radixcache.runtime.kv_offload.files import INDEX, PAGES, free_folder, lock_folder, unlock
 from tests.helpers.hash_model import greedy
 from tests.runtime.kv_offload.disk_engine import Disk, in_a_process
@@ -119,10 +122,71 @@ def test_a_manifest_that_is_locked_is_kept(tmp_path: Path, monkeypatch: pytest.M
     other.execute("begin exclusive")
     with monkeypatch.context() as patched:
         patched.setattr(sqlite3, "connect", partial(sqlite3.connect, timeout=0))
+        before = {*os.listdir("/proc/self/fd")} if os.path.isdir("/proc/self/fd") else None
         with pytest.raises(InvalidRequest, match="cannot be used: database is locked"):
             Disk(tmp_path)
-    other.close()
+    other.close()  # whose process SQLite lets go of no file before
+    if before is not None:
+        assert {*os.listdir("/proc/self/fd")} <= before, "a descriptor is left"
     assert Disk(tmp_path).answer(TEXT) == (greedy(TEXT, 4), len(TEXT) - 1)
+
+
+def test_a_fork_that_outlives_a_killed_process_keeps_no_folder_locked(tmp_path: Path) -> None:
+    read, write = os.pipe()
+
+    def lock_fork_and_be_killed() -> None:
+        lock_folder(tmp_path)
+        if not os.fork():
+            os.read(read, 1)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_a_process(lock_fork_and_be_killed) == -signal.SIGKILL
+    try:
+        unlock(lock_folder(tmp_path))  # InvalidRequest, if it is in use
+    finally:
+        os.write(write, b"x")
+        os.close(read)
+        os.close(write)
+
+
+@pytest.mark.parametrize("run", range(6))
+def test_what_was_said_to_be_gone_or_kept_is_after_a_kill(tmp_path: Path, run: int) -> None:
+    """Gone from every file, too."""
+    texts = {f"note{i}": f"secret-{run}-{i}-" * 500 for i in range(4)}
+
+    def note_and_be_killed() -> None:
+        store = Disk(tmp_path).store
+        for name, text in texts.items():
+            store.note(name, text).result(30)
+        if run % 2:
+            store.clear()
+            assert store.cleared is not None
+            confirm_gone(store.cleared)
+        else:
+            for name in [*texts][: run // 2 + 1]:
+                confirm_gone(store.drop_note(name))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_a_process(note_and_be_killed) == -signal.SIGKILL
+    kept = set() if run % 2 else {*[*texts][run // 2 + 1 :]}
+    found = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert {name for name in texts if texts[name][:12].encode() in found} == kept
+    engine = Disk(tmp_path)
+    assert {name: text for name, text in engine.store.notes().items() if name in texts} == {
+        name: texts[name] for name in kept
+    }
+    engine.close()
+
+
+def test_what_is_not_gone_in_time_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_GONE_SECONDS", 0.01)
+    with pytest.raises(Busy, match="not gone from the disk: it takes long"):
+        confirm_gone(Future())
+    engine = Disk(tmp_path)
+    engine.close()
+    with pytest.raises(Busy, match="the store is closed"):
+        confirm_gone(engine.store.drop_note("a"))
 
 
 def test_pages_that_a_process_writes_while_they_are_verified_are_not_spoilt(

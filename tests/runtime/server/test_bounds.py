@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +18,8 @@ from radixcache.runtime.sampling import grammar
 from radixcache.runtime.server import serving
 from radixcache.runtime.server.http import access, bodies, serve
 from radixcache.runtime.server.http.errors import ApiError
+from radixcache.runtime.server.protocol.openai import CompletionRequest
+from radixcache.runtime.tokens import tool_calls
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.runtime.server.api.apis import Chat, user
 from tests.runtime.server.live import LiveServer, assert_error, live
@@ -31,7 +35,63 @@ SHORT = {"prompt": "| 1 | Nora", "max_tokens": 2}
 def test_a_body_of_too_many_values_is_not_read(monkeypatch: pytest.MonkeyPatch, piece: str) -> None:
     monkeypatch.setattr(json, "loads", None)
     with pytest.raises(ApiError, match="the body has more than 1,000,000 values"):
-        bodies.read_json(piece.encode() * (bodies.MAX_VALUES + 1))
+        bodies.read_json(piece.encode() * (tool_calls.MAX_VALUES + 1))
+
+
+@pytest.mark.parametrize("count", [60_000, 120_000])
+def test_names_count_for_more_wherever_json_stands(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Reading them takes ten times as long, and nobody else has a turn meanwhile."""
+    names = "{" + ",".join(f'"n{i}":0' for i in range(count)) + "}"
+    if count > tool_calls.MAX_VALUES // 10:
+        with pytest.raises(ApiError, match="of which a name counts as ten"):
+            bodies.read_json(names.encode())
+        monkeypatch.setattr(json, "loads", None)
+        with pytest.raises(ValueError, match="of which a name counts as ten"):
+            tool_calls.read_json(names)  # the arguments of a call
+    else:
+        assert bodies.read_json(names.encode()) == tool_calls.read_json(names) == json.loads(names)
+
+
+def test_what_is_refused_for_its_length_is_never_written(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schema, text = {"type": "object", "description": "x" * (1 << 20)}, json.dumps
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    hello, long = {"messages": [user("Hi")]}, "x" * 100_000
+    for more, sentence in (
+        ({"tools": [tool]}, "characters of JSON schemas"),
+        ({"response_format": form}, "at most"),
+        ({"structured_outputs": {"choice": [long]}}, "at most"),
+        ({"chat_template_kwargs": {long: 1}}, "takes no xxx"),
+    ):
+
+        def write(value: Any, *args: Any, **options: Any) -> str:
+            written = text(value, *args, **options)
+            assert len(written) < 10_000
+            return written
+
+        content = text({**hello, **more})
+        with monkeypatch.context() as patch:
+            patch.setattr(json, "dumps", write)
+            head = {"content-type": "application/json"}
+            refused = server.post("/v1/chat/completions", content=content, headers=head)
+        assert_error(refused, 400, sentence)
+
+
+@pytest.mark.parametrize("body", ['{"prompt": [7.5]}', '{"prompt": "x", "n": "y"}', '{"prompt'])
+def test_nothing_of_a_refused_body_stays(body: str) -> None:
+    """Until garbage is collected, which may be never: an error holds frames, and these the body."""
+    raw = (body + " " * 10_000).encode()
+    gc.disable()
+    try:
+        before = sys.getrefcount(raw)
+        refused = bodies._check(CompletionRequest, raw)
+        assert isinstance(refused, ApiError) and sys.getrefcount(raw) == before
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("text", ['"' + r",[{\"\\" * 400_000 + '"', "[" + '"a,[{", ' * 1000 + "1]"])

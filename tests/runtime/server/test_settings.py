@@ -10,11 +10,13 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from fastapi import FastAPI
 
 from radixcache.errors import InvalidRequest, MissingDependency
 from radixcache.runtime import cli, commands
 from radixcache.runtime.server import args
 from radixcache.runtime.server.args import ServerArgs
+from radixcache.runtime.server.http.serve import configure
 from radixcache.runtime.server.settings import SETTINGS, read_settings
 
 
@@ -45,7 +47,8 @@ def test_a_flag_stands_before_the_environment_and_that_before_the_file(file, mon
     _, options = read_settings(parse("--port 3"))
     assert (options.port, options.host) == (3, "environment")
     assert options.max_queued_requests == 5 and options.request_timeout == 600
-    assert options.shutdown_timeout == 30
+    assert (options.shutdown_timeout, options.keep_alive_timeout) == (30, 75)
+    assert configure(FastAPI(), keep_alive=options.keep_alive_timeout).timeout_keep_alive == 75
     assert options.allowed_hosts == ["a", "b"]
     _, options = read_settings(parse("--allowed-hosts one.example two.example --admin-key a"))
     assert (options.allowed_hosts, options.admin_key) == (["one.example", "two.example"], "a")

@@ -158,8 +158,7 @@ def calls(call: dict[str, Any]) -> dict[str, Any]:
         ({"role": "user", "content": None}, "'role' and a 'content'"),
         (calls({}), "a tool call has"),
         ({"role": "assistant", "tool_calls": 5}, "is a list"),
-        (calls({"function": {"name": "f", "arguments": '{"a":' + "[" * 100_000}}), "a tool call"),
-        (calls({"function": {"name": "f", "arguments": "[1]"}}), "a tool call has"),
+        (calls({"function": {"name": "f", "arguments": [1]}}), "a tool call has"),
     ],
 )
 def test_messages_that_are_none_are_refused(message: dict[str, Any], reason: str):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from radixcache import LLM
+from radixcache import LLM, SamplingParams
+from radixcache.runtime.server.api import generation
 from radixcache.runtime.server.http import access
 from radixcache.runtime.server.protocol.anthropic import MessagesRequest
 from radixcache.runtime.server.protocol.openai import ChatRequest
@@ -97,6 +99,28 @@ def test_thoughts_are_apart_and_may_be_sent_back(api: Api, fresh: str):
     assert api.ask(question, *first.said, user("A")).text == "user: A"
 
 
+@pytest.mark.parametrize(("stop", "text"), [("Hm", "Done."), ("\n", "Done."), ("ne", "Do")])
+def test_stop_strings_count_from_the_answer_on(api: Api, stop: str, text: str):
+    name = "stop_sequences" if isinstance(api, Messages) else "stop"
+    answer = api.ask(user("Think"), **{name: [stop]})
+    assert (answer.reasoning.strip(), answer.text.strip()) == ("Hm.", text)
+    answer = api.ask(user("Hm and so on"), **{name: stop if name == "stop" else [stop]})
+    assert answer.text == "user: Hm and so on".partition(stop)[0]
+
+
+def test_stop_strings_of_completions_and_of_the_runtime_do_not_count_in_thoughts(
+    scripted: LiveServer,
+):
+    prompt = "<|im_start|>user\nThink<|im_end|>\n<|im_start|>assistant\n"
+    body = {"prompt": prompt, "stop": ["Hm", "ne"], "max_tokens": 40}
+    (choice,) = scripted.post("/v1/completions", body).json()["choices"]
+    assert choice["text"] == "<think>\nHm.\n</think>\n\nDo" and choice["stop_reason"] == "ne"
+    (output,) = scripted.backend.llm.chat([user("Think")], SamplingParams(stop="Hm"))
+    assert output.outputs[0].text.endswith("Done.")
+    begun = {"prompt": f"{prompt}<think>\n", "stop": ["Hm"], "max_tokens": 40}
+    assert scripted.post("/v1/completions", begun).json()["choices"][0]["text"].endswith("Done.")
+
+
 @pytest.mark.parametrize("choice", ["required", "weather"])
 def test_a_call_that_must_come_does(api: Api, choice: str):
     answer = api.ask(user("Hi"), tools=[WEATHER], choice=choice)
@@ -156,6 +180,94 @@ def test_an_answer_that_is_cut_says_so(api: Api, scripted: LiveServer, asked: di
     assert text.count('"status":"incomplete"') == (2 + api.stream) * isinstance(api, Responses)
 
 
+def test_a_prompt_is_warmed_without_an_answer(api: Api, fresh: str):
+    """`max_tokens: 0`, as Anthropic documents it."""
+    body = {**api.body(user(fresh), max_tokens=0), "stream": api.stream}
+    assert api_text(http.post(f"{api.url}{api.path}", json=body)) == ""
+    warmed = api.ask(user(fresh))
+    assert warmed.text == f"user: {fresh}" and warmed.cached == warmed.prompt
+
+
+def api_text(response: httpx.Response) -> str:
+    """What an answer says, whole or streamed."""
+    assert response.status_code == 200, response.text
+    said = re.findall(r'"(?:text|content|delta)":\s?"(.*?)"', response.text)
+    return "".join(said)
+
+
+@pytest.mark.parametrize("roles", ["sus", "uu", "usu", "ssuasu", "uus"])
+def test_messages_in_any_order_are_taken(api: Api, fresh: str, roles: str):
+    """Whether the template joins them is for `test_turn_order`; nobody is refused."""
+    names = {"s": "system", "u": "user", "a": "assistant"}
+    said = [{"role": names[role], "content": f"{fresh} {n}"} for n, role in enumerate(roles)]
+    last = user("Last")
+    first = api.ask(*said, last)
+    assert first.text == "user: Last"
+    more = [{"role": "system", "content": "News"}, user("And?")]
+    second = api.ask(*said, last, *first.said, *more)
+    assert second.text == "user: And?"
+    assert second.cached == first.prompt + first.completion - 1
+
+
+DEEP = '{"a":' + "[" * 5000 + "]" * 5000 + "}"
+
+
+@pytest.mark.parametrize("written", ['{"city": "Os', "", "[]", DEEP])
+def test_a_call_comes_back_as_it_was_cut(api: Api, written: str):
+    """Else the conversation could never go on: clients send what they got."""
+    function = {"name": "weather", "arguments": written}
+    made: dict[type[Api], Any] = {
+        Chat: {"role": "assistant", "tool_calls": [{"id": "c", "function": function}]},
+        Responses: {"type": "function_call", "call_id": "c", **function},
+        Messages: {
+            "role": "assistant",
+            "content": [
+                {"type": "tool_use", "id": "c", "name": "weather", "input": {"INVALID_JSON": "x"}}
+            ],
+        },
+    }
+    result = api.result(Called("c", "weather", {}), "No JSON")
+    answer = api.ask(user("Oslo"), made[type(api)], result, tools=[WEATHER])
+    assert answer.text == "It is No JSON"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_come_back_with_all_that_clients_add(scripted: LiveServer, stream: bool):
+    """LiteLLM's, LangChain's, OpenRouter's and OpenAI's own fields ask for nothing."""
+    added: dict[type[Api], dict[str, Any]] = {
+        Chat: {
+            "id": "m", "parsed": {}, "annotations": [], "refusal": "", "audio": None,
+            "reasoning_details": [{"type": "reasoning.text", "text": "x"}],
+            "thinking_blocks": [{"type": "thinking", "thinking": "x", "signature": ""}],
+            "provider_specific_fields": {}, "cache_control": {"type": "ephemeral"},
+        },
+        Responses: {"id": "m", "phase": "final_answer", "status": "completed", "created_by": "x"},
+        Messages: {},
+    }  # fmt: skip
+    for kind, more in added.items():
+        api = kind(scripted.url, stream)
+        first = api.ask(user("History"))
+        said = [{**message, **more} for message in first.said]
+        second = api.ask(user("History"), *said, user("And?"))
+        assert second.text == "user: And?"
+        assert second.cached >= first.prompt + first.completion - 1
+    parts = [{"type": "refusal", "refusal": "No."}]
+    for kind in (Chat, Responses):
+        refused = [user("x"), {"role": "assistant", "content": parts}, user("And?")]
+        plain = [user("x"), {"role": "assistant", "content": "No."}, user("And?")]
+        api = kind(scripted.url, stream)
+        assert api.ask(*refused).prompt == api.ask(*plain).cached
+    own = [user("x"), {"role": "assistant", "content": None, "refusal": "No."}, user("And?")]
+    assert Chat(scripted.url, stream).ask(*own).cached == api.ask(*plain).prompt
+    kept = {"cache_control": {"type": "ephemeral"}}
+    body = Chat("", stream).body(user("Hi"), tools=[WEATHER])
+    body["tools"] = [{**tool, **kept} for tool in body["tools"]]
+    assert scripted.post(Chat.path, body).status_code == 200
+    for field in ("audio", "function_call", "tool"):  # what would change the answer
+        body = Chat("", stream).body({"role": "assistant", "content": "x", field: {"id": "y"}})
+        assert scripted.post(Chat.path, body).status_code == 400
+
+
 def test_salts_share_nothing(api: Api, fresh: str):
     salts = [f"{name} {fresh}" for name in "aba"]
     cached = [api.ask(user(fresh), cache_salt=salt).cached for salt in salts]
@@ -204,6 +316,43 @@ def test_a_request_whose_client_leaves_is_aborted(api: Api, scripted: LiveServer
             http.post(url, json=body, timeout=0.3)
     scripted.wait_until(lambda: not scripted.engine.has_work, 2)
     assert aborted() == before + 1
+
+
+SIGNS = {
+    Chat.path: [": still at work"] * 3,
+    "/v1/completions": [": still at work"] * 3,
+    Messages.path: ["event: ping"] * 3,
+    Responses.path: ["event: response.created"] + ["event: response.in_progress"] * 3,
+}
+
+
+@pytest.mark.parametrize("path", SIGNS)
+def test_a_silent_stream_gives_signs_of_life(scripted: LiveServer, path: str, monkeypatch: Any):
+    """Before the first token; the engine does nothing until they have come."""
+    step, held = scripted.engine.step, threading.Event()
+    kinds = {kind.path: kind for kind in (Chat, Messages, Responses)}
+    hello = {"prompt": "Hi"} if path not in kinds else kinds[path]("", True).body(user("Hi"))
+
+    def wait() -> Any:
+        assert held.wait(30)
+        return step()
+
+    monkeypatch.setattr(generation, "SILENCE", 0.02)
+    monkeypatch.setattr(scripted.engine, "step", wait)
+    signs: list[str] = []
+    body = {**hello, "stream": True}
+    with http.stream("POST", f"{scripted.url}{path}", json=body, timeout=60) as response:
+        for line in response.iter_lines():
+            if line.startswith(("event: ", ":")):
+                signs.append(line)
+            if len(signs) >= len(SIGNS[path]):
+                held.set()
+    assert held.is_set() and signs[: len(SIGNS[path])] == SIGNS[path]
+    monkeypatch.undo()
+    for kind in kinds.values():  # stock clients read on over them
+        monkeypatch.setattr(generation, "SILENCE", 0.0)
+        assert kind(scripted.url, True).ask(user("Hi")).text == "user: Hi"
+    scripted.assert_idle()
 
 
 def test_errors_have_the_shape_and_the_words_of_the_api():

@@ -72,6 +72,18 @@ def test_a_stream_of_several_answers_adds_up_to_the_whole(client: Any, include_u
         assert chunks[-1].choices == []
 
 
+def test_the_usage_so_far_is_in_every_chunk_if_that_is_asked(client: Any, server: LiveServer):
+    whole = create(client, n=2)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = [*create(client, stream=True, n=2, stream_options=options)]
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == whole.usage.completion_tokens > counts[0] > 0
+    assert {chunk.usage.prompt_tokens for chunk in chunks} == {whole.usage.prompt_tokens}
+    body = {"prompt": "x", "max_tokens": 3, "stream": True, "stream_options": options}
+    text = server.post("/v1/completions", body).text
+    assert re.findall(r'"completion_tokens":(\d)', text) == ["1", "2", "3", "3"]
+
+
 def test_logprobs_whole_and_streamed_are_those_of_the_embedded_runtime(
     client: Any, server: LiveServer
 ):
@@ -96,6 +108,22 @@ def test_logprobs_whole_and_streamed_are_those_of_the_embedded_runtime(
             assert seen.logprob == pytest.approx(top[token], abs=1e-4)
             likeliest = sorted(top.values(), reverse=True)[:3]
             assert [t.logprob for t in seen.top_logprobs] == pytest.approx(likeliest, abs=1e-3)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_can_be_put_together_from_the_bytes_of_its_tokens(
+    scripted: LiveServer, stream: bool
+):
+    text = "🙂 naïve 漢字"
+    body = {"messages": [user(text)], "logprobs": True, "top_logprobs": 2, "stream": stream}
+    response = scripted.post(CHAT, body).text
+    lines = [line for line in response.split("data: ") if line.startswith("{")]
+    choices = [json.loads(line)["choices"][0] for line in lines]
+    tokens = [token for one in choices for token in (one["logprobs"] or {}).get("content", ())]
+    said = b"".join(bytes(token["bytes"]) for token in tokens).decode()
+    assert said == f"user: {text}<|im_end|>"
+    split = [token for token in tokens if token["token"].startswith("bytes:")]
+    assert split and all(top["bytes"] for token in tokens for top in token["top_logprobs"])
 
 
 def test_content_may_come_in_parts_and_from_developers(chat: Chat):

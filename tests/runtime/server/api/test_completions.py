@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from radixcache.runtime.demo.script import TABLE
+from tests.helpers.scripted import CHAT_TEMPLATE
 from tests.runtime.server.live import LiveServer, ask
 
 PROMPT = f"{TABLE.read_text()}Question: How old is Nora Lund? Your answer:"
@@ -74,11 +75,50 @@ def test_an_echo_shows_the_prompt_and_its_logprobs(client: Any, stream: bool):
     assert (choice.text, choice.logprobs, choice.finish_reason) == ("| 1 | Nora", None, "length")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_are_exact_with_characters_of_several_tokens(client: Any, stream: bool):
+    text = "| 1 | Ünïcode 🙂🙂 漢 | How old? "
+    options: Any = {"echo": True, "logprobs": 2, "temperature": 5.0, "seed": 4, "stream": stream}
+    seen = create(client, text, max_tokens=30, **options)
+    choices = [part.choices[0] for part in (seen if stream else [seen])]
+    shown = "".join(choice.text for choice in choices)
+    told = [choice.logprobs for choice in choices if choice.logprobs]
+    names = [name for logprobs in told for name in logprobs.tokens]
+    offsets = [at for logprobs in told for at in logprobs.text_offset]
+    assert shown.startswith(text) and len(offsets) == len(names) > len(text.split())
+    split = [name for name in names if name.startswith("bytes:")]
+    assert len(split) >= 4 and "\ufffd" not in "".join(names[:20])
+    whole = [as_bytes(name) for name in names]
+    for place, at in enumerate(offsets[: len(names) // 2]):
+        before = b"".join(whole[:place]).decode(errors="ignore")
+        assert at == len(before) and shown.startswith(before)
+    assert offsets == sorted(offsets) and offsets[-1] <= len(shown)
+    continuation = next(place for place, at in enumerate(offsets) if at >= len(text))
+    assert b"".join(whole[:continuation]).decode() == text
+
+
+def as_bytes(name: str) -> bytes:
+    """What a token's name says, as OpenAI writes it."""
+    if name.startswith("bytes:"):
+        return bytes.fromhex(name.removeprefix("bytes:").replace("\\x", ""))
+    return name.encode()
+
+
 def test_a_stream_gives_what_it_held_back_when_it_ends(client: Any):
     """Text that may be the start of a stop string waits, but not for ever."""
     options = {"stop": " Nora Lund is here", "max_tokens": 5}
     parts = [chunk.choices[0].text for chunk in create(client, **options, stream=True)]
     assert "".join(parts) == create(client, **options).choices[0].text == ANSWER[:21]
+
+
+def test_what_a_tokenizer_is_is_told(server: LiveServer, scripted: LiveServer):
+    told, plain = (s.get("/tokenizer_info").json() for s in (server, scripted))
+    assert told["eos_token"] == "<|end|>" and told["model_max_length"] == 4096
+    assert plain["chat_template"] == CHAT_TEMPLATE and plain["bos_token"] is None
+    (end,) = server.post("/tokenize", {"prompt": "<|end|>", "add_special_tokens": False}).json()[
+        "tokens"
+    ]
+    assert server.post("/detokenize", {"tokens": [end]}).json()["prompt"] == told["eos_token"]
 
 
 def test_texts_become_tokens_and_back(server: LiveServer):

@@ -36,7 +36,7 @@ def tool(name: str, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **more}}
 
 
-def called(arguments: str) -> dict[str, Any]:
+def called(arguments: Any) -> dict[str, Any]:
     made = {"id": "c", "function": {"name": "f", "arguments": arguments}}
     return {"role": "assistant", "tool_calls": [made]}
 
@@ -48,11 +48,20 @@ def result(call_id: str | None) -> dict[str, Any]:
 BY_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 MARKED = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
 NO_CALL = "message 1: a tool's result has the id of a call before it"
-DEEP = '{"a":' + "[" * 5000 + "]" * 5000 + "}"
 NO_MEDIA = "not supported: models here read and write text"
 TOO_MANY = "at most 10000 items"
-ITEM_CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": DEEP}
+ITEM_CALL = {"type": "function_call", "call_id": "1", "name": "f"}
 ITEM_RESULT = {"type": "function_call_output", "call_id": "d", "output": "x"}
+
+HOSTED = {"type": "web_search", "external_web_access": True}
+SEARCH = {"type": "web_search_20250305", "name": "s", "max_uses": 8}
+CLEAR = {"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": "x"}}
+
+
+def found(name: str) -> dict[str, Any]:
+    content = [{"type": "tool_reference", "tool_name": name}]
+    return {"type": "tool_result", "tool_use_id": "x", "content": content}
+
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # Messages and prompts.
@@ -79,7 +88,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"top_logprobs": 2}, "top_logprobs needs logprobs"),
     (CHAT, {"stream_options": {}}, "only for streams"),
     (COMPLETIONS, {"stop": "x" * 4097}, "stop: at most 64 strings of 4096 characters together"),
-    (COMPLETIONS, {"max_tokens": 0}, "max_tokens must be at least 1"),
+    (COMPLETIONS, {"max_tokens": -1}, "max_tokens: Input should be greater than or equal to 0"),
     (COMPLETIONS, {"top_k": 10**400}, "top_k"),
     (COMPLETIONS, {"best_of": 3}, "best_of is not supported"),
     (COMPLETIONS, {"logit_bias": {"5": 101}}, "logit_bias: a bias is a number"),
@@ -95,20 +104,31 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # Tools and their results.
     (CHAT, {"tools": [tool("f"), tool("f")]}, "two tools have the same name"),
     (CHAT, {"tools": [tool("a b")]}, "tools.0.function.name: String should match"),
-    (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
+    (CHAT, {"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
+    (RESPONSES, {"tools": [{"type": "shell"}]}, "tools of type 'shell' are not supported"),
+    (RESPONSES, {"tools": [{"type": "apply_patch"}]}, "are not supported: describe a function"),
+    (RESPONSES, {"tools": [{"type": "custom"}]}, "tools.0: a custom has a 'name'"),
+    (RESPONSES, {"tool_choice": {"type": "web_search"}}, "tool_choice"),
+    (RESPONSES, {"tools": [HOSTED], "tool_choice": "required"}, "tool_choice needs tools"),
+    (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
+    (MESSAGES, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "type 'bash_20250124' are"),
+    (MESSAGES, {"tools": [{"name": "f"}]}, "tools.0: a custom has a 'input_schema'"),
+    (MESSAGES, {"tools": [SEARCH], "tool_choice": {"type": "tool", "name": "s"}}, "names 's'"),
+    (MESSAGES, {"tools": [SEARCH], "tool_choice": {"type": "any"}}, "tool_choice needs tools"),
+    (MESSAGES, {"messages": [user([found("f")])]}, "a tool_reference names 'f', which is no tool"),
+    (MESSAGES, {"context_management": {"edits": [{"type": "compact_20260112"}]}}, "edits.0.type"),
+    (MESSAGES, {"context_management": {"edits": [CLEAR]}}, "keeps the thoughts of a number of"),
     (CHAT, {"tools": [tool("f", parameters={"x": "x" * (1 << 20)})]}, "JSON schemas in all tools"),
     (CHAT, {"tool_choice": "required"}, "tool_choice needs tools"),
-    (CHAT, {"messages": [called("{")]}, "an object as JSON text"),
-    (CHAT, {"messages": [called(DEEP)]}, "a tool call has a 'function'"),
+    (CHAT, {"messages": [called([])]}, "arguments: Input should be a valid string"),
     (CHAT, {"messages": [called("{}"), result(None)]}, f"{NO_CALL}, not None"),
     (RESPONSES, {"input": [HI, ITEM_RESULT]}, f"{NO_CALL}, not 'd'"),
-    (RESPONSES, {"input": [ITEM_CALL]}, "input.0: a tool call has a 'function'"),
+    (RESPONSES, {"input": [ITEM_CALL]}, "input.0: a function_call has a 'arguments'"),
     (MESSAGES, {"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice names 'f'"),
     # Templates.
     (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}, "takes no enable_thinking"),
     (CHAT, {"chat_template_kwargs": {"messages": []}}, "messages"),
     (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "prompt to be false"),
-    (MESSAGES, {"output_config": {"effort": "high"}}, "one cannot tell this model how much to"),
     # The form of the answer.
     (CHAT, {"response_format": {"type": "json_schema"}}, "the json_schema is missing"),
     (CHAT, {"structured_outputs": {"json": {"not": {}}}}, "json does not compile: Unimpl"),
@@ -230,7 +250,9 @@ def test_what_is_wrong_a_thousand_times_is_complained_of_once(kind: Any, body: d
         ("GET", COMPLETIONS, 405, "the method must be POST"),
         ("GET", "/v1/models/other/model", 404, "'other/model' is not served here"),
         ("GET", "/v1/cache?row=3", 400, "there is no query parameter 'row' here"),
-        ("GET", "/v1/models?limit=1", 400, "limit"),
+        ("GET", "/v1/models?limit=0", 400, "limit"),
+        ("GET", "/v1/models?page=1", 400, "page"),
+        ("GET", "/v1/responses/resp_0/input_items", 404, "no response 'resp_0' is kept"),
         ("POST", "/v1/cache/flush?replica=a", 400, "replica"),
         ("GET", "/v1/cache/search?text=", 400, "text: String should"),
     ],

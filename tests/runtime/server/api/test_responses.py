@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import re
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openai
 import pytest
 
-from radixcache import SamplingParams
+from radixcache import LLM, SamplingParams
 from radixcache.runtime.demo.script import TABLE
 from radixcache.runtime.server.api.response_store import ResponseStore, StoredResponse, compare
 from radixcache.runtime.server.protocol.turn import Turn
 from radixcache.runtime.tokens.tool_calls import Tool
 from tests.runtime.server.api.apis import WEATHER, Responses, user
-from tests.runtime.server.live import LiveServer
+from tests.runtime.server.live import LiveServer, live
 
 TABLE_TEXT = TABLE.read_text()
 FIRST, SECOND = "How old is Mei Tanaka?", "What about Milo Rossi?"
@@ -190,3 +191,26 @@ def test_short_responses_are_counted_with_all_that_they_take():
         assert tracemalloc.get_traced_memory()[0] < store.num_bytes
     finally:
         tracemalloc.stop()
+
+
+def test_what_is_answered_is_on_disk_or_gone_from_it(tmp_path: Path) -> None:
+    """At once, since the next thing may be that the process is killed."""
+
+    def is_there(text: str) -> bool:
+        files = (path for path in tmp_path.rglob("index.sqlite*") if path.is_file())
+        return any(text.encode() in path.read_bytes() for path in files)
+
+    llm = LLM(kv_dir=tmp_path, kv_dir_size="30MB", kv_cache_memory_bytes="10MB")
+    with llm, live(llm) as server:
+        for stream in (False, True):
+            text = f"zebra {stream}"
+            body = {"input": text, "max_output_tokens": 2, "stream": stream}
+            said = server.post("/v1/responses", body).text
+            assert is_there(text)
+            (name,) = {*re.findall("resp_[0-9a-f]{32}", said)}
+            assert server.delete(f"/v1/responses/{name}").status_code == 200
+            assert not is_there(text)
+        server.post("/v1/responses", {"input": "zebra", "max_output_tokens": 2})
+        assert is_there("zebra")
+        assert server.post("/v1/cache/flush").json() == {"flushed": True}
+        assert not is_there("zebra")
