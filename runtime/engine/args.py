@@ -52,7 +52,7 @@ class EngineArgs:
     kv_cache_memory_bytes: int | str | None = setting(
         None,
         "for KV pages, like 2GB; taken on a CPU as it is filled (a quarter of what is free there, "
-        "16 GiB at most; most of a GPU's)",
+        "half of what a container has left, 16 GiB at most; most of a GPU's)",
         metavar="SIZE",
         rule=_MEMORY,
     )

@@ -41,11 +41,15 @@ from radixcache.runtime.kv_offload.fingerprint import fingerprint
 from radixcache.runtime.kv_offload.store import PageSource, Store
 from radixcache.runtime.model.kv_pool import KVPool, host_rows
 from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.model.system_memory import total_memory
 from radixcache.runtime.sizes import format_memory
 from radixcache.stored import StoredPage, StoredPages
 
 MAX_QUEUED_BYTES = 256 << 20
-"""Of pages that wait to be written; what comes then is not kept."""
+"""Of pages that wait to be written; what comes then is not kept. So much is read at a time, too."""
+
+_SHARE = 16
+"""Of the memory that there is at all, neither takes more than this part."""
 
 _WRITTEN_BYTES = 16 << 20
 """Copied and queued at a time."""
@@ -120,7 +124,7 @@ class DiskStore(Store):
         InvalidRequest: there is no room on the disk, or no right to write.
     """
 
-    medium, most_bytes, most_loading, in_stream = "disk", 64 << 20, 4, False
+    medium, most_bytes, most_loading, in_stream = "disk", MAX_QUEUED_BYTES // 4, 4, False
 
     def __init__(
         self, folder: Path, pool: KVPool, num_slots: int, about: str = "", lock: int | None = None
@@ -129,6 +133,8 @@ class DiskStore(Store):
         self.place, self._folder, self._held = f"on disk, {folder.parent}", folder, lock
         self.source: PageSource = pool
         self.is_closing = False
+        self._most_queued = min(MAX_QUEUED_BYTES, total_memory() // _SHARE)
+        self.most_bytes = self._most_queued // self.most_loading
         self.cleared: Future[None] | None = None
         self._checksums: dict[int, bytes] = {}
         self._queued = 0
@@ -199,10 +205,10 @@ class DiskStore(Store):
 
     def _save(self, pages: Pages, run: StoredPages, first: int, now: int) -> None:
         size = len(pages) * self.page_bytes
-        if self.is_closing and self._queued + size > MAX_QUEUED_BYTES:
+        if self.is_closing and self._queued + size > self._most_queued:
             self.flush()
         with self._lock:
-            full = self._queued + size > MAX_QUEUED_BYTES and self._queued > 0
+            full = self._queued + size > self._most_queued and self._queued > 0
             self._queued += 0 if full else size
         try:
             if not full:

@@ -88,7 +88,7 @@ class Store(ABC):
     """
 
     medium: ClassVar[Medium]
-    most_bytes: ClassVar[int]
+    most_bytes: int
     most_loading: ClassVar[int]
     in_stream: ClassVar[bool]
     place: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,7 +12,13 @@ from numpy.typing import NDArray
 
 from radixcache.errors import InvalidRequest
 from radixcache.kernels.upload import send
-from radixcache.runtime.model.system_memory import HUGE, use_small_pages
+from radixcache.runtime.model import cgroups
+from radixcache.runtime.model.system_memory import (
+    HUGE,
+    free_memory,
+    machine_memory,
+    use_small_pages,
+)
 from radixcache.runtime.sizes import parse_memory
 
 if TYPE_CHECKING:
@@ -171,10 +176,15 @@ def count_pages(
         InvalidRequest: `memory` is no amount of memory, is more than there is, or holds no page.
     """
     size = default_memory(device, taken) if memory is None else parse_memory(memory)
-    if size > (there := _all_memory(device)):
+    there, where = machine_memory(), "this machine has"
+    if device.type == "cuda":
+        there, where = int(torch.cuda.mem_get_info(device)[1]), "the GPU has"
+    elif (left := cgroups.memory_left()) is not None and left < there:
+        there, where = left, "this container has left"
+    if size > there:
         raise InvalidRequest(
             f"{size / 2**30:,.1f} GiB of KV memory are more than there is: "
-            f"{'the GPU' if device.type == 'cuda' else 'this machine'} has {there / 2**30:,.1f} GiB"
+            f"{where} {there / 2**30:,.1f} GiB"
         )
     if size < page_bytes:
         raise InvalidRequest(f"{size:,} bytes of KV memory hold no page; one takes {page_bytes:,}")
@@ -183,29 +193,14 @@ def count_pages(
 
 def default_memory(device: torch.device, taken: int = 0) -> int:
     """Bytes for KV pages if nobody says: most of what a GPU has free besides what will be `taken`,
-    little of a CPU's."""
+    little of a CPU's, and half of what a container has left."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading has used, and torch has kept
         free, _ = torch.cuda.mem_get_info(device)
         return max(0, int(0.9 * free) - _CUDA_MARGIN - taken)
-    return min(_CPU_LIMIT, _available_memory() // 4)
-
-
-def _all_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _available_memory() -> int:
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    left = cgroups.memory_left()
+    least = [] if left is None else [left // 2]  # nobody else takes of that: page cache goes
+    return min(_CPU_LIMIT, free_memory() // 4, *least)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

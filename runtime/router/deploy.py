@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 
 from radixcache.errors import InvalidRequest, ModelError, first_sentence
 from radixcache.runtime.engine.args import EngineArgs
+from radixcache.runtime.model import cgroups
 from radixcache.runtime.router import sender
 from radixcache.runtime.router.app import create_app
 from radixcache.runtime.router.calls import Calls
@@ -108,7 +110,7 @@ def deployed(
     for logger in ("ray", "ray.serve"):
         logging.getLogger(logger).setLevel(logging.WARNING)
     most = (options.replicas or (1, 1))[1]
-    cores = max(1, (os.cpu_count() or 1) // most)
+    cores = max(1, int(min(os.cpu_count() or 1, cgroups.cpu_quota() or inf)) // most)
     # What replicas print is in the logs of Ray: a start that fails is told in one sentence.
     ray_options: dict[str, Any] = {"logging_level": "warning", "log_to_driver": False}
     if "RAY_ADDRESS" in os.environ:
