@@ -27,6 +27,8 @@ class Chunk(NamedTuple):
     """Of a recurrent model."""
     draft: Tokens = NO_TOKENS
     """What may come next: computed as well, of which `num_computed` knows nothing."""
+    is_unread: bool = False
+    """It is one token, which only the device knows as the chunk is scheduled."""
 
     @property
     def tokens(self) -> Tokens:
@@ -40,17 +42,13 @@ class Chunk(NamedTuple):
     @property
     def num_new(self) -> int:
         """How many tokens the step computes."""
-        return self.num_tokens + len(self.draft)
+        return self.num_tokens if self.draft is NO_TOKENS else self.num_tokens + len(self.draft)
 
     @property
     def end(self) -> int:
         """How long the sequence is with them."""
-        return self.sequence.num_computed + len(self.draft)
-
-    @property
-    def is_unread(self) -> bool:
-        """Whether it is one token, which only the device knows yet."""
-        return self.sequence.num_computed > len(self.sequence)
+        computed = self.sequence.num_computed
+        return computed if self.draft is NO_TOKENS else computed + len(self.draft)
 
     @property
     def is_behind(self) -> bool:
@@ -60,12 +58,12 @@ class Chunk(NamedTuple):
     @property
     def is_last(self) -> bool:
         """Whether the chunk has the sequence's last token, so that a token is sampled."""
-        return not self.is_behind
+        return self.is_unread or not self.is_behind
 
     @property
     def ends_prompt(self) -> bool:
         """Whether the first token is sampled: by the logits at the end of the prompt."""
-        return self.is_last and self.sequence.is_fresh and not self.is_unread
+        return not self.is_unread and self.is_last and self.sequence.is_fresh
 
     @property
     def cost(self) -> int:

@@ -29,6 +29,7 @@ from radixcache.runtime.sampling.penalties import PenaltyState
 from radixcache.runtime.sampling.prompt_logprobs import PromptLogprobs, ScoredPrompts, token_cost
 from radixcache.runtime.sampling.rows import Row
 from radixcache.runtime.sampling.sampler import PendingStep, Sampler
+from radixcache.runtime.spec_decode.proposer import NO_TOKENS
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -393,14 +394,15 @@ class Engine:
         if len(kept) < len(ends):  # in a step without drafts
             ends = [ends[at] for at in kept]
             logits = logits[send(np.array(kept, np.int64), self.model.device)]
-        if self.scheduler.kept is not None:
+        may_keep = hits or any(not chunk.is_unread for chunk in ends)
+        if self.scheduler.kept is not None and may_keep:
             prompts = [(c.sequence.request.prompt_key if c.ends_prompt else None) for c in ends]
             used = [chunk.sequence.request.prompt_key for chunk in hits]
-            rows_of = [1 + len(chunk.draft) for chunk in ends]
-            cached = self.scheduler.kept.exchange(logits, prompts, rows_of, used)
+            counts = [1 + len(chunk.draft) for chunk in ends]
+            cached = self.scheduler.kept.exchange(logits, prompts, counts, used)
             logits = torch.cat([logits, *cached]) if cached else logits
         rows = [
-            Row(chunk.sequence, chunk.draft[:count])
+            Row(chunk.sequence, chunk.draft[:count] if count else NO_TOKENS)
             for chunk in ends + hits
             for count in range(1 + len(chunk.draft))
         ]

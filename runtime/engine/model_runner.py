@@ -40,6 +40,10 @@ class ModelRunner:
             successors are to be scored. They are valid until the next call.
         """
         chunks, batch = self._batch(chunks)
+        unread = self._unread(chunks, before)
+        if unread is not None and len(unread.rows) == len(chunks):  # decodes behind decodes
+            ids, rows = np.zeros(len(chunks), np.int32), np.arange(len(chunks))
+            return chunks, self._compute(chunks, ids, batch, rows, unread)
         tokens = np.concatenate([chunk.tokens for chunk in chunks])
         ends = np.cumsum([chunk.num_new for chunk in chunks])
         wanted = [
@@ -52,13 +56,19 @@ class ModelRunner:
             if chunk.sequence.scoring is not None:
                 first = end - chunk.sequence.num_computed  # the row of position 0, so to speak
                 rows = np.append(rows, chunk.scored_positions + first)
-        unread = None
-        if before is not None:
-            place = {row.sequence: at for at, row in enumerate(before.rows)}
-            found = [(end - 1, place[c.sequence]) for c, end in zip(chunks, ends, strict=True)
-                     if c.is_unread]  # fmt: skip
-            unread = Unread.of(found, before.tokens) if found else None
         return chunks, self._compute(chunks, tokens, batch, rows, unread)
+
+    def _unread(self, chunks: list[Chunk], before: PendingStep | None) -> Unread | None:
+        """The tokens of the step before that these chunks compute."""
+        if before is None:
+            return None
+        place = {row.sequence: at for at, row in enumerate(before.rows)}
+        found, end = [], 0
+        for chunk in chunks:
+            end += chunk.num_new
+            if chunk.is_unread:
+                found.append((end - 1, place[chunk.sequence]))
+        return Unread.of(found, before.tokens) if found else None
 
     def _batch(self, chunks: list[Chunk]) -> tuple[list[Chunk], PagedBatch]:
         """The page tables of a step, and its chunks in the order of the batch.
@@ -67,8 +77,10 @@ class ModelRunner:
         token longer: a layer writes all new K/V before it attends.
         """
         page_size = self._pool.page_size
-        decodes = [c for c in chunks if self._num_decodes(c) == c.num_new]
-        chunks = decodes + [c for c in chunks if self._num_decodes(c) < c.num_new]
+        counts = [self._num_decodes(chunk) for chunk in chunks]
+        is_decode = [count == chunk.num_new for count, chunk in zip(counts, chunks, strict=True)]
+        decodes = [c for c, one in zip(chunks, is_decode, strict=True) if one]
+        chunks = decodes + [c for c, one in zip(chunks, is_decode, strict=True) if not one]
         tables = []
         for chunk in chunks:
             assert chunk.sequence.lease is not None
@@ -79,17 +91,20 @@ class ModelRunner:
             order, shared = group_by_prefix(tables[: len(decodes)], min_saved)
             chunks = [chunks[i] for i in order] + chunks[len(decodes) :]
             tables = [tables[i] for i in order] + tables[len(decodes) :]
-        counts = [self._num_decodes(chunk) for chunk in chunks]
         if max(counts) > 1:
+            counts = [self._num_decodes(chunk) for chunk in chunks]
             starts = np.cumsum([0, *counts]).tolist()
             shared = tuple(
                 SharedPrefix(starts[first], starts[first + size] - starts[first], num_pages)
                 for first, size, num_pages in shared
             )
             tables = [table for table, n in zip(tables, counts, strict=True) for _ in range(n)]
-        each = list(zip(chunks, counts, strict=True))
-        kv_lens = [c.end - left for c, n in each for left in reversed(range(n))]
-        query_lens = [c.num_new // n for c, n in each for _ in range(n)]
+            each = list(zip(chunks, counts, strict=True))
+            kv_lens = [c.end - left for c, n in each for left in reversed(range(n))]
+            query_lens = [c.num_new // n for c, n in each for _ in range(n)]
+        else:
+            kv_lens = [chunk.end for chunk in chunks]
+            query_lens = [chunk.num_new for chunk in chunks]
         return chunks, PagedBatch.of(tables, query_lens, kv_lens, page_size, shared)
 
     def _num_decodes(self, chunk: Chunk) -> int:

@@ -149,7 +149,7 @@ class Scheduler:
             self.loads.begin_step()
         for sequence in going_on:
             sequence.num_computed += 1
-        chunks = [Chunk(sequence, 1) for sequence in going_on]
+        chunks = [Chunk(sequence, 1, is_unread=True) for sequence in going_on]
         self._fill(chunks, max(0, self.max_num_batched_tokens - len(chunks)), sampled)
         return chunks
 
