@@ -104,7 +104,7 @@ serve: $(VENV)/.stamp-server  ## an OpenAI-compatible server of the bundled mode
 	@$(BIN)/radixcache serve $(ARGS)
 
 chat-smollm: $(VENV)/.stamp-server $(VENV)/.stamp-smollm  ## the same of SmolLM2-135M-Instruct, which is fetched once (94 MB)
-	@$(BIN)/radixcache serve --model "$$($(BIN)/python -c $(SMOLLM_FILE))" \
+	@exec $(BIN)/radixcache serve --model "$$($(BIN)/python -c $(SMOLLM_FILE))" \
 		--served-model-name SmolLM2-135M-Instruct --temperature 0.2 --max-tokens 512 $(ARGS)
 
 # PyPI's torch for Linux on x86-64 is CUDA's: 2.5 GB that are of no use without an NVIDIA driver.

@@ -97,10 +97,15 @@ def build_engine(args: EngineArgs) -> Built:
             "(kv_cache_memory_bytes), or a folder (kv_dir)"
         )
     model = load(args)
-    if args.max_model_len is not None:
-        model.max_context = min(model.max_context, args.max_model_len)
     try:
         report("preparing the engine", 1.0)
+        if args.max_model_len is not None:
+            if args.max_model_len > model.max_context:
+                raise InvalidRequest(
+                    f"max_model_len {args.max_model_len:,} is more than the model's context of "
+                    f"{model.max_context:,} tokens"
+                )
+            model.max_context = args.max_model_len
         num_pages, num_states = _share_memory(args, model)
         cache = kind(PagePool(num_pages, page_size))
         tokenizer = Tokenizer.load(model_path(args), model.max_context)

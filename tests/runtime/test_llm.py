@@ -46,6 +46,11 @@ TABLE = """| ID | Name | Age | Occupation | Country |
 """
 
 
+def test_a_context_beyond_the_models_own_is_refused(byte_model: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"more than the model's context of \S+ tokens"):
+        LLM(byte_model, max_model_len=1 << 20)
+
+
 def test_a_chat_reuses_generated_ids_that_would_tokenise_differently(llm: LLM) -> None:
     """Bytes that are no text decode to U+FFFD, which encodes to other bytes."""
     chat = Chat(llm, system="x" * 20)

@@ -25,6 +25,7 @@ from radixcache.errors import (
 MAX_MESSAGE = 1000
 """Characters."""
 
+_TOO_LONG = "context_length_exceeded"
 _KINDS = {
     403: "permission_error",
     429: "rate_limit_error",
@@ -89,7 +90,9 @@ class ApiError(HTTPException):
             return self.body
         other = "invalid_request_error" if self.status < 500 else "api_error"
         kind = _ANTHROPIC_KINDS.get(self.status, other)
-        error: dict[str, Any] = {"type": kind, "message": self.message}
+        # By its first words Claude Code knows to make a summary of the conversation.
+        too_long = "prompt is too long: " * (self.code == _TOO_LONG)
+        error: dict[str, Any] = {"type": kind, "message": too_long + self.message}
         if self.param == "thread":  # then Anthropic's client goes on without one
             error["details"] = {"error_code": "thread_unsupported_request", "unsupported": []}
         return {"type": "error", "error": error}
@@ -105,7 +108,7 @@ def as_api_error(error: Exception) -> ApiError:
         case LeaseError() | PinError():
             return ApiError(409, str(error))
         case ContextExceeded():  # the code by which clients know to cut their prompts
-            return ApiError(400, str(error), code="context_length_exceeded")
+            return ApiError(400, str(error), code=_TOO_LONG)
         case EngineFailed():
             # Its own text may tell of others that were in the step.
             return ApiError(500, f"the engine failed: {type(error.__cause__).__name__}")

@@ -147,6 +147,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (MESSAGES, {"stop": "x"}, "stop: not supported: this API calls it stop_sequences"),
     (MESSAGES, {"cache_control": {"type": "ephemeral", "ttl": "1d"}}, "cache_control.ttl"),
     # Other routes.
+    (MESSAGES, {"messages": [{"role": "user", "content": "x" * 90_000}]}, "the context of 4096"),
     ("/tokenize", {}, "either a prompt or messages"),
     ("/detokenize", {"tokens": [1] * 100_001}, "at most 100000"),
     ("/v1/explain", {"prompt": [5] * 5000}, "the context of 4096"),
@@ -163,7 +164,9 @@ def test_a_bad_body_is_told_what_is_bad(
     error = response.json()["error"]
     assert response.status_code == 400 and error["type"] == "invalid_request_error"
     assert sentence in error["message"] and "\n" not in error["message"]
-    if path != MESSAGES:
+    if path == MESSAGES:  # by which Claude Code knows
+        assert error["message"].startswith("prompt is too long: ") == ("context of" in sentence)
+    else:
         assert (error["code"] == "context_length_exceeded") == ("context of" in sentence)
     server.assert_idle()
 
