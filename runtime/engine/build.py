@@ -27,6 +27,7 @@ from radixcache.runtime.engine.logits_cache import PROMPT_LOGITS_BYTES
 from radixcache.runtime.engine.request import Sequence
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.engine.state_planner import StatePlanner
+from radixcache.runtime.engine.step_budget import STEP_SECONDS
 from radixcache.runtime.engine.worker import answer
 from radixcache.runtime.kv_events.config import KVEventsConfig
 from radixcache.runtime.kv_events.publisher import KVEventPublisher
@@ -121,8 +122,9 @@ def build_engine(args: EngineArgs) -> Built:
             )  # fmt: skip
         pool = model.allocate(num_pages, page_size, num_states)
         scheduler = Scheduler(
-            cache, args.max_num_batched_tokens, max_num_seqs, args.schedule_policy, states
-        )
+            cache, args.max_num_batched_tokens, max_num_seqs, args.schedule_policy, states,
+            STEP_SECONDS,
+        )  # fmt: skip
         explainer = Explainer(cache, marks=tokenizer.added if tokenizer else ())
         drafts = args.speculate == "auto" and states is None
         explain_and_draft(scheduler, explainer, model.eos_token_ids if drafts else None)

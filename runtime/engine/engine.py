@@ -65,7 +65,7 @@ class _Forward(NamedTuple):
     Attributes:
         ends: of `chunks`, those from whose logits a token is drawn.
         hits: of prompts that are cached in full, with kept logits.
-        num_prefilled: tokens of prompts, which tell what computing costs against loading.
+        prefills: (position, tokens) of prompts, which tell what computing costs.
         num_rows: tokens that it decodes or drafts, if it does nothing else.
     """
 
@@ -73,13 +73,13 @@ class _Forward(NamedTuple):
     ends: list[Chunk]
     hits: list[Chunk]
     logits: torch.Tensor
-    num_prefilled: int
+    prefills: list[tuple[int, int]]
     num_rows: int
 
 
 class _Step(NamedTuple):
     pending: PendingStep
-    num_prefilled: int
+    prefills: list[tuple[int, int]]
     num_rows: int
 
 
@@ -160,8 +160,10 @@ class Engine:
                 self.output_processor.finish(step.pending)
                 self._ahead = self._sample(ahead)
         seconds = time.perf_counter() - began
+        prefills = step.prefills if step is not None else []
+        self.scheduler.budget.note(prefills, seconds)
         if loads is not None:
-            loads.note_step(step.num_prefilled if step is not None else 0, seconds)
+            loads.note_step(sum(count - 1 for _, count in prefills), seconds)
         if step is not None and step.num_rows and self.scheduler.proposer is not None:
             self.scheduler.proposer.length.note_step(step.num_rows, seconds)
         changed = dict.fromkeys(self.scheduler.take_failed()) | self.output_processor.changed
@@ -368,8 +370,8 @@ class Engine:
             return None
         hits = [chunk for chunk in chunks if not chunk.num_tokens]
         chunks = [chunk for chunk in chunks if chunk.num_tokens]
-        prefilled = sum(chunk.num_tokens - 1 for chunk in chunks)
-        drafted = 0 if prefilled else sum(chunk.num_new for chunk in chunks)
+        prefills = [(c.end - c.num_new, c.num_tokens) for c in chunks if c.num_tokens > 1]
+        drafted = 0 if prefills else sum(chunk.num_new for chunk in chunks)
         if chunks:
             chunks, logits = self.runner.run(chunks, before)
         else:
@@ -378,13 +380,13 @@ class Engine:
         if self.scheduler.states is not None:
             self.scheduler.states.index.commit()
         ends = [chunk for chunk in chunks if chunk.is_last]
-        return _Forward(chunks, ends, hits, logits, prefilled, drafted)
+        return _Forward(chunks, ends, hits, logits, prefills, drafted)
 
     def _sample(self, forward: _Forward | None) -> _Step | None:
         """Draw the tokens of a step, when those before it are read."""
         if forward is None:
             return None
-        chunks, ends, hits, logits, *cost = forward
+        chunks, ends, hits, logits, prefills, num_rows = forward
         logits = self._score(chunks + hits, logits)
         # Some have ended, or a grammar has appended more behind the token that was computed.
         kept = [
@@ -406,7 +408,7 @@ class Engine:
             for chunk in ends + hits
             for count in range(1 + len(chunk.draft))
         ]
-        return _Step(self.sampler.sample(rows, logits), *cost)
+        return _Step(self.sampler.sample(rows, logits), prefills, num_rows)
 
     def _score(self, chunks: list[Chunk], logits: torch.Tensor) -> torch.Tensor:
         """Score prompt tokens by the rows of `_run` for them; returns the rows before."""

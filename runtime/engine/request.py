@@ -108,6 +108,11 @@ class Sequence:
         return self._tokens[: self._length]
 
     @property
+    def in_prefill(self) -> bool:
+        """Whether it has KV for less than it had when it was admitted."""
+        return self.num_computed < self.prefill_end
+
+    @property
     def pending(self) -> Tokens:
         """The tokens without KV; while decoding the last one, and before it those that a grammar
         has forced."""

@@ -1,13 +1,13 @@
 """Decides what the next step computes.
 
 Decodes come first, one token each, or more where a grammar leaves no choice; what is left of the
-step's token budget goes to prefill chunks, of running sequences before waiting ones, and at last to
-drafts (`spec_decode`), for which nobody is preempted and nothing evicted. A prefill
-chunk is published while it is being scheduled, so that the next sequence in the same step can
-already use it. One of which another computes most of what it lacks, in a page that cannot be shared
-before it is written, waits for the next step, once; so does one whose very prompt ends in this
-step. Then it finds the logits kept, and a prompt that is cached in full while its logits are kept
-is admitted without any token to compute.
+step's budget (`step_budget.py`) goes to prefill chunks, of running sequences before waiting ones
+(`prefills.py`), and at last to drafts (`spec_decode`), for which nobody is preempted and nothing
+evicted. A prefill chunk is published while it is being scheduled, so that the next sequence in the
+same step can already use it. One of which another computes most of what it lacks, in a page that
+cannot be shared before it is written, waits for the next step, once; so does one whose very prompt
+ends in this step. Then it finds the logits kept, and a prompt that is cached in full while its
+logits are kept is admitted without any token to compute.
 
 Clients share fairly (`fairness.py`). Among the requests of one client the longest cached prefix
 decides, as in Cao et al. ("Locality-aware Fair Scheduling in LLM Serving", 2025).
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator
+from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING, Literal
 
@@ -26,8 +27,10 @@ from radixcache.lease import Lease
 from radixcache.runtime.engine.chunk import Chunk
 from radixcache.runtime.engine.fairness import FairShares
 from radixcache.runtime.engine.logits_cache import PromptKey, PromptLogitsCache
+from radixcache.runtime.engine.prefills import is_coming, may_begin
 from radixcache.runtime.engine.request import Request, Sequence
 from radixcache.runtime.engine.state_planner import StatePlanner
+from radixcache.runtime.engine.step_budget import StepBudget
 from radixcache.runtime.spec_decode.proposer import MAX_DRAFT, NO_TOKENS, DraftProposer
 
 if TYPE_CHECKING:  # the index benchmark runs the scheduler without torch
@@ -59,6 +62,7 @@ class Scheduler:
         policy: "lpm" admits the longest cached prefix first (SGLang's cache-aware
             order), with ageing; "fcfs" admits in order of arrival.
         states: of a recurrent model.
+        step_seconds: that a step should take at most, as `StepBudget` measures.
     """
 
     def __init__(
@@ -68,10 +72,12 @@ class Scheduler:
         max_num_seqs: int,
         policy: Policy = "lpm",
         states: StatePlanner | None = None,
+        step_seconds: float | None = None,
     ) -> None:
         self.cache = cache
         self.states = states
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.budget = StepBudget(step_seconds)
         self.max_num_seqs = max_num_seqs
         self.policy = policy
         self.open: dict[Sequence, None] = {}
@@ -114,15 +120,14 @@ class Scheduler:
         chunks: list[Chunk] = []
         if self.loads is not None:
             self.loads.begin_step()
-        budget = self.max_num_batched_tokens
         self._lacks_pages = False
         victim = self._victim()
         if victim is not None:
             self._preempt(victim)
             self._short_of_pages = self._no_room = False
-        budget = self._fill(chunks, budget)
-        if self.proposer is not None and budget:
-            chunks = self._with_drafts(self.proposer, chunks, budget)
+        self._fill(chunks)
+        if self.proposer is not None and self.budget.tokens:
+            chunks = self._with_drafts(self.proposer, chunks)
         return chunks
 
     def schedule_ahead(self, sampled: list[Sequence]) -> list[Chunk]:
@@ -150,38 +155,46 @@ class Scheduler:
         for sequence in going_on:
             sequence.num_computed += 1
         chunks = [Chunk(sequence, 1, is_unread=True) for sequence in going_on]
-        self._fill(chunks, max(0, self.max_num_batched_tokens - len(chunks)), sampled)
+        self._fill(chunks, sampled)
         return chunks
 
-    def _fill(
-        self, chunks: list[Chunk], budget: int, sampled: Collection[Sequence] | None = None
-    ) -> int:
-        """Add chunks of running sequences, but of those `sampled`, and of waiting ones; returns
-        what is left of the budget."""
+    def _fill(self, chunks: list[Chunk], sampled: Collection[Sequence] | None = None) -> None:
+        """Add chunks of running sequences, but of those `sampled`, and of waiting ones."""
+        budget = self.budget
+        budget.begin(self.max_num_batched_tokens - len(chunks), alone=len(self.open) == 1)
         skipped = {*(sampled or ())}
-        # One token first, then what a grammar has forced, then prompts.
-        rank = lambda s: (len(s.pending) > 1, s.num_computed < s.prefill_end)  # noqa: E731
-        for sequence in sorted((s for s in self.running if s not in skipped), key=rank):
-            if budget and sequence.lease is not None:  # else put back a moment ago
-                chunk = self._schedule_running(sequence, budget, chunks, sampled is None)
-                if chunk:
-                    chunks.append(chunk)
-                    budget = max(0, budget - chunk.cost)
+        going = [s for s in self.running if s not in skipped]
+        # One token first, then what a grammar has forced, then prompts, the shortest rest first.
+        rank = lambda s: (len(s.pending) > 1, s.in_prefill, s.in_prefill * len(s.pending))  # noqa: E731
+        prompts = [sequence for sequence in going if sequence.in_prefill]
+        share = 1
+        if prompts and not self._is_full:  # who waits, and not for these, has as much as they have
+            first = islice(self.waiting, LOOK_AHEAD)
+            share += any(not is_coming(sequence, prompts, self.match) for sequence in first)
+        parts = len(prompts) * share
+        for sequence in sorted(going, key=rank):
+            if sequence.lease is None:  # put back a moment ago
+                continue
+            room, start = budget.tokens, None
+            if sequence.in_prefill:
+                start = sequence.num_computed
+                room, parts = budget.room(start, parts), parts - share
+            chunk = room and self._schedule_running(sequence, room, chunks, sampled is None)
+            if chunk:
+                chunks.append(chunk)
+                budget.spend(chunk.cost, start)
         if not self._short_of_pages or not self.running:
-            budget = self._admit(chunks, budget)
-        return budget
+            self._admit(chunks)
 
     @property
     def max_rows(self) -> int:
         """Tokens that are sampled in one step at most, or drafted ones checked."""
         return self.max_num_seqs + MAX_DRAFT * (self.proposer is not None)
 
-    def _with_drafts(
-        self, proposer: DraftProposer, chunks: list[Chunk], budget: int
-    ) -> list[Chunk]:
+    def _with_drafts(self, proposer: DraftProposer, chunks: list[Chunk]) -> list[Chunk]:
         # A prompt that is cached in full has its first token at once, and nothing to wait for.
         ends = [chunk.sequence for chunk in chunks if chunk.is_last and chunk.num_tokens]
-        room = min(budget, self.max_rows - sum(chunk.is_last for chunk in chunks))
+        room = min(self.budget.tokens, self.max_rows - sum(chunk.is_last for chunk in chunks))
         drafts = proposer.propose(ends, room) if ends else {}
         with_drafts = []
         for chunk in chunks:
@@ -233,20 +246,23 @@ class Scheduler:
                     self.fail(sequence, NO_ROOM)
                     return None
 
-    def _admit(self, chunks: list[Chunk], budget: int) -> int:
-        """Add chunks of waiting sequences; returns what is left of the budget."""
+    def _admit(self, chunks: list[Chunk]) -> None:
+        """Add chunks of waiting sequences."""
         in_vain = self._no_room and self._tried == self.cache.changes and self.states is None
-        in_vain = in_vain and not (self.loads is not None and self.loads.pending)
-        if not budget or len(self.running) >= self.max_num_seqs or in_vain:
-            return budget
-        ending = self._ending(chunks)
+        if in_vain and not (self.loads is not None and self.loads.pending):
+            return
+        budget, ending = self.budget, self._ending(chunks)
+        prompts = [sequence for sequence in self.running if sequence.in_prefill]
         for sequence in self._candidates():
-            if not budget or len(self.running) >= self.max_num_seqs:
+            if not budget.room(0) or len(self.running) >= self.max_num_seqs:
                 break
             if self.loads is not None:
                 if self.loads.waits(sequence):
                     continue
-                budget = self.loads.charge(budget)
+                budget.tokens = self.loads.charge(budget.tokens)
+            room = None if self.loads or sequence.num_skips >= MAX_SKIPS else budget.room
+            if prompts and not may_begin(sequence, prompts, self.match, room):
+                continue
             lease = self._acquire(sequence)
             if self.loads is not None and self.loads.begin(sequence, lease):
                 self._release(sequence)
@@ -261,7 +277,7 @@ class Scheduler:
             hit = sequence.num_computed = lease.cached_tokens
             sequence.prefill_end = len(sequence)
             try:
-                chunk = self._take(sequence, budget)
+                chunk = self._take(sequence, budget.room(hit))
             except OutOfPages:
                 self._release(sequence)
                 if not self.running and not self._finds_room():
@@ -285,8 +301,8 @@ class Scheduler:
             sequence.request.note_admission()
             chunks.append(chunk)
             ending |= self._ending([chunk])
-            budget = max(0, budget - chunk.cost)
-        return budget
+            budget.spend(chunk.cost, hit)
+            prompts += [sequence] * sequence.in_prefill
 
     def _ending(self, chunks: list[Chunk]) -> set[PromptKey]:
         """The prompts whose logits will be kept when these chunks have been computed."""
@@ -361,7 +377,7 @@ class Scheduler:
             self.states.take(sequence)
         tokens = sequence.pending[: max(1, budget // sequence.token_cost)]
         end = sequence.num_computed + len(tokens)
-        if sequence.num_computed < sequence.prefill_end or not len(tokens):
+        if sequence.in_prefill or not len(tokens):
             self.cache.reserve(lease, end)
             if self.on_publish is not None:
                 self.on_publish(sequence, end)

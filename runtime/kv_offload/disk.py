@@ -38,6 +38,7 @@ from radixcache.runtime.kv_offload.files import (
     write_all,
 )
 from radixcache.runtime.kv_offload.fingerprint import fingerprint
+from radixcache.runtime.kv_offload.session import RESPONSE
 from radixcache.runtime.kv_offload.store import PageSource, Store
 from radixcache.runtime.model.kv_pool import KVPool, host_rows
 from radixcache.runtime.model.paged_model import PagedModel
@@ -372,12 +373,14 @@ class DiskStore(Store):
         return rows[:num_good]
 
     def _forget(self) -> None:
-        """Of what was asked nothing is left in the files, either. KV goes first: no row finds it
-        again, though the manifest be locked."""
+        """Of what was asked nothing is left in the files, either, but for responses that were
+        stored: those go when they are deleted. KV goes first: no row finds it again, though the
+        manifest be locked."""
         self._checksums.clear()
         os.ftruncate(self._file, 0)
         self._index.execute("delete from pages")
-        self._index.execute("delete from notes where name != ?", (ABOUT,))
+        kept = "name != ? and name not like ?"
+        self._index.execute(f"delete from notes where {kept}", (ABOUT, f"{RESPONSE}%"))
         self._index.commit()
         make_room(self._file, self.num_slots * self.page_bytes)
 

@@ -54,7 +54,6 @@ def create_app(llm: LLM, options: ServerArgs | None = None) -> FastAPI:
         backend.jobs.start()
         yield
         await backend.close()
-        stored.save()
 
     app = FastAPI(
         title="radixcache",

@@ -72,6 +72,11 @@ class BruteForce:
         lease.capacity = max(lease.capacity, len(lease.tokens))
         return lease
 
+    def match(self, tokens: np.ndarray, namespace: Hashable = None) -> int:
+        lease = self.hold()
+        self.find(lease, tokens.tolist())
+        return len(lease.tokens)
+
     def publish(self, lease: Hold, tokens: np.ndarray, *, written: bool = False) -> None:
         lease.used = True
         self.store(lease, tokens.tolist(), written)

@@ -112,11 +112,6 @@ class ResponseStore:
             entry = StoredResponse(turn, tokens, conversation, response)
             self.keep(name.removeprefix(RESPONSE), entry, is_saved=True)
 
-    def save(self) -> None:
-        """Let the disk have all of them, though it was emptied by a flush."""
-        for name, (entry, _) in self._stored.get(None, {}).items():
-            self._save(name, entry, _spell(entry))
-
     def _save(self, name: str, entry: StoredResponse, text: str) -> Future[object] | None:
         if self._disk is not None and entry.turn.cache_salt is None and entry.response is not None:
             return self._disk.note(f"{RESPONSE}{name}", text)

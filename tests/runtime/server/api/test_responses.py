@@ -212,5 +212,9 @@ def test_what_is_answered_is_on_disk_or_gone_from_it(tmp_path: Path) -> None:
             assert not is_there(text)
         server.post("/v1/responses", {"input": "zebra", "max_output_tokens": 2})
         assert is_there("zebra")
+        server.post("/v1/completions", {"prompt": "a yak", "max_tokens": 2})
+        assert llm.offload is not None and llm.offload.disk is not None
+        llm.offload.disk.flush()
         assert server.post("/v1/cache/flush").json() == {"flushed": True}
-        assert not is_there("zebra")
+        assert is_there("zebra"), "a response is stored until it is deleted"
+        assert not is_there("yak")
