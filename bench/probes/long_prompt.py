@@ -42,9 +42,8 @@ class Probe:
         """A prompt of random tokens."""
         prompt = self._rng.integers(1000, 2000 if not salt else 3000, tokens).tolist()
         params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
-        times = [time.perf_counter()]
-        deltas = self.llm.stream({"prompt_token_ids": prompt}, params, cache_salt=salt)
-        times.extend(time.perf_counter() for _ in deltas)
+        outputs = self.llm.stream({"prompt_token_ids": prompt}, params, cache_salt=salt)
+        times = [time.perf_counter(), *(time.perf_counter() for _ in outputs)]
         gaps = [after - before for before, after in pairwise(times[1:])]
         return Seen(times[1] - times[0], max(gaps, default=0.0), times[-1] - times[0])
 

@@ -269,3 +269,62 @@ def test_every_waiting_request_ages():
                 overtaken[request] += not request.finished
     assert 0 < max(overtaken.values()) <= MAX_SKIPS
     assert [request.finished for request in waiting] == [True] * 8
+
+
+# ------------------------------------------------------------------------- one long prompt
+
+
+@pytest.mark.parametrize("client", ["a", "b"])
+def test_a_long_prompt_stops_nobody(client):
+    """Who comes while it is in prefill has its first token in the next step."""
+    shared = Shared(slots=64, budget=64)
+    (long,) = shared.ask("a", prompt=4000, answer=1)
+    shared.step(3)
+    arrived = {}
+    for _ in range(10):
+        (short,) = shared.ask(client, prompt=20, answer=2)
+        arrived[short] = shared.steps
+        shared.step(2)
+    shared.finish(long, *arrived)
+    assert all(shared.began[short] - step == 1 for short, step in arrived.items())
+    assert shared.ended[long] <= 4000 // 64 + 10, "and hardly takes longer"
+
+
+def test_the_shortest_rest_ends_first_and_the_longest_goes_on():
+    shared = Shared(slots=64, budget=64)
+    requests = []
+    for length in (8000, 3000, 1000, 300):
+        requests += shared.ask("a", prompt=length, answer=1)
+        shared.step(2)
+    (equal,) = shared.ask("b", prompt=7000, answer=1)  # not beside one that is as long
+    done = [request.prefilled_tokens for request in requests]
+    shared.step(4)
+    assert all(r.finished or r.prefilled_tokens > n for r, n in zip(requests, done, strict=True))
+    assert equal.admitted is None
+    shared.finish(*requests, equal)
+    ends = [shared.ended[request] for request in [*requests, equal]]
+    assert ends[3] < ends[2] < ends[1] < ends[0] < ends[4]
+
+
+def test_short_prompts_without_end_starve_no_long_one():
+    shared = Shared(slots=64, budget=64)
+    long = shared.ask("a", prompt=4000, answer=1) + shared.ask("b", prompt=4000, answer=1)
+    while not all(request.finished for request in long):
+        shared.ask("c", 2, prompt=30, answer=1)
+        shared.step()
+        assert shared.steps < 3 * 8000 // 64
+
+
+def test_nobody_computes_what_a_long_prompt_is_about_to_compute():
+    engine = IndexEngine(Scheduler(parse_scheme("radix-16").make(1 << 16), 64, 16, "lpm"))
+    stem = np.arange(2000, dtype=np.int32)
+    requests = []
+    for own, length in enumerate([6000, 20, 20, 20, 20]):  # the others are much shorter
+        requests.append(engine.add(np.append(stem, np.full(length, 5000 + own, np.int32)), ANSWER))
+        engine.step()
+    short = engine.add(np.full(20, 9000, np.int32), ANSWER)
+    engine.step()
+    assert short.admitted is not None
+    while engine.has_work:
+        engine.step()
+    assert sum(request.prefilled_tokens for request in requests) <= 8000 + 4 * (20 + 64)
