@@ -284,6 +284,13 @@ class BruteFirst(BruteForce):
             lease.blocks.append(block)
             lease.tokens = tokens[:end]
 
+    def match(self, tokens, namespace=None):
+        lease = self.hold()
+        self.find(lease, tokens.tolist())
+        for block in lease.blocks:  # a look holds nothing
+            block.users -= 1
+        return len(lease.tokens)
+
     def free(self):
         return self.num_pages - sum(block.users > 0 for block in self.blocks)
 
