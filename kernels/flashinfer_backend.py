@@ -177,7 +177,8 @@ class FlashInferBackend(AttentionBackend):
         assert self._fixed_upload is not None, "allocate_fixed() first"
         fixed = len(batch.query_lens), int(batch.qo_indptr[-1])
         if batch.num_decodes < len(batch.query_lens):
-            assert not batch.shared and fixed <= (MAX_FIXED_SEQUENCES, self.max_fixed_tokens)
+            assert fixed[0] <= MAX_FIXED_SEQUENCES and fixed[1] <= self.max_fixed_tokens
+            assert not batch.shared
         return self._plan(batch, arrays, self._fixed_upload, fixed)
 
     @torch.inference_mode()

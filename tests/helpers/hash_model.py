@@ -104,16 +104,9 @@ class RecurrentHashModel(HashModel):
 
     wrong_states = 0
 
-    def forward(
-        self,
-        token_ids: Ints,
-        batch: PagedBatch,
-        logit_rows: Ints,
-        pool: HashPool,
-        states: Any = (),
-        unread: Unread | None = None,
-    ) -> torch.Tensor:
-        logits = super().forward(token_ids, batch, logit_rows, pool)
+    def forward(self, *step: Any) -> torch.Tensor:
+        logits = super().forward(*step)
+        token_ids, batch, logit_rows, pool, states, *_ = step
         after = []
         for i, state in enumerate(states):
             before, keeps = 0 if state.read < 0 else pool.states[state.read], dict(state.keeps)

@@ -182,17 +182,20 @@ class Chunks(Exchange[R]):
         return {**head, "choices": choices, **self._usage, **more}
 
     def events(self, news: PromptDelta | Prefilled) -> Iterator[JSON]:
-        prompt = sum(len(request.prompt_token_ids) for request in self.job.requests)
         if isinstance(news, PromptDelta):
             self._completed += len(news.delta.token_ids)
             options, completed = self.body.stream_options, self._completed
             if self._usage and options and options.continuous_usage_stats:
+                prompt = self._num_prompt_tokens()
                 counts = {"prompt_tokens": prompt, "completion_tokens": completed}
                 self._usage["usage"] = {**counts, "total_tokens": prompt + completed}
             yield from self.of(*news)
         else:
-            share = {"prompt_tokens": prompt, "computed_tokens": news.tokens}
+            share = {"prompt_tokens": self._num_prompt_tokens(), "computed_tokens": news.tokens}
             yield self.chunk(radixcache=share)
+
+    def _num_prompt_tokens(self) -> int:
+        return sum(len(request.prompt_token_ids) for request in self.job.requests)
 
     def last(self, outputs: list[RequestOutput]) -> Iterator[JSON]:
         """If more was asked for than text."""

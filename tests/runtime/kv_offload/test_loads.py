@@ -44,22 +44,34 @@ def test_what_was_being_read_when_the_cache_was_reset_is_computed(
     disk.close()
 
 
-def test_who_waits_for_the_loads_of_others_is_looked_up_when_one_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not in each step, which would hold up those that run."""
-    disk, late = Disk(tmp_path, num_pages=100), list[tuple[list[StoredPage], Any]]()
-    texts = [[start, *TEXT] for start in range(7)]
-    disk.put_down(*texts)
-    disk.store.flush()
-    read, find = disk.store.read, Mock(wraps=disk.tier.find)
-    monkeypatch.setattr(disk.tier, "find", find)
+Late = list[tuple[list[StoredPage], Any]]
+"""Pages that are asked for, each with the future of what is read."""
+
+
+def read_late(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> Late:
+    """What is read from now on comes when the test says so."""
+    late: Late = []
 
     def slowly(pages: list[StoredPage]) -> Future[torch.Tensor]:
         late.append((pages, Future()))
         return late[-1][1]
 
     monkeypatch.setattr(disk.store, "read", slowly)
+    return late
+
+
+def test_who_waits_for_the_loads_of_others_is_looked_up_when_one_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in each step, which would hold up those that run."""
+    disk = Disk(tmp_path, num_pages=100)
+    texts = [[start, *TEXT] for start in range(7)]
+    disk.put_down(*texts)
+    disk.store.flush()
+    read, find = disk.store.read, Mock(wraps=disk.tier.find)
+    late = read_late(disk, monkeypatch)
+    monkeypatch.setattr(disk.tier, "find", find)
+
     params = SamplingParams(temperature=0, max_tokens=4)
     requests = [disk.engine.add_request(text, params) for text in texts]
     for _ in range(5):
@@ -83,11 +95,12 @@ def test_a_load_that_is_aborted_goes_to_who_waits_for_it(
 ) -> None:
     """Nothing is read twice, and the engine waits where it has nothing to compute. One of them may
     go on otherwise than the other from `apart` on, or be longer."""
-    disk, late = Disk(tmp_path, num_pages=100), list[tuple[list[StoredPage], Any]]()
+    disk = Disk(tmp_path, num_pages=100)
     texts = [[*TEXT], [*TEXT[:apart], *[0] * (25 - apart), *more]]
     disk.put_down(*texts)
     disk.store.flush()
     read, waited = disk.store.read, Mock(wraps=wait)
+    late = read_late(disk, monkeypatch)
     monkeypatch.setattr(loads, "wait", waited)
     assert disk.engine.scheduler.loads is not None
     (level,) = disk.engine.scheduler.loads.levels
@@ -95,11 +108,6 @@ def test_a_load_that_is_aborted_goes_to_who_waits_for_it(
     monkeypatch.setattr(disk.engine.kv_pool, "write_pages", written)
     monkeypatch.setattr(level.copying, "note", rated)
 
-    def slowly(pages: list[StoredPage]) -> Future[torch.Tensor]:
-        late.append((pages, Future()))
-        return late[-1][1]
-
-    monkeypatch.setattr(disk.store, "read", slowly)
     params = SamplingParams(temperature=0, max_tokens=4)
     gone, other = (disk.engine.add_request(text, params) for text in texts)
     disk.engine.step()
