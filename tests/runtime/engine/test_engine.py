@@ -96,7 +96,8 @@ def test_greedy_tokens_equal_plain_transformers_cold_and_warm_with_any_cache_and
     assert_no_page_is_lost(engine)
     preempted = engine.scheduler.num_preemptions
     assert not preempted or (tight and concurrent)
-    if tight and concurrent and mode == "radix" and page_size < 16:  # for two may be no room
+    # Pages of 16 may have no room for two; prompts of many chunks come one after the other.
+    if tight and concurrent and mode == "radix" and page_size < 16 and chunk > 8:
         assert preempted
 
 
