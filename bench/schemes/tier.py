@@ -13,8 +13,8 @@ from radixcache.stored import StoredPages
 from radixcache.tier import LowerTier
 
 if TYPE_CHECKING:
-    from radixcache.runtime.engine.request import Sequence
     from radixcache.runtime.kv_offload.loads import Loads
+    from radixcache.runtime.request import Sequence
 
 
 class NoBytes:

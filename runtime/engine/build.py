@@ -23,9 +23,8 @@ from radixcache.radix import RadixCache
 from radixcache.runtime.engine.args import EngineArgs
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer
-from radixcache.runtime.engine.logits_cache import PROMPT_LOGITS_BYTES
-from radixcache.runtime.engine.request import Sequence
-from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.engine.logits_cache import PROMPT_LOGITS_BYTES, PromptLogitsCache
+from radixcache.runtime.engine.scheduler import OnPublish, Scheduler
 from radixcache.runtime.engine.state_planner import StatePlanner
 from radixcache.runtime.engine.step_budget import STEP_SECONDS
 from radixcache.runtime.engine.worker import answer
@@ -40,6 +39,7 @@ from radixcache.runtime.model.load import load_model, resolve_device
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
 from radixcache.runtime.model_files import BUNDLED_MODEL
+from radixcache.runtime.request import Sequence
 from radixcache.runtime.sampling.grammar import GrammarBackend
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sizes import parse_memory
@@ -121,29 +121,40 @@ def build_engine(args: EngineArgs) -> Built:
                 f"{num_states:,}", f"{model.bytes_per_state:,}", max_num_seqs,
             )  # fmt: skip
         pool = model.allocate(num_pages, page_size, num_states)
-        scheduler = Scheduler(
-            cache, args.max_num_batched_tokens, max_num_seqs, args.schedule_policy, states,
-            STEP_SECONDS,
-        )  # fmt: skip
         explainer = Explainer(cache, marks=tokenizer.added if tokenizer else ())
         drafts = args.speculate == "auto" and states is None
-        explain_and_draft(scheduler, explainer, model.eos_token_ids if drafts else None)
-        engine = Engine(
-            model,
-            pool,
-            cache,
-            scheduler,
-            tokenizer.decode if tokenizer else None,
-            args.seed,
-            partial(tokenizer.encode, special=False) if tokenizer else None,
-            grammars,
-        )
-        engine.capture_graphs()
-        params = _default_params(model.generation_config)
+        proposer, on_publish = explain_and_draft(explainer, model.eos_token_ids if drafts else None)
+        kept = None
+        if kind.full_prompt_hits and states is None:  # a recurrent model's next token needs a state
+            kept = PromptLogitsCache(model.vocab_size)
         offload = open_offload(args, model_path(args), model, cache, pool)
         if offload is not None:
-            engine.scheduler.loads, explainer.cost = offload.loads, offload.loads.cost
+            explainer.cost = offload.loads.cost
         try:
+            scheduler = Scheduler(
+                cache,
+                args.max_num_batched_tokens,
+                max_num_seqs,
+                args.schedule_policy,
+                states,
+                loads=None if offload is None else offload.loads,
+                logits_cache=kept,
+                proposer=proposer,
+                on_publish=on_publish,
+                step_seconds=STEP_SECONDS,
+            )
+            engine = Engine(
+                model,
+                pool,
+                cache,
+                scheduler,
+                tokenizer.decode if tokenizer else None,
+                args.seed,
+                partial(tokenizer.encode, special=False) if tokenizer else None,
+                grammars,
+            )
+            engine.capture_graphs()
+            params = _default_params(model.generation_config)
             publisher = None if events is None else KVEventPublisher(cache, events)
         except BaseException:
             if offload is not None:
@@ -243,13 +254,14 @@ def load(args: EngineArgs) -> PagedModel:
 
 
 def explain_and_draft(
-    scheduler: Scheduler, explainer: Explainer, end_tokens: list[int] | None
-) -> None:
-    """Let `explainer` see what a scheduler admits and publishes, and draft from it, unless
-    `end_tokens`, the model's own, is None."""
+    explainer: Explainer, end_tokens: list[int] | None
+) -> tuple[DraftProposer | None, OnPublish]:
+    """What drafts from the texts that `explainer` remembers (None where `end_tokens`, the model's
+    own, is None), and what tells both of each text before it is published."""
+    proposer = None
     if end_tokens is not None:
-        scheduler.proposer = DraftProposer(explainer.continuations, end_tokens)
-    scheduler.on_publish = partial(_before_publish, explainer, scheduler.proposer)
+        proposer = DraftProposer(explainer.continuations, end_tokens)
+    return proposer, partial(_before_publish, explainer, proposer)
 
 
 def _before_publish(

@@ -15,20 +15,19 @@ from radixcache.base import CacheStats, PrefixCache, Tokens, TokensLike, as_toke
 from radixcache.errors import ContextExceeded, InvalidRequest, WrongThread
 from radixcache.kernels.upload import on_device, send
 from radixcache.runtime.engine.chunk import Chunk
-from radixcache.runtime.engine.logits_cache import PromptLogitsCache, prompt_key
 from radixcache.runtime.engine.model_runner import ModelRunner
 from radixcache.runtime.engine.output_processor import OutputProcessor
-from radixcache.runtime.engine.request import Request, Sequence
+from radixcache.runtime.engine.rows import Row
+from radixcache.runtime.engine.sampler import PendingStep, Sampler
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.model.cuda_graphs import CudaGraphRunner
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.request import Request, Sequence, prompt_key
 from radixcache.runtime.sampling.grammar import GrammarBackend
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sampling.penalties import PenaltyState
 from radixcache.runtime.sampling.prompt_logprobs import PromptLogprobs, ScoredPrompts, token_cost
-from radixcache.runtime.sampling.rows import Row
-from radixcache.runtime.sampling.sampler import PendingStep, Sampler
 from radixcache.runtime.spec_decode.proposer import NO_TOKENS
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -94,6 +93,9 @@ class Engine:
         encode: text to token ids, without special tokens; None refuses bad words.
         seed: of the noise for requests without a seed of their own.
         grammar_backend: for requests that ask for a structure.
+        sampler: draws the tokens; by default one with `seed`.
+        overlap: launch a step before the tokens of the one before it are read, where the device
+            and the model allow that.
     """
 
     def __init__(
@@ -106,6 +108,8 @@ class Engine:
         seed: int = 0,
         encode: Callable[[str], list[int]] | None = None,
         grammar_backend: GrammarBackend | None = None,
+        sampler: Sampler | None = None,
+        overlap: bool = True,
     ) -> None:
         self.model, self.kv_pool = model, kv_pool
         self.cache = cache
@@ -117,16 +121,15 @@ class Engine:
         self._decode = decode
         self._encode = encode
         self._grammar_backend = grammar_backend or GrammarBackend(None, model.vocab_size, ())
-        self.sampler = Sampler(model.device, seed, model.eos_token_ids)
+        self.sampler = sampler or Sampler(model.device, seed, model.eos_token_ids)
         self.output_processor = OutputProcessor(scheduler, model.eos_token_ids)
         self._scored = ScoredPrompts(model.vocab_size)
-        if cache.full_prompt_hits and scheduler.states is None:  # the next token wants a state
-            scheduler.kept = PromptLogitsCache(model.vocab_size)
         self._before_flushes = CacheStats()
         self._next_id = 0
         self._ahead: _Step | None = None
-        self._runs_ahead = model.device.type != "cpu" and model.ranks is None
-        self._runs_ahead &= scheduler.states is None  # one token too many would be in the state
+        can_overlap = model.device.type != "cpu" and model.ranks is None
+        can_overlap &= scheduler.states is None  # one token too many would be in the state
+        self.overlap = overlap and can_overlap
         self._thread: int | None = None
         self._cut_off = False
         """A call is under way, or was cut off before it could recover."""
@@ -258,7 +261,7 @@ class Engine:
 
         All of them, if the prompt is cached in full and the logits at its end are kept.
         """
-        tokens, kept = as_tokens(prompt), self.scheduler.kept
+        tokens, kept = as_tokens(prompt), self.scheduler.logits_cache
         is_kept = kept is not None and prompt_key(tokens, namespace) in kept
         if is_kept and self.cache.cached_length(tokens, namespace) == len(tokens):
             return len(tokens)
@@ -271,14 +274,8 @@ class Engine:
             LeaseError: a request runs, or a prefix is pinned.
         """
         stats = self.cache.stats
-        self.cache.reset()
+        self.scheduler.reset()
         self._before_flushes += stats
-        if self.scheduler.kept is not None:
-            self.scheduler.kept.clear()
-        if self.scheduler.states is not None:
-            self.scheduler.states.index.clear()
-        if self.scheduler.proposer is not None:
-            self.scheduler.proposer.clear()
 
     @property
     def lifetime_stats(self) -> CacheStats:
@@ -360,7 +357,7 @@ class Engine:
         """
         if before is None:
             chunks = self.scheduler.schedule()
-        elif not self._runs_ahead or any(len(row.draft) for row in before.rows):
+        elif not self.overlap or any(len(row.draft) for row in before.rows):
             return None  # how much of the drafts is right is not known yet
         else:
             chunks = self.scheduler.schedule_ahead([row.sequence for row in before.rows])
@@ -376,9 +373,7 @@ class Engine:
             chunks, logits = self.runner.run(chunks, before)
         else:
             logits = torch.empty((0, self.model.vocab_size), device=self.model.device)
-        self.cache.commit()
-        if self.scheduler.states is not None:
-            self.scheduler.states.index.commit()
+        self.scheduler.commit()
         ends = [chunk for chunk in chunks if chunk.is_last]
         return _Forward(chunks, ends, hits, logits, prefills, drafted)
 
@@ -397,11 +392,11 @@ class Engine:
             ends = [ends[at] for at in kept]
             logits = logits[send(np.array(kept, np.int64), self.model.device)]
         may_keep = hits or any(not chunk.is_unread for chunk in ends)
-        if self.scheduler.kept is not None and may_keep:
+        if self.scheduler.logits_cache is not None and may_keep:
             prompts = [(c.sequence.request.prompt_key if c.ends_prompt else None) for c in ends]
             used = [chunk.sequence.request.prompt_key for chunk in hits]
             counts = [1 + len(chunk.draft) for chunk in ends]
-            cached = self.scheduler.kept.exchange(logits, prompts, counts, used)
+            cached = self.scheduler.logits_cache.exchange(logits, prompts, counts, used)
             logits = torch.cat([logits, *cached]) if cached else logits
         rows = [
             Row(chunk.sequence, chunk.draft[:count] if count else NO_TOKENS)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable
 from collections.abc import Sequence as List
 
-from radixcache.runtime.engine.request import Sequence
+from radixcache.runtime.request import Sequence
 
 
 class FairShares:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from math import inf
 
-from radixcache.runtime.engine.request import Request, Sequence
+from radixcache.runtime.engine.rows import by_sequence
+from radixcache.runtime.engine.sampler import PendingStep
 from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.request import Request, Sequence
 from radixcache.runtime.sampling.grammar import GrammarError
 from radixcache.runtime.sampling.penalties import NOTHING_LEFT
-from radixcache.runtime.sampling.rows import by_sequence
-from radixcache.runtime.sampling.sampler import PendingStep
 
 NOT_A_NUMBER = "the model's logits are not numbers: a weight is not, or the dtype is too narrow"
 """Why a sequence fails."""
@@ -22,8 +22,6 @@ class OutputProcessor:
     def __init__(self, scheduler: Scheduler, eos_token_ids: Iterable[int]) -> None:
         self._scheduler = scheduler
         self._eos_token_ids = frozenset(eos_token_ids)
-        self.forces_tokens = True
-        """Tokens that a grammar leaves no choice of are computed in one step."""
         self.num_generated = 0
         """Tokens, since the engine was made."""
         self.changed: dict[Request, None] = {}
@@ -85,7 +83,7 @@ class OutputProcessor:
         step computes all of them in one chunk."""
         yield token
         grammar, request = sequence.grammar, sequence.request
-        if grammar is None or sequence.finish_reason is not None or not self.forces_tokens:
+        if grammar is None or sequence.finish_reason is not None:
             return
         if request.params.logprobs is not None or request.penalties is not None:
             return  # logits are asked for, or a token may be forbidden

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Hashable
 import numpy as np
 
 from radixcache.base import Tokens
-from radixcache.runtime.engine.request import Sequence
+from radixcache.runtime.request import Sequence
 
 Match = Callable[[Tokens, Hashable], int]
 """How many leading tokens would not be computed."""

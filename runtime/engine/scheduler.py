@@ -26,17 +26,19 @@ from radixcache.errors import OutOfPages
 from radixcache.lease import Lease
 from radixcache.runtime.engine.chunk import Chunk
 from radixcache.runtime.engine.fairness import FairShares
-from radixcache.runtime.engine.logits_cache import PromptKey, PromptLogitsCache
+from radixcache.runtime.engine.logits_cache import PromptLogitsCache
 from radixcache.runtime.engine.prefills import is_coming, may_begin
-from radixcache.runtime.engine.request import Request, Sequence
 from radixcache.runtime.engine.state_planner import StatePlanner
 from radixcache.runtime.engine.step_budget import StepBudget
+from radixcache.runtime.request import PromptKey, Request, Sequence
 from radixcache.runtime.spec_decode.proposer import MAX_DRAFT, NO_TOKENS, DraftProposer
 
 if TYPE_CHECKING:  # the index benchmark runs the scheduler without torch
     from radixcache.runtime.kv_offload.loads import Loads
 
 Policy = Literal["lpm", "fcfs"]
+
+OnPublish = Callable[[Sequence, int], None]
 
 MAX_SKIPS = 64
 """Later sequences of its client that may overtake a waiting one before it goes first; one that
@@ -62,6 +64,11 @@ class Scheduler:
         policy: "lpm" admits the longest cached prefix first (SGLang's cache-aware
             order), with ageing; "fcfs" admits in order of arrival.
         states: of a recurrent model.
+        loads: brings up pages from a tier below the cache's pool.
+        logits_cache: keeps the logits at the ends of prompts; without it, the last token of each
+            prompt is computed.
+        proposer: drafts tokens; not for a recurrent model, whose state would then hold them.
+        on_publish: called before the first n tokens of a sequence are published.
         step_seconds: that a step should take at most, as `StepBudget` measures.
     """
 
@@ -72,10 +79,17 @@ class Scheduler:
         max_num_seqs: int,
         policy: Policy = "lpm",
         states: StatePlanner | None = None,
+        *,
+        loads: Loads | None = None,
+        logits_cache: PromptLogitsCache | None = None,
+        proposer: DraftProposer | None = None,
+        on_publish: OnPublish | None = None,
         step_seconds: float | None = None,
     ) -> None:
         self.cache = cache
-        self.states = states
+        self.states, self.loads = states, loads
+        self.logits_cache, self.proposer = logits_cache, proposer
+        self.on_publish = on_publish
         self.max_num_batched_tokens = max_num_batched_tokens
         self.budget = StepBudget(step_seconds)
         self.max_num_seqs = max_num_seqs
@@ -85,14 +99,6 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         """In order of admission: under pressure the last one is put back first."""
-        self.loads: Loads | None = None
-        """Brings up pages from a tier below the cache's pool."""
-        self.kept: PromptLogitsCache | None = None
-        """Where the engine keeps logits; with None, each prompt's last token is computed."""
-        self.proposer: DraftProposer | None = None
-        """Drafts tokens; not for a recurrent model, whose state would have them in it."""
-        self.on_publish: Callable[[Sequence, int], None] | None = None
-        """Called before the cache hears of the first so many tokens of a sequence."""
         self.on_no_room: Callable[[], bool] | None = None
         """Called before a request fails for want of pages; says whether some were given up."""
         self.num_preemptions = 0
@@ -306,7 +312,7 @@ class Scheduler:
 
     def _ending(self, chunks: list[Chunk]) -> set[PromptKey]:
         """The prompts whose logits will be kept when these chunks have been computed."""
-        if self.kept is None:
+        if self.logits_cache is None:
             return set()
         return {chunk.sequence.request.prompt_key for chunk in chunks if chunk.ends_prompt}
 
@@ -316,10 +322,10 @@ class Scheduler:
         if sequence.scoring is not None:  # what has KV but no scores is computed again
             end = sequence.scoring.recall()
         include_last = (
-            self.kept is not None
+            self.logits_cache is not None
             and sequence.is_fresh
             and end == len(sequence)
-            and request.prompt_key in self.kept
+            and request.prompt_key in self.logits_cache
         )
         lease = sequence.lease = self.cache.acquire(
             sequence.tokens, request.namespace, resumed=sequence.resumes, include_last=include_last
@@ -469,6 +475,26 @@ class Scheduler:
         client = sequence.request.client
         if all(other.request.client != client for other in self.open):
             self._shares.leave(client)
+
+    def commit(self) -> None:
+        """The step that was scheduled last has run: its KV and its recurrent states are there."""
+        self.cache.commit()
+        if self.states is not None:
+            self.states.index.commit()
+
+    def reset(self) -> None:
+        """Forget all KV, states, kept logits and texts to draft from.
+
+        Raises:
+            LeaseError: a request runs, or a prefix is pinned.
+        """
+        self.cache.reset()
+        if self.logits_cache is not None:
+            self.logits_cache.clear()
+        if self.states is not None:
+            self.states.index.clear()
+        if self.proposer is not None:
+            self.proposer.clear()
 
     def recover(self) -> list[Sequence]:
         """A step or an `abort` was cut off, wherever it was: everybody open waits for another step.

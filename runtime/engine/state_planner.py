@@ -17,7 +17,7 @@ import numpy as np
 
 from radixcache.base import Tokens
 from radixcache.lease import Lease
-from radixcache.runtime.engine.request import Request, Sequence
+from radixcache.runtime.request import Request, Sequence
 from radixcache.states import Checkpoint, Key, Kind, SequenceStates, StateIndex
 
 MIN_RECOMPUTED = 16

@@ -30,7 +30,7 @@ from radixcache.stored import LoadCost, Medium, StoredPage
 from radixcache.tier import LowerTier
 
 if TYPE_CHECKING:
-    from radixcache.runtime.engine.request import Sequence
+    from radixcache.runtime.request import Sequence
 
 _TRIES = 3
 """Loads in whose time the pool lost what they go on from; then the request is computed."""

@@ -17,6 +17,7 @@ from radixcache import SamplingParams
 from radixcache.errors import InvalidRequest, ModelError
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.torch_backend import TorchBackend
+from radixcache.runtime.engine.sampler import sample, top_logprobs
 from radixcache.runtime.model import exact
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.operations import exact as exact_layers
@@ -25,7 +26,6 @@ from radixcache.runtime.model.operations.linear import NativeLinear
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model_files import BUNDLED_MODEL
 from radixcache.runtime.sampling.prompt_logprobs import _score
-from radixcache.runtime.sampling.sampler import sample, top_logprobs
 from tests.helpers.models import tiny_model
 from tests.runtime.model import exact_schedules
 from tests.runtime.model.exact_schedules import LOOPED, Tally, differing, exact_model, play

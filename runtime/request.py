@@ -6,18 +6,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable
 from functools import cached_property, partial
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from radixcache.base import Tokens
 from radixcache.lease import Lease
-from radixcache.runtime.engine.explain import Loaded, Miss
-from radixcache.runtime.engine.logits_cache import PromptKey, prompt_key
-from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
+from radixcache.runtime.explanation import Loaded, Miss
+from radixcache.runtime.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sampling.penalties import PenaltyState
-from radixcache.runtime.spec_decode.proposer import DraftState
 from radixcache.runtime.tokens.conversation import thoughts_of
 from radixcache.runtime.tokens.detokenizer import Detokenizer
 from radixcache.runtime.tokens.stops import StopStrings
@@ -28,8 +27,16 @@ if TYPE_CHECKING:  # the index benchmark runs the scheduler without torch
     from radixcache.runtime.sampling.prompt_logprobs import PromptLogprobs
 
 
+PromptKey = tuple[Hashable, bytes]
+"""A namespace, and a digest of a prompt in it."""
+
 PHASES = ("queue", "prefill", "decode")
 """What a request goes through: until it is admitted, to its first token, and to its end."""
+
+
+def prompt_key(tokens: Tokens, namespace: Hashable) -> PromptKey:
+    """What stands for the prompt `tokens`: 256 bits of BLAKE2, which no other has. O(tokens)."""
+    return namespace, blake2b(tokens.tobytes(), digest_size=32).digest()
 
 
 class Sequence:
@@ -68,7 +75,6 @@ class Sequence:
         self.grammar: Grammar | None = None
         self.num_first = 0
         """Tokens that its first step gave it."""
-        self.draft_state = DraftState()
         self.num_drafted: Counter[str] = Counter()
         """Tokens, by source."""
         self.num_accepted: Counter[str] = Counter()
