@@ -37,13 +37,13 @@ class Lease:
         "_copies",
         "_num_own_from",
         "_num_pages",
-        "_page_size",
         "_table",
         "cached_tokens",
         "capacity",
         "namespace",
         "next_step_tokens",
         "num_tokens",
+        "page_size",
         "publishing",
         "query_tokens",
         "released",
@@ -54,7 +54,7 @@ class Lease:
     def __init__(
         self, page_size: int, query_tokens: int, namespace: Hashable = None, resumed: bool = False
     ) -> None:
-        self.namespace = namespace
+        self.namespace, self.page_size = namespace, page_size
         self.num_tokens = 0
         """Length of the prefix whose KV is cached or published; the next publish starts here."""
         self.cached_tokens = 0
@@ -72,7 +72,6 @@ class Lease:
         self.publishing = False
         """The step being scheduled writes tokens of this lease."""
         self.released = False
-        self._page_size = page_size
         self._table: Pages = np.empty(query_tokens // page_size + 2, np.int32)
         self._num_pages = 0
         self._num_own_from = 0

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from radixcache.base import PrefixCache, Tokens, TokensLike, as_namespace, as_tokens, mutation
-from radixcache.errors import OutOfPages, PinError
+from radixcache.errors import OutOfPages
 from radixcache.events import Evicted, Stored
 from radixcache.eviction import EvictionOrder
 from radixcache.held import HeldPages
@@ -50,7 +50,6 @@ class RadixCache(PrefixCache):
         self._held = HeldPages(self._tree, self._order, self._leases)
         self._in_flight: dict[RadixLease, int] = {}
         """Leases that stand on in-flight tokens, and where each was last written; in order."""
-        self._pins = {}
         for tier in () if self.lower is None else self.lower.chain():
             tier.recover([])
 
@@ -389,38 +388,21 @@ class RadixCache(PrefixCache):
         lease._num_own_from = end
         lease.capacity = lease.num_tokens
 
-    # -- pins ----------------------------------------------------------------------------------
-
-    def _pin(self, name: str, tokens: Tokens, namespace: Hashable) -> None:
-        root = self._tree.find_root(namespace)
-        node, position = self._tree.descend(root, 0, tokens) if root else (None, 0)
-        if node is None or position < len(tokens) or not position:
-            raise PinError(f"{position} of the {len(tokens)} tokens of {name!r} are cached")
-        if self._find(node, position, tokens[:0])[2] < position:
-            raise PinError(f"the tokens of {name!r} are still in flight")
-        pages = self._tree.read_pages(node, 0, -(-position // self.page_size))
-        self._check_pin(name, namespace, pages)
-        lease = RadixLease(node, self.page_size, len(tokens), namespace, resumed=False)
-        lease.num_tokens = position
+    def _pin(self, lease: RadixLease) -> None:
         self._held.forget()
-        self._order.discard(node)
-        node.enter(lease)
-        self._read_table(lease, 0)
-        if position < node.end:  # what follows the prefix stays evictable
-            self._split(node, position)
-        self._leases[lease] = None
-        self._pins[namespace, name] = lease
+        if lease.num_tokens < lease.node.end:  # what follows the prefix stays evictable
+            self._split(lease.node, lease.num_tokens)
 
     # -- the whole -----------------------------------------------------------------------------
 
     def outline(self) -> Outline[Any]:
         shown = TieredTree(self._tree, self.lower)
         clock, pins = self._clock, dict[Node, list[str]]()
-        for (_, name), lease in self._pins.items():
+        for (_, name), lease in self.pins.leases.items():
             assert isinstance(lease, RadixLease)
             pins.setdefault(lease.node, []).append(name)
         running: dict[Node, list[int]] = {}
-        for lease in self._leases.keys() - self._pins.values():
+        for lease in self._leases.keys() - self.pins.leases.values():
             running.setdefault(lease.node, []).append(lease.cached_tokens)
 
         return Outline(

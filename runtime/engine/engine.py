@@ -300,7 +300,7 @@ class Engine:
             assert sequence.finish_reason is None and computed <= len(sequence)
             assert (lease is not None) == (sequence in running), f"{sequence}: {lease}"
             assert computed <= (lease.capacity if lease else 0), f"{lease} for {computed} tokens"
-        leases = {sequence.lease for sequence in running} | {*self.cache._pins.values()}
+        leases = {sequence.lease for sequence in running} | {*self.cache.pins.leases.values()}
         assert leases == self.cache._leases.keys(), "leases of nobody"
         if scheduler.states is not None:
             scheduler.states.check(running)

@@ -90,7 +90,7 @@ class Offload:
                     level.tier.recover([])  # nobody waits for a load any more
                     level.tier.evict_all()
                 self.disk.source, self._cache.lower = self._pool, self.levels[-1].tier
-                for namespace, name in self._cache.pins:
+                for namespace, name in [*self._cache.pins]:
                     self._cache.unpin(name, namespace)
                 self._cache.evict(self._cache.pool.num_pages)
         finally:

@@ -59,7 +59,7 @@ class Machine:
         self.pool = PagePool(num_pages, page_size)
         self.cache = kind(self.pool)
         if budget is not None:
-            self.cache.pin_budget = budget
+            self.cache.pins.budget = budget
         self.model = MODELS[kind](num_pages, page_size)
         self.kv = KV(num_pages, page_size)
         self.counts = Counter[str]() if counts is None else counts
@@ -354,12 +354,12 @@ class Machine:
     def pin(self, name: str, namespace: Hashable, tokens: list[int]) -> None:
         """What is cached and written stays; within the budget, and the share of a namespace."""
         size = self.cache.granularity
-        whole = tokens[: len(tokens) // size * size] if size else []
+        whole = tokens[: len(tokens) // size * size] if self.cache.caches else []
         may = len(whole) > 0 and self.model.written(namespace, whole) == len(whole)
         pages = self.table(namespace, whole) if may else []
         may &= (namespace, name) not in self.pins
-        may &= len({*pages, *self.pinned(namespace)}) <= (self.cache.pin_budget + 1) // 2
-        may &= len({*pages, *self.pinned(*NAMESPACES)}) <= self.cache.pin_budget
+        may &= len({*pages, *self.pinned(namespace)}) <= (self.cache.pins.budget + 1) // 2
+        may &= len({*pages, *self.pinned(*NAMESPACES)}) <= self.cache.pins.budget
         if not may:
             self.counts["pins refused"] += 1
             before = self.seen()
@@ -455,7 +455,7 @@ class Machine:
     def seen(self) -> object:
         """What a call that is refused must leave alone."""
         leases = [(lease.num_tokens, lease.page_table.tolist()) for lease in self.leases.values()]
-        return self.pool.refs.tolist(), leases, self.cache.pins, vars(self.cache.stats).copy()
+        return self.pool.refs.tolist(), leases, {**self.cache.pins}, vars(self.cache.stats).copy()
 
     def pinned(self, *namespaces: Hashable) -> set[int]:
         pins = [pin for (namespace, _), pin in self.pins.items() if namespace in namespaces]
@@ -476,9 +476,9 @@ class Machine:
         assert cache.stats == self.stats
         assert cache.idle == (not model.holds) and cache.in_flight == bool(self.flight)
         assert cache.pins == {key: len(pin.tokens) for key, pin in self.pins.items()}
-        assert cache.pinned_pages == len(self.pinned(*NAMESPACES))
+        assert cache.pins.num_pages == len(self.pinned(*NAMESPACES))
         for namespace in NAMESPACES:
-            assert cache.pinned_pages_of(namespace) == len(self.pinned(namespace))
+            assert cache.pins.num_pages_of(namespace) == len(self.pinned(namespace))
         for pin in self.pins.values():
             assert model.cached(pin.namespace, pin.tokens) == len(pin.tokens)
         held = self.pinned(*NAMESPACES)

@@ -217,7 +217,7 @@ def engine_metrics(llm: LLM) -> list[Metric]:
     )
     for reason, count in llm.explainer.missed_tokens.items():
         missed.add_metric([reason], count)
-    pages = {"used": used, "free": pool.num_free, "leased": leased, "pinned": cache.pinned_pages}
+    pages = {"used": used, "free": pool.num_free, "leased": leased, "pinned": cache.pins.num_pages}
     states = scheduler.states.index.counts if scheduler.states is not None else {}
     return [
         *(CounterMetricFamily(f"radixcache_{n}", t, value=v) for n, (t, v) in counters.items()),
