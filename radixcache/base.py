@@ -22,10 +22,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from radixcache.errors import (
     CacheBroken,
@@ -37,15 +36,11 @@ from radixcache.errors import (
 )
 from radixcache.events import Cleared, Evicted, Listener, Stored
 from radixcache.lease import Lease
+from radixcache.nodes import Tokens as Tokens
 from radixcache.pages import PagePool
 from radixcache.pins import Pins
 from radixcache.snapshot import EVERYTHING, CachedNode, Look, Outline
-
-if TYPE_CHECKING:
-    from radixcache.tier import LowerTier
-
-Tokens = NDArray[np.int32]
-"""Token ids, one-dimensional int32."""
+from radixcache.tier import LowerTier
 
 TokensLike = Tokens | Sequence[int]
 """What the interface accepts; anything but an int32 array is converted once, at the boundary."""
@@ -179,7 +174,7 @@ class PrefixCache(ABC):
     stats: CacheStats
     events: list[Listener]
     """Callables that receive each `Stored`, `Evicted` and `Cleared`; see `radixcache.events`."""
-    lower: LowerTier | None = None
+    lower: LowerTier[Any] | None = None
     """Where a radix cache's pages go that are evicted; None forgets them."""
     pins: Pins
     """Pinned tokens by namespace and name, and the pages that they hold."""
@@ -248,8 +243,7 @@ class PrefixCache(ABC):
 
         With `written`, their KV is there already: nothing is in flight. An engine may so publish
         decoded tokens by the page. If another lease has the same tokens in flight, or those before
-        them, nothing is published, as `lease.num_tokens` then says. Of a hit of the whole prompt,
-        no tokens may be published, as written: it counts as used from then on.
+        them, nothing is published, as `lease.num_tokens` then says.
 
         Where the cache holds the same tokens already, whole duplicate pages are freed and the
         lease's table points at the cached ones when the call returns. O(len(tokens)).
@@ -257,6 +251,18 @@ class PrefixCache(ABC):
         Raises:
             LeaseError: fewer tokens are reserved, or the lease has published in this step already.
         """
+
+    @mutation
+    def touch(self, lease: Lease) -> None:
+        """Count as used a lease that has found its whole prompt, so that it need not publish."""
+        lease = self._mine(lease)
+        if lease.cached_tokens < lease.query_tokens:
+            raise LeaseError("touch is for a hit of the whole prompt: publish the rest of it")
+        self._touch(lease)
+        self._count(lease)
+
+    def _touch(self, lease: Any) -> None:  # noqa: B027
+        """`touch` of a lease of this cache."""
 
     @mutation
     def commit(self) -> None:

@@ -68,7 +68,7 @@ class Lease:
         self.query_tokens = query_tokens
         self.resumed = resumed
         self.used = False
-        """`publish` was called: the lease counts in the statistics and in the LRU order."""
+        """It has published, or was touched: it counts in the statistics and in the LRU order."""
         self.publishing = False
         """The step being scheduled writes tokens of this lease."""
         self.released = False
@@ -113,7 +113,7 @@ class Lease:
     def _check_publish(self, count: int) -> None:
         if self.publishing:
             raise LeaseError("a lease publishes once per step: commit or roll back first")
-        if count < 1 and self.cached_tokens < self.query_tokens:
+        if count < 1:
             raise LeaseError("publish needs at least one token")
         if self.num_tokens + count > self.capacity:
             raise LeaseError(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from radixcache.base import PrefixCache, Tokens, TokensLike, as_namespace, as_tokens, mutation
-from radixcache.errors import OutOfPages
+from radixcache.errors import LeaseError, OutOfPages
 from radixcache.events import Evicted, Stored
 from radixcache.eviction import EvictionOrder
 from radixcache.held import HeldPages
@@ -152,24 +152,49 @@ class RadixCache(PrefixCache):
 
     @mutation
     def publish(self, lease: Lease, tokens: TokensLike, *, written: bool = False) -> None:
-        lease = self._mine(lease)
-        tokens = as_tokens(tokens)
+        lease, tokens = self._mine(lease), as_tokens(tokens)
         lease._check_publish(len(tokens))
+        if not written:
+            self._in_flight.setdefault(lease, lease.num_tokens)
+            lease.publishing = True
+        if self._extend(lease, tokens, written):
+            self._count(lease)
+
+    @mutation
+    def load(self, lease: Lease, tokens: TokensLike) -> None:
+        """Lengthen the hit of `lease` by `tokens`, whose KV was copied into its reserved pages from
+        a lower tier, before its first `publish`. Nothing changes if another lease has the same
+        tokens in flight, as `lease.num_tokens` then says. O(len(tokens)).
+        """
+        lease, tokens = self._mine(lease), as_tokens(tokens)
+        if lease.used:
+            raise LeaseError("a hit is lengthened before the first publish")
+        lease._check_publish(len(tokens))
+        before = lease.num_tokens
+        if self._extend(lease, tokens, written=True):
+            lease.cached_tokens = lease.num_tokens
+            self.stats.loaded_tokens += lease.num_tokens - before
+            self._note_use(lease)
+            self._settle(lease.node)
+
+    def _touch(self, lease: RadixLease) -> None:
+        self._held.publish()
+
+    def _extend(self, lease: RadixLease, tokens: Tokens, written: bool) -> bool:
+        """Move the cursor over `tokens`, and store those that the tree does not hold; False if they
+        are written, but in flight for another lease."""
         start = lease.num_tokens
         node, position = self._tree.descend(lease.node, start, tokens)
-        if not written:
-            self._in_flight.setdefault(lease, start)
-            lease.publishing = True
-        elif self._tree.written(node) < position:
-            return  # the same tokens are in flight for another lease
+        if written and self._tree.written(node) < position:
+            return False
         self._held.publish()
-        self._count(lease)
         if position > start:
             self._held.forget()
             self._move(lease, node, position)
             self._drop_duplicates(lease)
         if position < start + len(tokens):
             self._append(lease, tokens[position - start :], written)
+        return True
 
     def _drop_duplicates(self, lease: RadixLease) -> None:
         """Free the lease's own whole pages behind its cursor; the tree holds those tokens too."""
@@ -265,17 +290,22 @@ class RadixCache(PrefixCache):
         self._in_flight.pop(lease, None)
         self._held.release(lease)
         lease._drop_own(self.pool)
+        if lease.used:
+            self._note_use(lease)
+        lease.released = True
+        del self._leases[lease]
+        lease.node.leave(lease)
+        self._settle(lease.node)
+
+    def _note_use(self, lease: RadixLease) -> None:
+        """The tokens up to the lease's cursor have been used last."""
         node = lease.node
-        if lease.used and node.parent is not None:
+        if node.parent is not None:
             if lease.num_tokens < node.end:  # the tail was not used: it keeps its time
                 node = self._split(node, lease.num_tokens)
             self._clock += 1
             self._tree.straighten(node)
             node.last_use = self._clock
-        lease.released = True
-        del self._leases[lease]
-        lease.node.leave(lease)
-        self._settle(lease.node)
 
     # -- eviction ------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator
 from itertools import islice
 from math import inf
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from radixcache.base import PrefixCache, Tokens
 from radixcache.errors import OutOfPages
@@ -31,10 +31,8 @@ from radixcache.runtime.engine.prefills import is_coming, may_begin
 from radixcache.runtime.engine.request import Request, Sequence
 from radixcache.runtime.engine.state_planner import StatePlanner
 from radixcache.runtime.engine.step_budget import StepBudget
+from radixcache.runtime.kv_offload.page_loader import PageLoader
 from radixcache.runtime.spec_decode.proposer import MAX_DRAFT, NO_TOKENS, DraftProposer
-
-if TYPE_CHECKING:  # the index benchmark runs the scheduler without torch
-    from radixcache.runtime.kv_offload.loads import Loads
 
 Policy = Literal["lpm", "fcfs"]
 
@@ -85,7 +83,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         """In order of admission: under pressure the last one is put back first."""
-        self.loads: Loads | None = None
+        self.loads: PageLoader | None = None
         """Brings up pages from a tier below the cache's pool."""
         self.kept: PromptLogitsCache | None = None
         """Where the engine keeps logits; with None, each prompt's last token is computed."""
@@ -256,17 +254,19 @@ class Scheduler:
         for sequence in self._candidates():
             if not budget.room(0) or len(self.running) >= self.max_num_seqs:
                 break
-            if self.loads is not None:
-                if self.loads.waits(sequence):
-                    continue
-                budget.tokens = self.loads.charge(budget.tokens)
+            if self.loads is not None and self.loads.waits(sequence):
+                continue
+            has_read = self.loads is not None and self.loads.has_read(sequence)
             room = None if self.loads or sequence.num_skips >= MAX_SKIPS else budget.room
-            if prompts and not may_begin(sequence, prompts, self.match, room):
+            if prompts and not (has_read or may_begin(sequence, prompts, self.match, room)):
                 continue
             lease = self._acquire(sequence)
-            if self.loads is not None and self.loads.begin(sequence, lease):
-                self._release(sequence)
-                continue
+            if self.loads is not None:
+                reads_more = self.loads.load(sequence, lease)
+                budget.tokens = self.loads.charge(budget.tokens)
+                if reads_more:
+                    self._release(sequence)
+                    continue
             missing = len(sequence) - lease.cached_tokens
             is_twin = bool(ending and missing and sequence.is_fresh)
             is_twin = is_twin and sequence.request.prompt_key in ending
@@ -381,9 +381,10 @@ class Scheduler:
             self.cache.reserve(lease, end)
             if self.on_publish is not None:
                 self.on_publish(sequence, end)
-            if end > lease.num_tokens or not len(tokens):  # else computed for its logits only
-                new = sequence.tokens[lease.num_tokens : end]
-                self.cache.publish(lease, new, written=not len(tokens))
+            if not len(tokens):
+                self.cache.touch(lease)
+            elif end > lease.num_tokens:  # else computed for its logits only
+                self.cache.publish(lease, sequence.tokens[lease.num_tokens : end])
             sequence.request.prefilled_tokens += len(tokens)
             self._shares.note(sequence.request.client, len(tokens))
         else:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -161,7 +162,9 @@ class Machine:
         self.never_more_than(wanted + copied)
         return True
 
-    def publish(self, request: Request, tokens: list[int], written: bool) -> None:
+    def publish(
+        self, request: Request, tokens: list[int], written: bool, loaded: bool = False
+    ) -> None:
         lease, start = self.leases[request], len(request.tokens)
         if not tokens or not self.make_room(request, start + len(tokens)):
             return
@@ -172,10 +175,14 @@ class Machine:
                 self.cache.publish(lease, tokens, written=written)
             return
         table = lease.page_table.copy()
+        publish: Callable[[Any, Any], None] = partial(self.cache.publish, written=written)
+        if loaded:
+            assert isinstance(self.cache, RadixCache)
+            publish = self.cache.load
         if written and self.model.follows_flight(request, tokens):
-            self.cache.publish(lease, tokens, written=True)
+            publish(lease, tokens)
             return
-        if not request.used:
+        if not request.used and not loaded:
             self.admit(request)
         if not written:
             if request.back is None:
@@ -187,7 +194,12 @@ class Machine:
         if written:
             self.write(request, start)
         self.model.publish(request, start, written)
-        self.cache.publish(lease, tokens, written=written)
+        publish(lease, tokens)
+        if loaded:
+            assert isinstance(self.model, TreeModel)
+            self.model.note_use(request)
+            request.cached = len(request.tokens)
+            self.stats.loaded_tokens += len(tokens)
         self.counts["tables repointed"] += bool((lease.page_table != table).any())
         self.counts["published as written"] += written
 
@@ -204,11 +216,11 @@ class Machine:
     def publish_nothing(self, request: Request) -> None:
         """A hit of the whole prompt is used from now on; any other has something to publish."""
         whole = request.cached == len(request.prompt)
-        if request.publishing or not whole:
+        if not whole:
             with pytest.raises(LeaseError):
-                self.cache.publish(self.leases[request], [], written=True)
+                self.cache.touch(self.leases[request])
             return
-        self.cache.publish(self.leases[request], [], written=True)
+        self.cache.touch(self.leases[request])
         if not request.used:
             self.admit(request)
 
@@ -231,7 +243,7 @@ class Machine:
             loaded = np.concatenate([store.slots[page.slot] for page in pages])
             names = names_of(None, request.prompt)[first * self.page_size : end]
             assert loaded[: len(names)].tolist() == names
-            self.publish(request, request.prompt[start:end], True)
+            self.publish(request, request.prompt[start:end], True, loaded=not request.used)
             self.counts[f"loads from tier {self.stores.index(store)}"] += 1
         tier.end_load(pages, loads * (len(request.tokens) - first * self.page_size))
 

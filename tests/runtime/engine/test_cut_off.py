@@ -66,8 +66,9 @@ def test_a_cache_cut_off_half_way_says_so_until_it_recovers(
 
 
 CHANGES: dict[str, tuple[Any, ...]] = {
-    "acquire": ([1],), "reserve": (None, 1), "publish": (None, [1]), "commit": (), "rollback": (),
-    "release": (None,), "evict": (1,), "pin": ("a", [1]), "unpin": ("a",), "reset": (),
+    "acquire": ([1],), "reserve": (None, 1), "publish": (None, [1]), "touch": (None,),
+    "commit": (), "rollback": (), "release": (None,), "evict": (1,),
+    "pin": ("a", [1]), "unpin": ("a",), "reset": (),
 }  # fmt: skip
 LOOKS: dict[str, tuple[Any, ...]] = {
     "match": ([1, 2],), "cached_length": ([1],), "would_evict": (1,),
