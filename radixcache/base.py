@@ -22,10 +22,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from radixcache.errors import (
     CacheBroken,
@@ -37,14 +36,11 @@ from radixcache.errors import (
 )
 from radixcache.events import Cleared, Evicted, Listener, Stored
 from radixcache.lease import Lease
-from radixcache.pages import PagePool, Pages
+from radixcache.nodes import Tokens as Tokens
+from radixcache.pages import PagePool
+from radixcache.pins import Pins
 from radixcache.snapshot import EVERYTHING, CachedNode, Look, Outline
-
-if TYPE_CHECKING:
-    from radixcache.tier import LowerTier
-
-Tokens = NDArray[np.int32]
-"""Token ids, one-dimensional int32."""
+from radixcache.tier import LowerTier
 
 TokensLike = Tokens | Sequence[int]
 """What the interface accepts; anything but an int32 array is converted once, at the boundary."""
@@ -170,17 +166,18 @@ class PrefixCache(ABC):
     page_size: int
     """Tokens per page."""
     granularity: int
-    """Hits are multiples of this many tokens: 1, or a page; 0 if there are never any."""
+    """Hits are multiples of this many tokens: 1, or a page."""
+    caches: ClassVar[bool] = True
+    """Whether there are ever any hits."""
     full_prompt_hits: bool = False
     """Whether `acquire` obeys `include_last`; a cache that does not ignores it."""
     stats: CacheStats
     events: list[Listener]
     """Callables that receive each `Stored`, `Evicted` and `Cleared`; see `radixcache.events`."""
-    lower: LowerTier | None = None
+    lower: LowerTier[Any] | None = None
     """Where a radix cache's pages go that are evicted; None forgets them."""
-    pin_budget: int
-    """Pages that all pins together may hold; those of one namespace may hold `pin_share`."""
-    _pins: dict[tuple[Hashable, str], Lease]
+    pins: Pins
+    """Pinned tokens by namespace and name, and the pages that they hold."""
     _leases: dict[Any, None]
     """Those that live, pins included."""
     _in_flight: dict[Any, Any]
@@ -197,7 +194,7 @@ class PrefixCache(ABC):
         self.pool = pool
         self.page_size = pool.page_size
         self.granularity = granularity
-        self.pin_budget = pool.num_pages // 2
+        self.pins = Pins(pool.num_pages // 2 * self.caches)
         self.stats = CacheStats()
         self.events = []
         self._forget_all()
@@ -246,8 +243,7 @@ class PrefixCache(ABC):
 
         With `written`, their KV is there already: nothing is in flight. An engine may so publish
         decoded tokens by the page. If another lease has the same tokens in flight, or those before
-        them, nothing is published, as `lease.num_tokens` then says. Of a hit of the whole prompt,
-        no tokens may be published, as written: it counts as used from then on.
+        them, nothing is published, as `lease.num_tokens` then says.
 
         Where the cache holds the same tokens already, whole duplicate pages are freed and the
         lease's table points at the cached ones when the call returns. O(len(tokens)).
@@ -255,6 +251,18 @@ class PrefixCache(ABC):
         Raises:
             LeaseError: fewer tokens are reserved, or the lease has published in this step already.
         """
+
+    @mutation
+    def touch(self, lease: Lease) -> None:
+        """Count as used a lease that has found its whole prompt, so that it need not publish."""
+        lease = self._mine(lease)
+        if lease.cached_tokens < lease.query_tokens:
+            raise LeaseError("touch is for a hit of the whole prompt: publish the rest of it")
+        self._touch(lease)
+        self._count(lease)
+
+    def _touch(self, lease: Any) -> None:  # noqa: B027
+        """`touch` of a lease of this cache."""
 
     @mutation
     def commit(self) -> None:
@@ -306,54 +314,55 @@ class PrefixCache(ABC):
         """Whether something cached must go for so many new pages. O(num_pages)."""
         return num_pages > self.pool.num_free
 
-    @mutation
     def pin(self, name: str, tokens: TokensLike, namespace: Hashable = None) -> None:
-        """Keep the cached prefix `tokens` from eviction until `unpin(name, namespace)`.
+        """Keep the cached prefix `tokens` from eviction until `unpin(name, namespace)`; where hits
+        are whole pages, the whole pages of it.
 
         Raises:
             PinError: the namespace has that name, the prefix is not cached in full, or the pages of
                 the namespace's pins would exceed its share, or those of all pins the budget.
         """
-        self._pin(as_name(name), as_tokens(tokens), as_namespace(namespace))
+        key = as_namespace(namespace), as_name(name)
+        tokens = as_tokens(tokens)
+        lease = self.acquire(tokens, namespace, include_last=True)
+        try:
+            if not self.caches:
+                raise PinError(f"{name!r} cannot be pinned: the engine runs without a prefix cache")
+            wanted = max(1, len(tokens) // self.granularity) * self.granularity
+            if lease.num_tokens < wanted:
+                raise PinError(
+                    f"{lease.num_tokens} of the {wanted} tokens of {name!r} to pin are cached"
+                )
+            if lease in self._in_flight:
+                raise PinError(f"the tokens of {name!r} are still in flight")
+            self.pins.check(name, key[0], lease.page_table)
+        except PinError:
+            self.release(lease)
+            raise
+        self._pin(lease)
+        self.pins.leases[key] = lease
 
-    def _pin(self, name: str, tokens: Tokens, namespace: Hashable) -> None:
-        raise PinError(f"{name!r} cannot be pinned: this engine runs without a prefix cache")
-
-    def _check_pin(self, name: str, namespace: Hashable, pages: Pages) -> None:
-        """`PinError` unless `pages` may be pinned, too; it tells nothing of other namespaces."""
-        if (namespace, name) in self._pins:
-            raise PinError(f"a prefix named {name!r} is pinned already")
-        num_own = _count_pages([*self._tables(namespace), pages])
-        if num_own > self.pin_share:
-            raise PinError(
-                f"pinning {name!r} makes {num_own} pinned pages, the share is {self.pin_share}"
-            )
-        if _count_pages([*self._tables(), pages]) > self.pin_budget:
-            raise PinError(f"pinning {name!r} takes more pages than all pins together have left")
+    def _pin(self, lease: Any) -> None:  # noqa: B027
+        """A lease that has found a whole prefix becomes that of a pin."""
 
     @mutation
     def unpin(self, name: str, namespace: Hashable = None) -> None:
         """Drop a pin; `PinError` if the namespace has none of that name."""
-        lease = self._pins.pop((as_namespace(namespace), as_name(name)), None)
+        lease = self.pins.leases.pop((as_namespace(namespace), as_name(name)), None)
         if lease is None:
             raise PinError(f"no prefix named {name!r} is pinned")
         self.changes += 1
         self._release(lease)
 
-    @property
-    def pins(self) -> dict[tuple[Hashable, str], int]:
-        """Pinned tokens by namespace and name."""
-        return {key: lease.num_tokens for key, lease in self._pins.items()}
-
-    @property
-    def pin_share(self) -> int:
-        """Pages that the pins of one namespace may hold: half of the budget, rounded up."""
-        return -(-self.pin_budget // 2)
-
-    @property
-    def pinned_pages(self) -> int:
-        """Distinct pages that the pins hold. O(pages of all pins)."""
-        return _count_pages(self._tables())
+    def pinned_pages_beside(self, tokens: TokensLike, namespace: Hashable = None) -> int:
+        """Pinned pages that are not among those of a prompt, or in which a pin ends, so that it may
+        have to copy them. O(tokens), if there are pins."""
+        if not self.pins:
+            return 0
+        lease = self.acquire(tokens, namespace)
+        beside = self.pins.num_pages_beside(lease)
+        self.release(lease)
+        return beside
 
     @property
     def leased_pages(self) -> int:
@@ -362,31 +371,6 @@ class PrefixCache(ABC):
         for lease in self._leases:
             held[lease.page_table] = True
         return int(held.sum())
-
-    def pinned_pages_of(self, namespace: Hashable) -> int:
-        """Distinct pages that the pins of one namespace hold. O(pages of all its pins)."""
-        return _count_pages(self._tables(as_namespace(namespace)))
-
-    def pinned_pages_beside(self, tokens: TokensLike, namespace: Hashable = None) -> int:
-        """Pinned pages that are not among those of a prompt, or in which a pin ends, so that it may
-        have to copy them. O(tokens), if there are pins."""
-        if not self._pins:
-            return 0
-        lease = self.acquire(tokens, namespace)
-        own = lease.page_table[: lease.cached_tokens // self.page_size]
-        whole = [pin.page_table[: pin.num_tokens // self.page_size] for pin in self._pins.values()]
-        shared = np.intersect1d(own, np.concatenate(whole))
-        beside = np.setdiff1d(np.concatenate(self._tables()), shared)
-        self.release(lease)
-        return len(beside)
-
-    def _tables(self, *namespaces: Hashable) -> list[Pages]:
-        """The page tables of the pins, or of those in `namespaces`."""
-        return [
-            lease.page_table
-            for (namespace, _), lease in self._pins.items()
-            if not namespaces or namespace in namespaces
-        ]
 
     def outline(self) -> Outline[Any]:
         """What pictures of the cache are drawn from, until the cache changes."""
@@ -404,7 +388,7 @@ class PrefixCache(ABC):
     def reset(self) -> None:
         """Forget all that is cached and zero the statistics; `LeaseError` while a lease lives."""
         if self._leases:
-            num_leases, names = len(self._leases) - len(self._pins), [n for _, n in self._pins]
+            num_leases, names = len(self._leases) - len(self.pins), [n for _, n in self.pins]
             wanted = [f"release {num_leases} lease{'s' * (num_leases > 1)}"] * (num_leases > 0)
             wanted += [f"unpin {', '.join(map(repr, names))}"] * (len(names) > 0)
             raise LeaseError(f"before a reset, {' and '.join(wanted)}")
@@ -440,7 +424,7 @@ class PrefixCache(ABC):
         if not self.broken:
             try:
                 self.rollback()
-                pinned = set(self._pins.values())
+                pinned = set(self.pins.leases.values())
                 for lease in [lease for lease in self._leases if lease not in pinned]:
                     self.release(lease)
                 return
@@ -450,6 +434,7 @@ class PrefixCache(ABC):
         for lease in [*self._leases]:
             lease.released = True
         self.pool.clear()
+        self.pins.leases.clear()
         self._forget_all()
         self._emit(Cleared())
         self._inside = False
@@ -474,7 +459,3 @@ class PrefixCache(ABC):
                 listener(event)
         except RadixCacheError as error:  # `mutation` would think that nothing has changed
             raise RuntimeError(f"a listener of the cache failed: {error}") from error
-
-
-def _count_pages(tables: list[Pages]) -> int:
-    return len(np.unique(np.concatenate(tables))) if tables else 0

@@ -35,6 +35,9 @@ class GhostIndex(RadixCache):
             self.recover()
         tokens = as_tokens(tokens)[: self.pool.num_pages]
         lease = self.acquire(tokens, namespace, include_last=True)
-        self.reserve(lease, len(tokens))
-        self.publish(lease, tokens[lease.num_tokens :], written=True)
+        if lease.num_tokens < len(tokens):
+            self.reserve(lease, len(tokens))
+            self.publish(lease, tokens[lease.num_tokens :], written=True)
+        else:
+            self.touch(lease)
         self.release(lease)

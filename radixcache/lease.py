@@ -37,13 +37,13 @@ class Lease:
         "_copies",
         "_num_own_from",
         "_num_pages",
-        "_page_size",
         "_table",
         "cached_tokens",
         "capacity",
         "namespace",
         "next_step_tokens",
         "num_tokens",
+        "page_size",
         "publishing",
         "query_tokens",
         "released",
@@ -54,7 +54,7 @@ class Lease:
     def __init__(
         self, page_size: int, query_tokens: int, namespace: Hashable = None, resumed: bool = False
     ) -> None:
-        self.namespace = namespace
+        self.namespace, self.page_size = namespace, page_size
         self.num_tokens = 0
         """Length of the prefix whose KV is cached or published; the next publish starts here."""
         self.cached_tokens = 0
@@ -68,11 +68,10 @@ class Lease:
         self.query_tokens = query_tokens
         self.resumed = resumed
         self.used = False
-        """`publish` was called: the lease counts in the statistics and in the LRU order."""
+        """It has published, or was touched: it counts in the statistics and in the LRU order."""
         self.publishing = False
         """The step being scheduled writes tokens of this lease."""
         self.released = False
-        self._page_size = page_size
         self._table: Pages = np.empty(query_tokens // page_size + 2, np.int32)
         self._num_pages = 0
         self._num_own_from = 0
@@ -114,7 +113,7 @@ class Lease:
     def _check_publish(self, count: int) -> None:
         if self.publishing:
             raise LeaseError("a lease publishes once per step: commit or roll back first")
-        if count < 1 and self.cached_tokens < self.query_tokens:
+        if count < 1:
             raise LeaseError("publish needs at least one token")
         if self.num_tokens + count > self.capacity:
             raise LeaseError(

@@ -21,13 +21,13 @@ class NoCache(PrefixCache):
     0
     """
 
+    caches = False
+
     def __init__(self, pool: PagePool) -> None:
-        super().__init__(pool, granularity=0)
+        super().__init__(pool, granularity=1)
 
     def _forget_all(self) -> None:
-        self.pin_budget = 0
         self._leases: dict[Lease, None] = {}
-        self._pins = {}
         self._in_flight: dict[Lease, int] = {}
 
     def match(self, tokens: TokensLike, namespace: Hashable = None) -> int:

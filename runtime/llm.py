@@ -289,7 +289,7 @@ class LLM:
 
         `generate(..., prefix=name)` with the same salt goes on from it; so does any prompt that
         begins with it. `llm.prefixes.list()` tells what is pinned. The prefixes of a salt, or of
-        none, may hold `llm.cache.pin_share` pages: a quarter of all, and all together half.
+        none, may hold `llm.cache.pins.share` pages: a quarter of all, and all together half.
 
         Raises:
             PinError: the salt has that name for another prefix, or there are too few pages left to

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,16 +59,16 @@ class ScriptedEngine(Engine):
         self, model: PagedModel, kv_pool: KVPool, scheme: Scheme, serving: Serving
     ) -> None:
         cache = scheme.make(kv_pool.num_pages * kv_pool.page_size)
-        proposer = on_publish = None
+        drafts: dict[str, Any] = {}
         if serving.speculate:
             proposer, on_publish = explain_and_draft(Explainer(cache), model.eos_token_ids)
+            drafts = {"proposer": proposer, "on_publish": on_publish}
         scheduler = Scheduler(  # no logits cache: every scheme computes a prompt's last token
             cache,
             serving.max_num_batched_tokens,
             serving.max_num_seqs,
             serving.schedule_policy,
-            proposer=proposer,
-            on_publish=on_publish,
+            **drafts,
         )
         self._answers: dict[Request, Tokens] = {}
         sampler = ScriptedSampler(model, self._answers)

@@ -1,4 +1,4 @@
-"""Puts an engine together: the model, its KV pages, the cache, the tokenizer and the grammars."""
+"""Builds an engine: the model, its KV pages, the cache, the tokenizer and the grammars."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from radixcache.runtime.kv_events.config import KVEventsConfig
 from radixcache.runtime.kv_events.publisher import KVEventPublisher
 from radixcache.runtime.kv_offload.host import STAGED_BYTES
 from radixcache.runtime.kv_offload.offload import Offload, open_offload
+from radixcache.runtime.kv_offload.page_loader import NO_LOADS
 from radixcache.runtime.model import cgroups
 from radixcache.runtime.model.cuda_graphs import bytes_beside_pages
 from radixcache.runtime.model.kv_pool import count_pages
@@ -55,17 +56,16 @@ CACHES: dict[str, type[RadixCache] | type[HashBlockCache] | type[NoCache]] = {
 
 
 _MOST_CHECKPOINTS = 1024
-"""States that are kept of no running sequence: each length among them is looked for."""
+"""Kept states beside those of running sequences: a look-up tries each length among them."""
 
 _MARK_TOKENS = 3
-"""What comes after these of the mark of an answer may differ, as where a model thinks or does not.
-"""
+"""Tokens of an answer's mark that are compared: later ones may differ, as where a model thinks."""
 
 _log = logging.getLogger("radixcache")
 
 
 class Built(NamedTuple):
-    """An engine, and what was made for it."""
+    """An engine and its parts."""
 
     engine: Engine
     tokenizer: Tokenizer | None
@@ -82,11 +82,11 @@ def model_path(args: EngineArgs) -> str:
 
 
 def build_engine(args: EngineArgs) -> Built:
-    """Load the model, and put an engine around it.
+    """Load the model and build an engine for it.
 
     Raises:
-        ModelError: no such model, or one that would be silently wrong over pages, or not exact, or
-            that cannot be shared out so.
+        ModelError: there is no such model, or it would be silently wrong over pages, or it is not
+            exact, or it cannot be split over so many ranks.
         InvalidRequest: the settings do not fit the model, or this machine.
         RanksLost: one of the model's processes ended as it was loaded.
     """
@@ -137,7 +137,7 @@ def build_engine(args: EngineArgs) -> Built:
                 max_num_seqs,
                 args.schedule_policy,
                 states,
-                loads=None if offload is None else offload.loads,
+                loads=NO_LOADS if offload is None else offload.loads,
                 logits_cache=kept,
                 proposer=proposer,
                 on_publish=on_publish,
@@ -162,17 +162,17 @@ def build_engine(args: EngineArgs) -> Built:
             raise
         return Built(engine, tokenizer, grammars, explainer, publisher, params, offload)
     except BaseException:
-        if model.ranks is not None:  # or they would live as long as the error's traceback
+        if model.ranks is not None:  # else they would live as long as the error's traceback
             model.ranks.close()
         raise
 
 
 def _share_memory(args: EngineArgs, model: PagedModel) -> tuple[int, int]:
-    """KV pages and recurrent states that fit the memory; of pages no more than every sequence at
+    """How many KV pages and recurrent states fit the memory; no more pages than all sequences at
     full context would ever use.
 
     Raises:
-        InvalidRequest: it does not hold them.
+        InvalidRequest: the memory is too small.
     """
     page_size, max_num_seqs = args.page_size, args.max_num_seqs
     taken = bytes_beside_pages(
@@ -200,9 +200,9 @@ def _share_memory(args: EngineArgs, model: PagedModel) -> tuple[int, int]:
 
 
 def _answer_mark(tokenizer: Tokenizer) -> list[int]:
-    """The first tokens with which the chat template asks the model to speak."""
+    """The first tokens with which the chat template asks for an answer."""
     question = [{"role": "system", "content": "!"}, {"role": "user", "content": "?"}]
-    for messages in (question[1:], question):  # some templates want the one, some the other
+    for messages in (question[1:], question):  # templates may demand or refuse a system message
         with suppress(InvalidRequest):
             before, asked = (
                 tokenizer.encode(tokenizer.render_chat(messages, ask=ask)) for ask in (False, True)
@@ -237,7 +237,7 @@ def load(args: EngineArgs) -> PagedModel:
     if resolve_device(args.device).type != "cpu":
         return read()
     future: Future[PagedModel] = Future()
-    loading = partial(copy_context().run, read)  # so that who watches here hears of it
+    loading = partial(copy_context().run, read)  # so that progress is reported here
     thread = threading.Thread(target=answer, args=(future, loading), daemon=True)
     try:
         thread.start()
@@ -256,8 +256,8 @@ def load(args: EngineArgs) -> PagedModel:
 def explain_and_draft(
     explainer: Explainer, end_tokens: list[int] | None
 ) -> tuple[DraftProposer | None, OnPublish]:
-    """What drafts from the texts that `explainer` remembers (None where `end_tokens`, the model's
-    own, is None), and what tells both of each text before it is published."""
+    """A proposer that drafts from the texts of `explainer` (None without `end_tokens`, the model's
+    own), and the function that shows both each text before it is published."""
     proposer = None
     if end_tokens is not None:
         proposer = DraftProposer(explainer.continuations, end_tokens)
@@ -267,7 +267,7 @@ def explain_and_draft(
 def _before_publish(
     explainer: Explainer, proposer: DraftProposer | None, sequence: Sequence, num_tokens: int
 ) -> None:
-    """Explain a request when it is admitted, and remember what is computed of it."""
+    """Explain a request when it is admitted, and remember the tokens that it computes."""
     request, lease = sequence.request, sequence.lease
     if request.explanation is None and lease is not None:
         hit = lease.num_tokens - sequence.num_recomputed
@@ -282,8 +282,8 @@ def _before_publish(
 def _default_params(config: Any) -> SamplingParams:
     """Sampling as the model's generation_config.json asks for it.
 
-    A model that says nothing is sampled at temperature 1, as in OpenAI's API and vLLM; where it
-    says ``"do_sample": false``, the likeliest token is taken.
+    Without it, the temperature is 1, as in OpenAI's API and vLLM; ``"do_sample": false`` takes the
+    likeliest token.
     """
     greedy = getattr(config, "do_sample", None) is False
 

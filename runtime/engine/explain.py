@@ -136,7 +136,7 @@ class Explainer:
         count, unit = len(tokens), self.cache.granularity
         if hit == known:
             return []
-        if not unit:
+        if not self.cache.caches:
             return [Miss("caching_off", hit, known, count)]
         in_flight = hit
         if unit == 1:  # whole pages are hit in flight, too

@@ -1,4 +1,4 @@
-"""Reads the tokens of a step: appends them to their sequences, and ends those that are done."""
+"""Appends the sampled tokens of a step to their sequences, and ends those that are done."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOT_A_NUMBER = "the model's logits are not numbers: a weight is not, or the dtyp
 
 
 class OutputProcessor:
-    """What comes of tokens, on the engine's thread."""
+    """Appends tokens and detects stops, on the engine's thread."""
 
     def __init__(self, scheduler: Scheduler, eos_token_ids: Iterable[int]) -> None:
         self._scheduler = scheduler
@@ -25,8 +25,8 @@ class OutputProcessor:
         self.num_generated = 0
         """Tokens, since the engine was made."""
         self.changed: dict[Request, None] = {}
-        """Requests that `Engine.step` has yet to tell of: those of a step that failed after it had
-        read some of its tokens."""
+        """Requests that `Engine.step` has yet to report, also of a step that failed after some of
+        its tokens were read."""
 
     def finish(self, step: PendingStep) -> None:
         """Read the tokens of a step, and note the requests that got one."""
@@ -58,8 +58,7 @@ class OutputProcessor:
                 self._scheduler.proposer.learn(sequence, len(draft), accepted)
 
     def _can_go_on(self, sequence: Sequence, highest: float) -> bool:
-        """Whether a token may be appended that was drawn where this is the highest logit; the
-        sequence is ended if it is not."""
+        """Whether the drawn token may be appended, by the highest logit; else the sequence ends."""
         if sequence.finish_reason is not None:
             return False
         if not highest < inf:
@@ -79,8 +78,8 @@ class OutputProcessor:
         return False
 
     def _with_forced(self, sequence: Sequence, token: int) -> Iterator[int]:
-        """A token that was drawn and, once it is appended, those that must come behind it: the next
-        step computes all of them in one chunk."""
+        """The drawn token and, once it is appended, those that the grammar forces behind it: the
+        next step computes all of them in one chunk."""
         yield token
         grammar, request = sequence.grammar, sequence.request
         if grammar is None or sequence.finish_reason is not None:
@@ -93,7 +92,7 @@ class OutputProcessor:
                 break
 
     def end_if_done(self, sequence: Sequence) -> None:
-        """Look at a sequence's last token, which may be its end; again, if that was cut off."""
+        """End a sequence if its last token is its end; called again if this was cut off."""
         token = sequence.generated.item(-1)
         try:
             reason = self._end_reason(sequence, token)

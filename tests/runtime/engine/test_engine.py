@@ -208,7 +208,7 @@ def test_pinned_pages_count_when_a_request_comes(folder: Path, mode: str) -> Non
     path, pinned = model_path(folder, "llama"), list(range(40))
     engine = make_engine(path, mode, page_size=4, num_pages=20)
     run(engine, [pinned], SamplingParams(temperature=0, max_tokens=1))
-    engine.cache.pin_budget = 20
+    engine.cache.pins.budget = 20
     engine.cache.pin("system", pinned)
     other = prompts(250)[0][:20]
     # What goes on from the prefix shares its pages, but for one that it goes on from in mid-page.
@@ -227,7 +227,7 @@ def test_a_request_that_pins_leave_no_room_for_fails_alone(folder: Path) -> None
     path = model_path(folder, "llama")
     engine = make_engine(path, page_size=4, num_pages=20)
     run(engine, [list(range(40))], SamplingParams(temperature=0, max_tokens=1))
-    engine.cache.pin_budget = 20
+    engine.cache.pins.budget = 20
     big, small = prompts(250)[0], prompts(250)[3]
     failing = engine.add_request(big, GREEDY)
     engine.cache.pin("system", list(range(40)))  # only now

@@ -128,7 +128,7 @@ class AtTheLimit:
         model: Any = self.engine.model
         assert not model.unwritten and not getattr(model, "wrong_states", 0)
         assert_cached_is_computed(self.engine)
-        for namespace, name in self.engine.cache.pins:
+        for namespace, name in [*self.engine.cache.pins]:
             self.engine.cache.unpin(name, namespace)
         assert_no_page_is_lost(self.engine)
         self.seen["preempted"] += self.engine.scheduler.num_preemptions

@@ -143,7 +143,8 @@ class Pinned:
         self.engine = Engine(model, pool, cache, scheduler)
         disk = None if folder is None else DiskStore(folder, pool, on_disk)
         self.offload = Offload(cache, pool, HostStore(slots * pool.page_bytes, pool), disk)
-        self.store, self.tier = self.offload.levels[0].store, self.offload.levels[0].tier
+        self.tier = self.offload.tiers[0]
+        self.store = self.tier.store
         calls: list[tuple[Any, str]] = [(self.store, "save"), (self.store, "read")]
         calls += [(pool, "write_pages")] if folder is None else []  # of a disk it waits
         for owner, name in calls:
