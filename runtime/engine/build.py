@@ -140,7 +140,8 @@ def build_engine(args: EngineArgs) -> Built:
         )
         engine.capture_graphs()
         params = _default_params(model.generation_config)
-        offload = open_offload(args, model_path(args), model, cache, pool)
+        tiers = args.host_memory, args.kv_dir, args.kv_dir_size
+        offload = open_offload(model_path(args), model, cache, pool, *tiers)
         if offload is not None:
             engine.scheduler.loads, explainer.cost = offload.loads, offload.loads.cost
         try:
