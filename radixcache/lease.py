@@ -1,4 +1,4 @@
-"""One request's hold on pages."""
+"""Leases: the cursors through which requests hold pages."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class PageCopy(NamedTuple):
 
 
 class Lease:
-    """A cursor into the cache and the one receipt for the pages that a request may use.
+    """A request's cursor into the cache, and its page table.
 
-    Made by `PrefixCache.acquire`, moved only by the cache's methods, dead after `release`::
+    `PrefixCache.acquire` makes it, the cache's methods move it, `release` ends it::
 
         page table   [ shared ... shared | own ... own ]
                        held by the cache   held by the lease, to write what follows the cursor
@@ -56,21 +56,21 @@ class Lease:
     ) -> None:
         self.namespace, self.page_size = namespace, page_size
         self.num_tokens = 0
-        """Length of the prefix whose KV is cached or published; the next publish starts here."""
+        """Length of the prefix that is cached or published; the next publish starts here."""
         self.cached_tokens = 0
-        """Tokens found instead of computed: the hit of `acquire`. Lower it before the first publish
-        if some of them are computed all the same, so that the statistics do not count those."""
+        """The hit: tokens that `acquire` found or `RadixCache.load` brought. Lower it before the
+        first publish if some are computed all the same, so that the statistics leave them out."""
         self.next_step_tokens = 0
-        """How much longer the hit of `acquire` would be once the step being scheduled has run: the
-        tokens in flight in a half-filled page, which nobody may copy before."""
+        """How much longer the hit would be after the step being scheduled: by the tokens in flight
+        in a half-filled page, which cannot be copied before they are written."""
         self.capacity = 0
-        """Tokens that the lease may hold without another `reserve`."""
+        """Tokens that the page table has room for: beyond it, `reserve` first."""
         self.query_tokens = query_tokens
         self.resumed = resumed
         self.used = False
         """It has published, or was touched: it counts in the statistics and in the LRU order."""
         self.publishing = False
-        """The step being scheduled writes tokens of this lease."""
+        """It has published in the step being scheduled, which writes those tokens."""
         self.released = False
         self._table: Pages = np.empty(query_tokens // page_size + 2, np.int32)
         self._num_pages = 0
@@ -92,7 +92,7 @@ class Lease:
         copies, self._copies = self._copies, []
         return copies
 
-    # What follows is for the caches; the number of own pages is the pool's business too.
+    # What follows is for the caches.
 
     def _set_pages(self, start: int, pages: Pages) -> None:
         """Write `pages` into the table from index `start` and end the table there."""

@@ -127,7 +127,8 @@ def build_engine(args: EngineArgs) -> Built:
         kept = None
         if kind.full_prompt_hits and states is None:  # a recurrent model's next token needs a state
             kept = PromptLogitsCache(model.vocab_size)
-        offload = open_offload(args, model_path(args), model, cache, pool)
+        tiers = args.host_memory, args.kv_dir, args.kv_dir_size
+        offload = open_offload(model_path(args), model, cache, pool, *tiers)
         if offload is not None:
             explainer.cost = offload.loads.cost
         try:

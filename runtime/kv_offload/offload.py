@@ -21,7 +21,6 @@ from radixcache.runtime.tokens.conversation import Conversations
 from radixcache.tier import LowerTier
 
 if TYPE_CHECKING:  # imports xxhash and sqlite3
-    from radixcache.runtime.engine.args import EngineArgs
     from radixcache.runtime.kv_offload.disk import DiskStore
 
 
@@ -98,35 +97,39 @@ class Offload:
 
 
 def open_offload(
-    args: EngineArgs, name_or_path: str, model: PagedModel, cache: object, pool: KVPool
+    name_or_path: str,
+    model: PagedModel,
+    cache: object,
+    pool: KVPool,
+    host_memory: int | str | None,
+    kv_dir: str | Path | None,
+    kv_dir_size: int | str | None,
 ) -> Offload | None:
-    """What `host_memory` or `kv_dir` asks for.
+    """The tiers that the engine's arguments `host_memory` and `kv_dir` ask for; None for none.
 
     Raises:
         InvalidRequest: the model has recurrent states, the memory cannot be had or holds no page,
             or the folder cannot be used.
     """
-    settings = {"host_memory": args.host_memory, "kv_dir": args.kv_dir}
-    asked = [name for name, value in settings.items() if value is not None]
-    if not asked:
+    if host_memory is None and kv_dir is None:
         return None
     if model.bytes_per_state:
+        asked = "kv_dir" if host_memory is None else "host_memory"
         raise InvalidRequest(
-            f"{asked[0]} is not for model type {model.model_type!r}: its recurrent states are not "
-            "kept"
+            f"{asked} is not for model type {model.model_type!r}: its recurrent states are not kept"
         )
     assert isinstance(cache, RadixCache)
     host = disk = None
-    if args.host_memory is not None:
+    if host_memory is not None:
         report("pinning host memory", 1.0)
-        host = HostStore(args.host_memory, pool)
+        host = HostStore(host_memory, pool)
     try:
-        if args.kv_dir is not None:
+        if kv_dir is not None:
             from radixcache.runtime.kv_offload.disk import open_disk
 
             report("reading the KV directory", 1.0)
-            assert args.kv_dir_size is not None
-            folder, size = Path(args.kv_dir).expanduser(), parse_memory(args.kv_dir_size)
+            assert kv_dir_size is not None
+            folder, size = Path(kv_dir).expanduser(), parse_memory(kv_dir_size)
             disk = open_disk(folder, size, model, name_or_path, pool)
         return Offload(cache, pool, host, disk)
     except BaseException:
