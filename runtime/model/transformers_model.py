@@ -20,7 +20,13 @@ from numpy.typing import NDArray
 from transformers import AttentionInterface, PreTrainedModel
 
 from radixcache.errors import first_sentence
-from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch
+from radixcache.kernels.attention import (
+    AttentionBackend,
+    AttentionPlan,
+    LayerInputs,
+    LayerKind,
+    PagedBatch,
+)
 from radixcache.kernels.native.attention import NativeBackend
 from radixcache.kernels.native.library import quiet_torch
 from radixcache.runtime.model import compatibility as gate
@@ -143,30 +149,16 @@ class TransformersModel(PagedModel):
         is_packed = isinstance(self.attention, NativeBackend) and not self.bytes_per_state
         return quiet_torch() if is_packed else nullcontext()
 
-    def _logits(
-        self,
-        pool: KVPool,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        logit_rows: torch.Tensor,
-    ) -> torch.Tensor:
+    def _logits(self, pool: KVPool, plan: AttentionPlan) -> torch.Tensor:
         def serve(
             call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             sinks: torch.Tensor | None,
         ) -> torch.Tensor:  # fmt: skip
-            return self.attention.run(
-                query,
-                key,
-                value,
-                *pool.layers[self._places[call.layer]],
-                scale=call.kind.scale,
-                window=call.kind.window,
-                softcap=call.kind.softcap,
-                sinks=sinks,
-            )
+            pages = pool.layers[self._places[call.layer]]
+            return plan.run(LayerInputs(query, key, value, pages, call.kind, sinks))
 
         with _serving(serve):
-            return self._run(token_ids, positions, logit_rows)
+            return self._run(*plan.arrays)
 
     def _prepare_recurrent(self) -> None:
         """Let the recurrent layers run over slots."""

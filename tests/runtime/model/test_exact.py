@@ -164,7 +164,10 @@ def test_the_number_of_threads_changes_no_bit(families) -> None:
 
 
 def loop_by_torch(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr("radixcache.runtime.model.decoder.choose_operations", Operations)
+    monkeypatch.setattr(
+        "radixcache.runtime.model.decoder.choose_operations",
+        lambda a, _, dtype: Operations(a, dtype),
+    )
     return "llama"
 
 

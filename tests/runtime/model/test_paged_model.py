@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from radixcache.errors import InvalidRequest, ModelError
-from radixcache.kernels.attention import PagedBatch
+from radixcache.kernels.attention import AttentionBackend, PagedBatch
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime.model import load
@@ -215,9 +215,7 @@ def test_deep_models_that_round_much_are_judged_in_float32(tmp_path, monkeypatch
     with pytest.raises(ModelError, match="float32 tells if it is rounding"):
         check(model)
     assert checked == [torch.bfloat16, torch.float32] and model.dtype == torch.bfloat16
-    backend = type(model.attention)
-    run = backend.run
-    monkeypatch.setattr(backend, "run", lambda *args, **more: run(*args, **more | {"window": 20}))
+    attend_as(monkeypatch, type(model.attention), window=20)
     with pytest.raises(ModelError, match="logits come out wrong"):
         load_model(folder, device="cpu", dtype="bfloat16")
 
@@ -229,15 +227,24 @@ def test_the_families_that_skip_the_comparison_of_logits_are_compared_here() -> 
 def test_the_gate_refuses_logits_that_differ(path, monkeypatch) -> None:
     model = stock_model(path)
     load.check_logits(model)
-    run = model.attention.run
     for wrong in ({"window": 20}, {"softcap": 1.0}, {"scale": 0.2}):
+        with monkeypatch.context() as patch:
+            attend_as(patch, type(model.attention), **wrong)
+            with pytest.raises(ModelError, match="come out wrong"):
+                load.check_logits(model)
 
-        def run_wrong(*tensors, _wrong=wrong, **options):
-            return run(*tensors, **{**options, **_wrong})
 
-        monkeypatch.setattr(model.attention, "run", run_wrong)
-        with pytest.raises(ModelError, match="come out wrong"):
-            load.check_logits(model)
+def attend_as(patch: pytest.MonkeyPatch, backend: type[AttentionBackend], **wrong: Any) -> None:
+    """Let all layers attend as one of a kind with these options."""
+    make = backend._plan
+
+    def plan(*args: Any) -> Any:
+        made: Any = make(*args)
+        run = made.run
+        made.run = lambda x: run(x._replace(layer=x.layer._replace(**wrong)))
+        return made
+
+    patch.setattr(backend, "_plan", plan)
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
