@@ -245,7 +245,7 @@ def info(_: argparse.Namespace) -> int:
 
     from radixcache.kernels.native.library import problem as native_problem
     from radixcache.runtime.model import exact
-    from radixcache.runtime.model.load import driver_problem, nvidia_driver
+    from radixcache.runtime.model.device import driver_problem, nvidia_driver
 
     problem, threads, driver = native_problem(), torch.get_num_threads(), nvidia_driver()
     gpu = [("GPU", "none")]

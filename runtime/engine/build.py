@@ -35,8 +35,9 @@ from radixcache.runtime.kv_offload.host import STAGED_BYTES
 from radixcache.runtime.kv_offload.offload import Offload, open_offload
 from radixcache.runtime.model import cgroups
 from radixcache.runtime.model.cuda_graphs import bytes_beside_pages
+from radixcache.runtime.model.device import resolve_device
 from radixcache.runtime.model.kv_pool import count_pages
-from radixcache.runtime.model.load import load_model, resolve_device
+from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
 from radixcache.runtime.model_files import BUNDLED_MODEL

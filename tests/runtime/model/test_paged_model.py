@@ -22,11 +22,13 @@ from radixcache.errors import InvalidRequest, ModelError
 from radixcache.kernels.attention import AttentionBackend, PagedBatch
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.torch_backend import TorchBackend
-from radixcache.runtime.model import load
+from radixcache.runtime.model import load, transformers_loading
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.model.transformers_loading import load_transformers
 from radixcache.runtime.model.transformers_model import TransformersModel
+from radixcache.runtime.model.verification import VERIFIED, check_logits
 from tests.families import OTHERS
 from tests.helpers.cover import covering_of
 from tests.helpers.models import (
@@ -48,7 +50,7 @@ STEPS = (
 
 def stock_model(folder: Path) -> TransformersModel:
     """With transformers' own layers."""
-    model = load.load_stock(folder, torch.float32, torch.device("cpu"))
+    model = load_transformers(folder, torch.float32, torch.device("cpu"))
     assert isinstance(model, TransformersModel)
     return model
 
@@ -126,7 +128,7 @@ def load_layers(folder: Path, layers: str, dtype: torch.dtype = torch.float32) -
     """With transformers' layers ("stock"), or with the loop and those operations."""
     cpu = torch.device("cpu")
     if layers == "stock":
-        model = load.load_stock(folder, dtype, cpu)
+        model = load_transformers(folder, dtype, cpu)
         assert isinstance(model, TransformersModel)
         return model
     attention = TorchBackend(cpu) if layers == "torch" else None
@@ -186,29 +188,29 @@ PER_LAYER = {
 def test_an_unlisted_family_passes_through_conformance(
     family, options, tmp_path, monkeypatch
 ) -> None:
-    checked, check = [], load.check_logits
+    checked, check = [], check_logits
 
     def check_and_note(model: TransformersModel, again: Callable[[], object] | None) -> None:
         check(model, again)
         checked.append(model)
 
-    monkeypatch.setattr(load, "check_logits", check_and_note)
+    monkeypatch.setattr(transformers_loading, "check_logits", check_and_note)
     folder = tiny_model(family, tmp_path, tokenizer=False, **options)
     model = load_model(folder, device="cpu")
-    assert checked == [model] and family not in load.VERIFIED
+    assert checked == [model] and family not in VERIFIED
     sequences = random_sequences()
     plain = plain_logits(folder, sequences)
     assert relative_error(run_steps(model, sequences, STEPS[0], 4), plain) < 1e-4
 
 
 def test_deep_models_that_round_much_are_judged_in_float32(tmp_path, monkeypatch) -> None:
-    checked, check = [], load.check_logits
+    checked, check = [], check_logits
 
     def note(model: TransformersModel, again: Callable[[], object] | None) -> None:
         checked.append(model.dtype)
         check(model, again)
 
-    monkeypatch.setattr(load, "check_logits", note)
+    monkeypatch.setattr(transformers_loading, "check_logits", note)
     folder = tiny_model("nemotron", tmp_path, tokenizer=False, num_hidden_layers=16)
     model = load_model(folder, device="cpu", dtype="bfloat16")
     assert isinstance(model, TransformersModel)
@@ -221,17 +223,17 @@ def test_deep_models_that_round_much_are_judged_in_float32(tmp_path, monkeypatch
 
 
 def test_the_families_that_skip_the_comparison_of_logits_are_compared_here() -> None:
-    assert set(FAMILIES) == load.VERIFIED
+    assert set(FAMILIES) == VERIFIED
 
 
 def test_the_gate_refuses_logits_that_differ(path, monkeypatch) -> None:
     model = stock_model(path)
-    load.check_logits(model)
+    check_logits(model)
     for wrong in ({"window": 20}, {"softcap": 1.0}, {"scale": 0.2}):
         with monkeypatch.context() as patch:
             attend_as(patch, type(model.attention), **wrong)
             with pytest.raises(ModelError, match="come out wrong"):
-                load.check_logits(model)
+                check_logits(model)
 
 
 def attend_as(patch: pytest.MonkeyPatch, backend: type[AttentionBackend], **wrong: Any) -> None:
