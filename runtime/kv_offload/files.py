@@ -31,8 +31,8 @@ import numpy as np
 import xxhash
 
 from radixcache.errors import InvalidRequest, RadixCacheError, first_sentence
+from radixcache.runtime.config.sizes import format_memory
 from radixcache.runtime.kv_offload.session import RESPONSE
-from radixcache.runtime.sizes import format_memory
 
 PAGES, INDEX, LOCK = "pages.kv", "index.sqlite", "lock"
 ABOUT = "about"

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from radixcache.errors import InvalidRequest
 from radixcache.kernels.attention import LayerPages
 from radixcache.kernels.upload import send
+from radixcache.runtime.config.sizes import parse_memory
 from radixcache.runtime.model import cgroups
 from radixcache.runtime.model.system_memory import (
     HUGE,
@@ -20,7 +21,6 @@ from radixcache.runtime.model.system_memory import (
     machine_memory,
     use_small_pages,
 )
-from radixcache.runtime.sizes import parse_memory
 
 if TYPE_CHECKING:
     from radixcache.runtime.model.recurrent import StatePool

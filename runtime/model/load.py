@@ -18,7 +18,8 @@ from radixcache.errors import ModelError, first_sentence
 from radixcache.kernels.attention import AttentionBackend
 from radixcache.kernels.native.library import quiet_torch
 from radixcache.kernels.upload import on_device
-from radixcache.runtime.gguf_file import GGUFFile
+from radixcache.runtime.checkpoints.gguf_file import GGUFFile
+from radixcache.runtime.checkpoints.model_files import check_model, split_gguf
 from radixcache.runtime.model import exact as exactness
 from radixcache.runtime.model.architecture import Unknown, understand
 from radixcache.runtime.model.checkpoint import open_checkpoint
@@ -34,7 +35,6 @@ from radixcache.runtime.model.gguf.config import (
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
 from radixcache.runtime.model.transformers_loading import call_transformers, load_transformers
-from radixcache.runtime.model_files import check_model, split_gguf
 
 _log = logging.getLogger("radixcache")
 

@@ -14,12 +14,12 @@ from transformers.configuration_utils import PreTrainedConfig
 from radixcache.errors import ModelError, first_sentence
 from radixcache.kernels.attention import AttentionBackend
 from radixcache.kernels.upload import on_device
+from radixcache.runtime.checkpoints.model_files import split_gguf
 from radixcache.runtime.model.compatibility import check_config, is_recurrent
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
 from radixcache.runtime.model.transformers_patches.linear import pack_linears
 from radixcache.runtime.model.verification import VERIFIED, check_logits
-from radixcache.runtime.model_files import split_gguf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

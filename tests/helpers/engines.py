@@ -18,6 +18,7 @@ from transformers import (
 
 from radixcache import HashBlockCache, NoCache, PagePool, PrefixCache, RadixCache, SamplingParams
 from radixcache.kernels.torch_backend import TorchBackend
+from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import Policy, Scheduler
@@ -25,7 +26,6 @@ from radixcache.runtime.engine.state_planner import StatePlanner
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.transformers_loading import load_transformers
-from radixcache.runtime.model_files import BUNDLED_MODEL
 from radixcache.states import StateIndex
 from tests.helpers.models import MULTIMODAL
 

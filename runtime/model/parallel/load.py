@@ -26,6 +26,7 @@ from radixcache.errors import (
     RanksLost,
     first_sentence,
 )
+from radixcache.runtime.checkpoints.model_files import check_model, split_gguf
 from radixcache.runtime.model.compatibility import refusal
 from radixcache.runtime.model.device import resolve_device, resolve_dtype
 from radixcache.runtime.model.kv_pool import KVPool
@@ -33,7 +34,6 @@ from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.parallel.workers import Ranks, as_rank_0, join
 from radixcache.runtime.model.transformers_loading import load_config, load_transformers
 from radixcache.runtime.model.transformers_model import TransformersModel
-from radixcache.runtime.model_files import check_model, split_gguf
 
 
 class LeadingModel(TransformersModel):

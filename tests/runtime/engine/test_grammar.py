@@ -18,9 +18,9 @@ from radixcache import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.request import Request
-from radixcache.runtime.model_files import BUNDLED_MODEL
 from radixcache.runtime.sampling.grammar import GrammarBackend
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.helpers.engines import assert_no_page_is_lost, finish
