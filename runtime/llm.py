@@ -15,6 +15,7 @@ import torch
 
 from radixcache.base import CacheStats, PrefixCache, TokensLike, as_tokens
 from radixcache.errors import InvalidRequest
+from radixcache.runtime.config.sizes import format_memory
 from radixcache.runtime.engine.args import EngineArgs
 from radixcache.runtime.engine.build import build_engine, model_path
 from radixcache.runtime.engine.input_processor import (
@@ -36,7 +37,6 @@ from radixcache.runtime.model.system_memory import give_back, resident_bytes
 from radixcache.runtime.outputs import RequestOutput
 from radixcache.runtime.request import Request
 from radixcache.runtime.sampling.params import SamplingParams
-from radixcache.runtime.sizes import format_memory
 from radixcache.runtime.tokens.conversation import Conversations, thoughts_of
 from radixcache.runtime.tokens.history import TokenHistory
 from radixcache.runtime.tokens.tokenizer import Message

@@ -20,6 +20,8 @@ from radixcache.hash_block import HashBlockCache
 from radixcache.none import NoCache
 from radixcache.pages import PagePool
 from radixcache.radix import RadixCache
+from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
+from radixcache.runtime.config.sizes import parse_memory
 from radixcache.runtime.engine.args import EngineArgs
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer
@@ -35,15 +37,14 @@ from radixcache.runtime.kv_offload.offload import Offload, open_offload
 from radixcache.runtime.kv_offload.page_loader import NO_LOADS
 from radixcache.runtime.model import cgroups
 from radixcache.runtime.model.cuda_graphs import bytes_beside_pages
+from radixcache.runtime.model.device import resolve_device
 from radixcache.runtime.model.kv_pool import count_pages
-from radixcache.runtime.model.load import load_model, resolve_device
+from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
-from radixcache.runtime.model_files import BUNDLED_MODEL
 from radixcache.runtime.request import Sequence
 from radixcache.runtime.sampling.grammar import GrammarBackend
 from radixcache.runtime.sampling.params import SamplingParams
-from radixcache.runtime.sizes import parse_memory
 from radixcache.runtime.spec_decode.proposer import MAX_DRAFT, DraftProposer
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from radixcache.states import StateIndex

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from radixcache import InvalidRequest, SamplingParams
+from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.model.decoder import Decoder
-from radixcache.runtime.model_files import BUNDLED_MODEL
 from radixcache.runtime.request import Request
 from tests.helpers.cover import covering, seeds
 from tests.helpers.engines import (

@@ -18,8 +18,8 @@ from radixcache import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.engine.engine import Engine
-from radixcache.runtime.model_files import BUNDLED_MODEL
 from radixcache.runtime.request import Request
 from radixcache.runtime.sampling.grammar import GrammarBackend
 from radixcache.runtime.tokens.tokenizer import Tokenizer

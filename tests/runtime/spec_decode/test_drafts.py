@@ -16,10 +16,10 @@ import pytest
 from radixcache import LLM, SamplingParams
 from radixcache.base import as_tokens
 from radixcache.kernels.native.library import problem
+from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.engine.chunk import Chunk
 from radixcache.runtime.engine.input_processor import Prompt
 from radixcache.runtime.engine.scheduler import Scheduler
-from radixcache.runtime.model_files import BUNDLED_MODEL
 from radixcache.runtime.request import Request, Sequence
 from radixcache.runtime.sampling.prompt_logprobs import ScoredPrompts
 from radixcache.runtime.spec_decode.proposer import DraftProposer
