@@ -46,7 +46,7 @@ _RUNTIME = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
     "Chat": "chat",
-    "RequestOutput": "engine.outputs",
+    "RequestOutput": "outputs",
     "SamplingParams": "sampling.params",
     "StructuredOutputsParams": "sampling.structured_outputs",
 }
