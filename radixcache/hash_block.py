@@ -38,11 +38,11 @@ class BlockLease(Lease):
     ) -> None:
         super().__init__(page_size, query_tokens, namespace, resumed)
         self.block: Block | None = None
-        """The last full block, found or published."""
+        """The last full block that the lease found or published."""
         self.tail = _NO_TOKENS
         """The published tokens after it."""
         self.uses = False
-        """Its pages are in use: they have left the free queue."""
+        """Its pages are in use, and have left the free queue."""
 
 
 class HashBlockCache(PrefixCache):
@@ -59,8 +59,8 @@ class HashBlockCache(PrefixCache):
       `pool.refs` does not. `evict` makes such pages forget where they stand.
     - A block whose predecessor was evicted stays, but cannot be found before that is back.
     - Page 0 is never used (vLLM's null block), so a pool of n pages holds n - 1.
-    - What `acquire` has found it holds where it stands in the free queue. It leaves that with the
-      first `reserve` that adds pages, as in vLLM with the allocation.
+    - Pages that `acquire` has found keep their place in the free queue until the first `reserve`
+      that adds pages, as in vLLM until the allocation.
 
     Args:
         pool: the pages to manage, all free; this cache must be its only user. Pins may hold half
@@ -92,21 +92,21 @@ class HashBlockCache(PrefixCache):
         pool.free = self._queue
         pool.allocate(1)
         self._looking: NDArray[np.int32] = np.zeros(pool.num_pages, np.int32)
-        """[num_pages] those of `pool.refs` that only hold, and do not use, the page."""
+        """[num_pages] the holders in `pool.refs` that do not use the page."""
         self._blocks: list[Block | None] = [None] * pool.num_pages
-        """What each page is cached for."""
+        """The block that each page has cached."""
         self._map = BlockMap()
         self._hashes = PromptHashes()
         self._leases: dict[BlockLease, None] = {}
         self._in_flight: dict[BlockLease, tuple[int, Tokens]] = {}
-        """Leases that stand on in-flight tokens, in the order in which they came to do so, and the
-        length and the tail to which a failed step takes them back."""
+        """Leases on in-flight tokens, in order, each with the length and the tail to which a failed
+        step takes it back."""
         self._published: dict[int, None] = {}
         """Pages whose block is in flight, in order of publication."""
 
     @property
     def queue(self) -> list[int]:
-        """The free queue: pages in the order in which they will be used, and forgotten. O(n)."""
+        """The free queue: pages in the order in which they will be used and forgotten. O(n)."""
         return list(self._queue)
 
     # -- look-ups ------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class HashBlockCache(PrefixCache):
         return lease
 
     def _hold(self, lease: BlockLease, pages: list[int]) -> None:
-        """Put `pages` into an empty lease; they stay where they are in the free queue."""
+        """Put `pages` into an empty lease; they keep their places in the free queue."""
         if pages:
             table = np.array(pages, np.int32)
             lease._set_pages(0, table)
@@ -176,7 +176,7 @@ class HashBlockCache(PrefixCache):
             self._looking[table] += 1
 
     def _use(self, lease: BlockLease) -> None:
-        """Take the pages that a lease has found out of the free queue."""
+        """Take the pages of a lease out of the free queue."""
         if not lease.uses:
             lease.uses = True
             table = lease.page_table
@@ -188,7 +188,7 @@ class HashBlockCache(PrefixCache):
         self._use(lease)
 
     def _let_go(self, lease: BlockLease, start: int) -> None:
-        """End the table at index `start`; pages that nobody uses any more join the free queue."""
+        """End the table at index `start`; pages no longer in use join the free queue."""
         pages = lease.page_table[start:][::-1].copy()
         lease._num_pages = start
         lease.capacity = start * self.page_size
@@ -211,7 +211,7 @@ class HashBlockCache(PrefixCache):
         wanted = -(-num_tokens // self.page_size) - have
         if wanted <= 0:
             return
-        if wanted > self.pool.num_free:  # what the lease has found is held, so not free
+        if wanted > self.pool.num_free:  # pages that the lease has found are held: not free
             raise OutOfPages(
                 f"{wanted} pages wanted, {self.pool.num_free} free of {self.pool.num_pages}"
             )
@@ -228,7 +228,7 @@ class HashBlockCache(PrefixCache):
         lease = self._mine(lease)
         tokens = as_tokens(tokens)
         lease._check_publish(len(tokens))
-        if written and lease in self._in_flight:  # so is what they follow: they cannot be written
+        if written and lease in self._in_flight:  # they follow tokens that are not written yet
             return
         if not written:
             self._in_flight.setdefault(lease, (lease.num_tokens, lease.tail))
@@ -243,7 +243,7 @@ class HashBlockCache(PrefixCache):
             self._publish_blocks(lease, start, tokens[:full])
 
     def _publish_blocks(self, lease: BlockLease, start: int, tokens: Tokens) -> None:
-        """Cache whole blocks, whose first token has position `start`."""
+        """Cache whole blocks that begin at position `start`."""
         size, namespace = self.page_size, lease.namespace
         keys = as_block_namespace(namespace)
         block = lease.block
@@ -298,8 +298,8 @@ class HashBlockCache(PrefixCache):
 
     @mutation
     def evict(self, num_pages: int) -> int:
-        """Pages forget what they hold: they count as free before and after, and keep their place in
-        the queue. O(pages in it)."""
+        """Free pages forget their blocks. They count as free before and after, and keep their
+        places in the queue. O(pages in it)."""
         evicted, num_pages = 0, as_count(num_pages, "the number of pages")
         for page in self._queue:
             if evicted >= num_pages:
