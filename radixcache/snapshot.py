@@ -49,7 +49,7 @@ EVERYTHING = Look(rows=MAX_NODES)
 
 @dataclass(frozen=True)
 class Folded:
-    """Sibling branches that a picture leaves out: their number and content; `age` and `leases` as in
+    """Sibling branches that a picture leaves out, and their content; `age` and `leases` as in
     `CachedNode`."""
 
     branches: int
@@ -70,8 +70,8 @@ class CachedNode:
         age: logical time since the node or one below was last used, 0 while a lease is there. Only
             comparisons within one picture mean something.
         leases: leases that end here or below, without pins.
-        computed_from: the first position, perhaps before the node, that one of these leases computes
-            or has computed instead of hitting it; None if all have hit the whole node.
+        computed_from: the first position, perhaps before the node, that one of these leases
+            computes or has computed, not hit; None if all have hit the whole node.
         pins: names of the pinned prefixes that end here.
         pinned: whether a pinned prefix goes through the node.
         children: oldest first.
@@ -112,7 +112,7 @@ class Picture:
 
 
 class Ends(NamedTuple):
-    """The leases and pins that end in a node: the hit tokens of each lease, the name of each pin."""
+    """The leases and pins that end in a node: the hit of each lease, the name of each pin."""
 
     leases: Collection[int] = ()
     pins: Collection[str] = ()

@@ -1,4 +1,4 @@
-"""What the scheduler asks of whatever brings pages up from a tier below the pool. No torch."""
+"""The scheduler's interface to what loads pages from the tiers below the pool. No torch."""
 
 from __future__ import annotations
 
