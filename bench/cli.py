@@ -250,8 +250,8 @@ def _load_model(args: argparse.Namespace) -> PagedModel:
     try:
         from transformers.utils import logging
 
+        from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
         from radixcache.runtime.model.load import load_model
-        from radixcache.runtime.model_files import BUNDLED_MODEL
     except ModuleNotFoundError as error:
         raise MissingDependency(
             f"a model needs {error.name}: pip install '.[runtime,bench]' in a checkout"

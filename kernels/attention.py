@@ -116,6 +116,9 @@ class LayerKind(NamedTuple):
     """What a layer asks of attention; layers of one kind share a plan.
 
     Attributes:
+        scale: factor on the scores.
+        window: a query at position p sees keys at positions > p - window (transformers' rule).
+        softcap: scores become ``softcap * tanh(scores / softcap)`` before masking.
         mla: multi-head latent attention with its projections absorbed: the one KV head keeps a
             latent of `head_dim` in place of keys, which is key and value alike, and in place of
             values the rotated part of the key, of `value_dim`.
@@ -139,12 +142,69 @@ class LayerKind(NamedTuple):
         return self.head_dim if self.mla else self.value_dim
 
 
-class AttentionBackend(ABC):
-    """Writes new K/V into pages and attends over them.
+class LayerPages(NamedTuple):
+    """K and V pages of one layer: [num_pages, page_size, num_kv_heads, head_dim] each (NHD)."""
 
-    One instance serves one engine. K and V pages of a layer are
-    [num_pages, page_size, num_kv_heads, head_dim] each (FlashInfer's NHD layout).
+    k: torch.Tensor
+    v: torch.Tensor
+
+    def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write keys and values [T, num_kv_heads, head_dim] to the flat slots [T] int64."""
+        self.k.flatten(0, 1).index_copy_(0, slots, key)
+        self.v.flatten(0, 1).index_copy_(0, slots, value)
+
+
+class LayerInputs(NamedTuple):
+    """What attention in one layer computes from.
+
+    Attributes:
+        query: [T, num_qo_heads, `layer.query_dim`], RoPE applied, contiguous.
+        key, value: [T, num_kv_heads, head_dim], the new tokens' K/V, contiguous. Sequences that
+            compute the same token may write one slot: whichever comes last is right, but for
+            rounding.
+        pages: the layer's pages, updated in place.
+        layer: one of the kinds that the backend was made for.
+        sinks: [num_qo_heads] a score of each head's for one key more, whose value is 0, as in
+            gpt-oss: attention whose weights add up to ``exp(lse)`` is multiplied by
+            ``sigmoid(lse - sink)``.
     """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    pages: LayerPages
+    layer: LayerKind
+    sinks: torch.Tensor | None = None
+
+
+class AttentionPlan(ABC):
+    """One batch as its backend has planned it, for every layer; valid until the backend's next
+    plan.
+
+    Attributes:
+        arrays: what `plan` was given beside the batch, on the device, int32 or int64.
+    """
+
+    arrays: list[torch.Tensor]
+
+    @abstractmethod
+    def run(self, inputs: LayerInputs) -> torch.Tensor:
+        """Write the new tokens' K/V into the pages, then attend.
+
+        Returns:
+            [T, num_qo_heads, `layer.out_dim`], contiguous, the query's dtype.
+        """
+
+
+class FixedShape(NamedTuple):
+    """Sequences and new tokens of a batch for a CUDA graph."""
+
+    sequences: int
+    tokens: int
+
+
+class AttentionBackend(ABC):
+    """Plans the batches of one engine."""
 
     name: str
     """What a user reads about it, version included."""
@@ -158,52 +218,40 @@ class AttentionBackend(ABC):
     max_fixed_tokens = 0
     """New tokens in a batch with prefill for `plan_fixed`; 0 if it takes decodes alone."""
 
-    @abstractmethod
-    def plan(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> list[torch.Tensor]:
-        """Prepare the step: index arrays on the device, masks, work split. Once per step.
+    def plan(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> AttentionPlan:
+        """Prepare a step: index arrays on the device, masks, work split.
 
         Args:
             arrays: whatever else the step needs on the device; it goes there in the same transfer.
 
-        Returns:
-            `arrays` on the device, int32 or int64, valid until the next `plan`.
+        Raises:
+            ValueError: a sequence has more new tokens than its pages hold.
         """
+        self._check_batch(batch)
+        return self._plan(batch, arrays, None)
+
+    def plan_fixed(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> AttentionPlan:
+        """`plan` for a batch whose `run` is captured in a CUDA graph, or replayed.
+
+        All that `run` launches, and every address, those of `AttentionPlan.arrays` included, are
+        the same for all batches of as many sequences and new tokens, all of them decodes or not,
+        and `shared` or not, if `arrays` are as long. The groups of `shared` stand first and have
+        `cascade.MIN_ROWS` rows or more; there are none in a batch with prefill, some of whose
+        sequences may have no new token.
+        """
+        shape = FixedShape(len(batch.query_lens), int(batch.qo_indptr[-1]))
+        self._check_batch(batch)
+        return self._plan(batch, arrays, shape)
+
+    def _check_batch(self, batch: PagedBatch) -> None:
+        if (batch.query_lens > batch.kv_lens).any():
+            raise ValueError("a sequence has more new tokens than its pages hold")
 
     @abstractmethod
-    def run(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attention of one layer over the planned batch.
-
-        Args:
-            query: [T, num_qo_heads, head_dim], RoPE applied, contiguous.
-            key, value: [T, num_kv_heads, head_dim], the new tokens' K/V, contiguous; written before
-                attending. Values may have another head_dim than keys. Sequences that compute the
-                same token may write one slot: whichever comes last is right, but for rounding.
-                Where the query is as wide as both together, the layer is one of MLA
-                (`LayerKind.mla`): scores are of both, and the values are `key`.
-            k_pages, v_pages: the layer's pages, updated in place.
-            scale: factor on the scores.
-            window: a query at position p sees keys at positions > p - window (transformers' rule).
-            softcap: scores become ``softcap * tanh(scores / softcap)`` before masking.
-            sinks: [num_qo_heads] a score of each head's for one key more, whose value is 0, as in
-                gpt-oss: attention whose weights add up to ``exp(lse)`` is multiplied by
-                ``sigmoid(lse - sink)``.
-
-        Returns:
-            [T, num_qo_heads, value head_dim], contiguous, the query's dtype; of MLA, as wide as
-            the latent.
-        """
+    def _plan(
+        self, batch: PagedBatch, arrays: Sequence[NDArray[np.integer]], fixed: FixedShape | None
+    ) -> AttentionPlan:
+        """A plan for launches of this shape, or of whatever the batch has."""
 
     def compile_in_background(self) -> None:  # noqa: B027 - most have nothing more to compile
         """Begin to compile kernels that make it faster; called once it is known to run."""
@@ -214,15 +262,4 @@ class AttentionBackend(ABC):
 
     def fixed_bytes(self, sizes: Sequence[int], max_indices: int) -> int:
         """Bytes on the device that `plan_fixed` takes in the end, for batches of these sizes."""
-        raise NotImplementedError
-
-    def plan_fixed(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> list[torch.Tensor]:
-        """`plan` for a batch whose `run` is captured in a CUDA graph, or replayed.
-
-        All that `run` launches, and every address, those of the returned tensors included, are the
-        same for all batches of as many sequences and new tokens, all of them decodes or not, and
-        `shared` or not, if `arrays` are as long. The groups of `shared` stand first and have
-        `cascade.MIN_ROWS` rows or more; there are none in a batch with prefill, some of whose
-        sequences may have no new token.
-        """
         raise NotImplementedError

@@ -11,7 +11,9 @@ import torch
 
 from radixcache.kernels.attention import (
     AttentionBackend,
+    LayerInputs,
     LayerKind,
+    LayerPages,
     PagedBatch,
     SharedPrefix,
 )
@@ -96,7 +98,7 @@ def try_out(
     own = np.arange(10, dtype=np.int32)
     sharers = np.array([0, 1, 0, 2], dtype=np.int32)
     shared = (SharedPrefix(0, 2, 1),) if backend.reads_shared_once else ()
-    for queries, lens, pages, groups in (
+    for queries, lens, indices, groups in (
         ((1, 2), (3, 5), own[:8], ()),
         ((4, 6), (4, 6), own, ()),
         ((1, 1), (2, 2), sharers, shared),
@@ -105,26 +107,24 @@ def try_out(
         batch = PagedBatch(
             qo_indptr=np.cumsum([0, *queries], dtype=np.int32),
             kv_indptr=np.cumsum([0, *lens], dtype=np.int32),
-            kv_indices=pages,
+            kv_indices=indices,
             kv_last_page_len=np.ones(2, dtype=np.int32),
             page_size=1,
             shared=groups,
         )
-        backend.plan(batch)
+        plan = backend.plan(batch)
         for kind in dict.fromkeys(kinds):
 
             def zeros(rows: int, heads: int, dim: int) -> torch.Tensor:
                 return torch.zeros(rows, heads, dim, dtype=dtype, device=device)
 
-            out = backend.run(
-                zeros(tokens, kind.query_heads, kind.query_dim),
-                zeros(tokens, kind.kv_heads, kind.head_dim),
-                zeros(tokens, kind.kv_heads, kind.value_dim),
+            pages = LayerPages(
                 zeros(len(own), kind.kv_heads, kind.head_dim)[:, None],
                 zeros(len(own), kind.kv_heads, kind.value_dim)[:, None],
-                scale=kind.scale,
-                window=kind.window,
-                softcap=kind.softcap,
             )
+            query = zeros(tokens, kind.query_heads, kind.query_dim)
+            key = zeros(tokens, kind.kv_heads, kind.head_dim)
+            value = zeros(tokens, kind.kv_heads, kind.value_dim)
+            out = plan.run(LayerInputs(query, key, value, pages, kind))
             if out.any():  # copies to the host: a failed launch shows here
                 raise RuntimeError("its kernels give wrong results")

@@ -16,6 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from threading import Thread
 from typing import Any, Literal, NamedTuple
 
@@ -23,10 +24,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch
+from radixcache.kernels.attention import (
+    AttentionBackend,
+    AttentionPlan,
+    FixedShape,
+    LayerInputs,
+    LayerKind,
+    LayerPages,
+    PagedBatch,
+)
 from radixcache.kernels.cascade import MIN_ROWS, split_levels
 from radixcache.kernels.load_flashinfer import explain_failure, load_flashinfer
-from radixcache.kernels.upload import Fence, Staged, Upload
+from radixcache.kernels.upload import Staged, StepUploads
 
 flashinfer = load_flashinfer()
 
@@ -50,9 +59,8 @@ of query heads."""
 
 _WORKSPACE = 128 << 20  # bytes; what FlashInfer's documentation says, too little for wide groups
 _WRAPPER_BYTES = 8 << 20  # each wrapper's own workspace on the device, for its work split
+_Fixed = FixedShape | None
 _Use = Literal["decode", "prefill", "ragged", "shared"]
-FixedShape = tuple[int, int] | None
-"""Sequences and new tokens of a batch for launches of a fixed shape."""
 
 
 class _Tables(NamedTuple):
@@ -76,10 +84,73 @@ class _Part(NamedTuple):
     wrappers: dict[LayerKind, Any]
 
 
-class _Step(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class FlashInferPlan(AttentionPlan):
+    """Parts of a batch, whose wrappers are planned for it; `shared` is the cascade's first level,
+    and `in_group` [decodes] uint8 says which decodes are in it."""
+
+    arrays: list[torch.Tensor]
     parts: list[_Part]
     shared: _Part | None
-    in_group: torch.Tensor | None  # [decodes] uint8
+    in_group: torch.Tensor | None
+
+    @torch.inference_mode()
+    def run(self, inputs: LayerInputs) -> torch.Tensor:
+        query, key, value, pages, layer, sinks = inputs
+        for part in self.parts:  # all of them first: rows may see what others of the step write
+            tables = part.tables
+            flashinfer.append_paged_kv_cache(
+                append_key=key[part.rows],
+                append_value=value[part.rows],
+                batch_indices=tables.sequence.device,
+                positions=tables.position.device,
+                paged_kv_cache=pages,
+                kv_indices=tables.indices.device,
+                kv_indptr=tables.kv_indptr.device,
+                kv_last_page_len=tables.last_page_len.device,
+                kv_layout="NHD",
+            )
+        out, sums = torch.empty_like(query), {}
+        if sinks is not None:
+            lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        for part in self.parts:
+            rows, wrapper = part.rows, part.wrappers[layer]
+            if sinks is not None:
+                sums = {"lse": lse[rows], "return_lse": True}
+            if part.use == "ragged":
+                wrapper.run(query[rows], key[rows], value[rows], out=out[rows], **sums)
+            elif part.use == "decode" and self.shared is not None:
+                own = self._run_levels(query[rows], pages, wrapper, layer, out[rows])
+                if sinks is not None:
+                    lse[rows] = own
+            else:
+                wrapper.run(query[rows], pages, out=out[rows], **sums)
+        return out if sinks is None else weigh_sinks(out, lse, sinks)
+
+    def _run_levels(
+        self,
+        query: torch.Tensor,
+        pages: LayerPages,
+        wrapper: Any,
+        layer: LayerKind,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attention of the decodes over the shared pages and over their own, into `out`; returns
+        the logarithm of base 2 of the sums of weights."""
+        assert self.shared is not None
+        shared_out = torch.empty_like(query)
+        lse, shared_lse = query.new_empty(2, *query.shape[:2], dtype=torch.float32)
+        wrapper.run(query, pages, out=out, lse=lse, return_lse=True)
+        self.shared.wrappers[layer].run(
+            query, pages, out=shared_out, lse=shared_lse, return_lse=True
+        )
+        flashinfer.merge_state_in_place(out, lse, shared_out, shared_lse, mask=self.in_group)
+        return lse
+
+
+def weigh_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """`out` [T, heads, dim], changed in place, beside sinks [heads]; `lse` [T, heads] of base 2."""
+    return out.mul_(torch.sigmoid(lse * math.log(2) - sinks.float())[..., None])
 
 
 class FlashInferBackend(AttentionBackend):
@@ -116,14 +187,11 @@ class FlashInferBackend(AttentionBackend):
             dtype=torch.uint8,
             device=device,
         )
-        self._fence = Fence(device)
-        self._upload = Upload(device)
-        self._fixed_upload: Upload | None = None
+        self._uploads = StepUploads(device)
         self._fixed_indices: dict[_Use, torch.Tensor] = {}
         self._fixed_ints: dict[tuple[_Use, LayerKind], torch.Tensor] = {}
         self._fixed_in_group: dict[int, torch.Tensor] = {}
         self._wrappers: dict[tuple[Any, ...], Any] = {}
-        self._step: _Step | None = None
         self._fa3: set[LayerKind] = set()
         """For which fa3's kernel is compiled and loaded."""
 
@@ -152,9 +220,6 @@ class FlashInferBackend(AttentionBackend):
         if kind.head_dim not in HEAD_DIMS or kind.value_dim != kind.head_dim:
             raise ValueError(f"it has no kernel for heads of {kind.head_dim}/{kind.value_dim}")
 
-    def plan(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> list[torch.Tensor]:
-        return self._plan(batch, arrays, self._upload, None)
-
     @torch.inference_mode()
     def allocate_fixed(self, max_rows: int, max_indices: int) -> None:
         assert max_rows <= self.max_fixed_rows
@@ -162,7 +227,7 @@ class FlashInferBackend(AttentionBackend):
             if len(self._fixed_indices["shared"]) < max_indices:
                 raise ValueError(f"room was made for fewer page numbers than {max_indices}")
             return
-        self._fixed_upload = Upload(self.device, _upload_capacity(max_rows, max_indices))
+        self._uploads.allocate_fixed(_upload_capacity(max_rows, max_indices))
         for use in ("decode", "shared"):
             self._fixed_indices[use] = torch.zeros(
                 max_indices, dtype=torch.int32, device=self.device
@@ -173,106 +238,19 @@ class FlashInferBackend(AttentionBackend):
         int32s = _upload_capacity(max(sizes), max_indices) + 2 * max_indices
         return uses * len(self._kinds) * _WRAPPER_BYTES + 4 * int32s
 
-    def plan_fixed(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> list[torch.Tensor]:
-        assert self._fixed_upload is not None, "allocate_fixed() first"
-        fixed = len(batch.query_lens), int(batch.qo_indptr[-1])
-        if batch.num_decodes < len(batch.query_lens):
-            assert fixed[0] <= MAX_FIXED_SEQUENCES and fixed[1] <= self.max_fixed_tokens
-            assert not batch.shared
-        return self._plan(batch, arrays, self._fixed_upload, fixed)
-
-    @torch.inference_mode()
-    def run(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        step = self._step
-        if step is None:
-            raise RuntimeError("run() before plan()")
-        heads = (query.shape[1], key.shape[1], key.shape[2], value.shape[2])
-        kind = LayerKind(*heads, scale, window, softcap)
-        pages = (k_pages, v_pages)
-        for part in step.parts:  # all of them first: rows may see what others of the step write
-            tables = part.tables
-            flashinfer.append_paged_kv_cache(
-                append_key=key[part.rows],
-                append_value=value[part.rows],
-                batch_indices=tables.sequence.device,
-                positions=tables.position.device,
-                paged_kv_cache=pages,
-                kv_indices=tables.indices.device,
-                kv_indptr=tables.kv_indptr.device,
-                kv_last_page_len=tables.last_page_len.device,
-                kv_layout="NHD",
-            )
-        out, sums = torch.empty_like(query), {}
-        if sinks is not None:
-            lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-        for part in step.parts:
-            rows, wrapper = part.rows, part.wrappers[kind]
-            if sinks is not None:
-                sums = {"lse": lse[rows], "return_lse": True}
-            if part.use == "ragged":
-                wrapper.run(query[rows], key[rows], value[rows], out=out[rows], **sums)
-            elif part.use == "decode" and step.shared is not None:
-                own = self._run_levels(query[rows], pages, wrapper, step, kind, out[rows])
-                if sinks is not None:
-                    lse[rows] = own
-            else:
-                wrapper.run(query[rows], pages, out=out[rows], **sums)
-        if sinks is not None:
-            out *= torch.sigmoid(lse * math.log(2) - sinks.float())[..., None]
-        return out
-
-    def _run_levels(
-        self,
-        query: torch.Tensor,
-        pages: tuple[torch.Tensor, torch.Tensor],
-        wrapper: Any,
-        step: _Step,
-        kind: LayerKind,
-        out: torch.Tensor,
-    ) -> torch.Tensor:
-        """Attention of the decodes over the shared pages and over their own, into `out`; returns
-        the logarithm of base 2 of the sums of weights."""
-        assert step.shared is not None
-        shared_out = torch.empty_like(query)
-        lse, shared_lse = query.new_empty(2, *query.shape[:2], dtype=torch.float32)
-        wrapper.run(query, pages, out=out, lse=lse, return_lse=True)
-        step.shared.wrappers[kind].run(
-            query, pages, out=shared_out, lse=shared_lse, return_lse=True
-        )
-        flashinfer.merge_state_in_place(out, lse, shared_out, shared_lse, mask=step.in_group)
-        return lse
-
     @torch.inference_mode()  # what is written here may be written again inside of it
     def _plan(
-        self,
-        batch: PagedBatch,
-        arrays: Sequence[NDArray[np.integer]],
-        upload: Upload,
-        fixed: FixedShape,
-    ) -> list[torch.Tensor]:
-        """Plan for launches of this shape, or of whatever the batch has."""
-        if (batch.query_lens > batch.kv_lens).any():
-            raise ValueError("a sequence has more new tokens than its pages hold")
-        self._step = None
+        self, batch: PagedBatch, arrays: Sequence[NDArray[np.integer]], fixed: _Fixed
+    ) -> AttentionPlan:
         decodes, total = batch.num_decodes, len(batch.query_lens)
+        if fixed and decodes < total:
+            assert fixed.sequences <= MAX_FIXED_SEQUENCES and fixed.tokens <= self.max_fixed_tokens
+            assert not batch.shared
+            decodes = 0  # how many there are changes from batch to batch: all rows are prefill
         levels = None
         if batch.shared:
             levels = split_levels(batch, max_groups(decodes) if fixed else None)
         own = batch if levels is None else levels.own
-        if fixed and decodes < total:
-            decodes = 0  # how many there are changes from batch to batch: all rows are prefill
         subs: list[tuple[_Use, PagedBatch]] = []
         if decodes:
             subs.append(("decode", own.rows(0, decodes)))
@@ -288,23 +266,20 @@ class FlashInferBackend(AttentionBackend):
             staging.append(levels.in_group)
         staging += [array for _, sub in subs for array in _fixed_arrays(sub)]
         staging += [sub.kv_indices for _, sub in subs]
-        self._fence.wait()  # until the step before no longer reads the pinned buffers
-        try:
-            return self._plan_staged(batch, subs, arrays, iter(upload(staging)), fixed)
-        finally:
-            self._fence.record()
+        with self._uploads.stage(staging, fixed is not None) as staged:
+            return self._plan_staged(batch, subs, len(arrays), iter(staged), fixed)
 
     def _plan_staged(
         self,
         batch: PagedBatch,
         subs: Sequence[tuple[_Use, PagedBatch]],
-        arrays: Sequence[NDArray[np.integer]],
+        num_arrays: int,
         staged: Iterator[Staged],
-        fixed: FixedShape,
-    ) -> list[torch.Tensor]:
+        fixed: _Fixed,
+    ) -> FlashInferPlan:
         """Plan the parts `subs` of a step, whose arrays come in the order of `_plan`."""
         cascade = bool(batch.shared)
-        given = [next(staged).device for _ in arrays]
+        given = [next(staged).device for _ in range(num_arrays)]
         in_group = self._bytes(next(staged).device, fixed) if cascade else None
         tables = [[next(staged) for _ in _fixed_arrays(sub)] for _, sub in subs]
         parts: list[_Part] = []
@@ -317,10 +292,9 @@ class FlashInferBackend(AttentionBackend):
                 part.wrappers[kind] = self._plan_wrapper(part, kind, batch.page_size, fixed)
             parts.append(part)
         shared = parts.pop() if cascade else None
-        self._step = _Step(parts, shared, in_group)
-        return given
+        return FlashInferPlan(given, parts, shared, in_group)
 
-    def _bytes(self, flags: torch.Tensor, fixed: FixedShape) -> torch.Tensor:
+    def _bytes(self, flags: torch.Tensor, fixed: _Fixed) -> torch.Tensor:
         """`flags` as uint8, for a fixed shape at an address of their own."""
         if fixed is None:
             return flags.byte()
@@ -329,7 +303,7 @@ class FlashInferBackend(AttentionBackend):
             self._fixed_in_group[size] = flags.byte()
         return self._fixed_in_group[size].copy_(flags)
 
-    def _plan_wrapper(self, part: _Part, kind: LayerKind, page_size: int, fixed: FixedShape) -> Any:
+    def _plan_wrapper(self, part: _Part, kind: LayerKind, page_size: int, fixed: _Fixed) -> Any:
         """The wrapper for these rows and layers, planned for the step."""
         use, tables = part.use, part.tables
         count, tokens = len(tables.kv_lens.host), len(tables.sequence.host)
@@ -381,7 +355,7 @@ class FlashInferBackend(AttentionBackend):
             )
         return wrapper
 
-    def _make_wrapper(self, use: _Use, kind: LayerKind, fixed: FixedShape, version: str) -> Any:
+    def _make_wrapper(self, use: _Use, kind: LayerKind, fixed: _Fixed, version: str) -> Any:
         options: dict[str, Any] = {"kv_layout": "NHD", "backend": version}
         if use == "ragged":
             return flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self._workspace, **options)
@@ -391,7 +365,7 @@ class FlashInferBackend(AttentionBackend):
             options["use_tensor_cores"] = kind.query_heads // kind.kv_heads >= TENSOR_CORE_GROUP
         if fixed is None:
             return make(self._workspace, **options)
-        size = max_groups(fixed[0]) if use == "shared" else fixed[0]
+        size = max_groups(fixed.sequences) if use == "shared" else fixed.sequences
 
         def zeros(count: int) -> torch.Tensor:
             return torch.zeros(count, dtype=torch.int32, device=self.device)

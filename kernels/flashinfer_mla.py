@@ -6,21 +6,49 @@ once for each: the kernel that merges two states has no room for many heads of 5
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from radixcache.kernels.attention import LayerKind, PagedBatch
-from radixcache.kernels.flashinfer_backend import FixedShape, FlashInferBackend, flashinfer
-from radixcache.kernels.upload import Upload
+from radixcache.kernels.attention import (
+    AttentionPlan,
+    FixedShape,
+    LayerInputs,
+    LayerKind,
+    PagedBatch,
+)
+from radixcache.kernels.flashinfer_backend import FlashInferBackend, flashinfer, weigh_sinks
 
 LATENT, ROTATED = 512, 64
 """The one shape that kernels are asked for: of DeepSeek V2 and V3, Kimi K2 and GLM-4.7-Flash."""
 MOST_HEADS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class FlashInferMLAPlan(AttentionPlan):
+    """The planned wrapper of each kind of layer, and the slots [T] of the new tokens."""
+
+    arrays: list[torch.Tensor]
+    slots: torch.Tensor
+    wrappers: dict[LayerKind, Any]
+
+    @torch.inference_mode()
+    def run(self, inputs: LayerInputs) -> torch.Tensor:
+        query, key, value, pages, layer, sinks = inputs
+        pages.write(self.slots.long(), key, value)
+        heads, dims = layer.query_heads, (layer.head_dim, layer.value_dim)
+        missing = query.new_zeros(len(query), _planned_heads(heads) - heads, query.shape[2])
+        out, lse = self.wrappers[layer].run(
+            query=torch.cat([query, missing], dim=1).split(dims, dim=2),
+            kv_cache=(pages.k[:, :, 0], pages.v[:, :, 0]),
+            return_lse=True,
+        )
+        out = out[:, :heads].contiguous()
+        return out if sinks is None else weigh_sinks(out, lse[:, :heads], sinks)
 
 
 class FlashInferMLABackend(FlashInferBackend):
@@ -32,8 +60,6 @@ class FlashInferMLABackend(FlashInferBackend):
 
     name = f"FlashInfer {flashinfer.__version__}, over latents"
     max_fixed_tokens = 0  # its kernel's shape depends on the mean number of new tokens
-    _slots: torch.Tensor | None = None
-    _planned: dict[LayerKind, Any]
 
     def _check(self, kind: LayerKind) -> None:
         if (kind.head_dim, kind.value_dim) != (LATENT, ROTATED):
@@ -42,58 +68,19 @@ class FlashInferMLABackend(FlashInferBackend):
         if kind.query_heads > MOST_HEADS or kind.window or kind.softcap:
             raise ValueError(f"its MLA has no window, no cap and at most {MOST_HEADS} heads")
 
-    @torch.inference_mode()
-    def run(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if self._slots is None:
-            raise RuntimeError("run() before plan()")
-        slots, heads, dims = self._slots.long(), query.shape[1], (key.shape[2], value.shape[2])
-        k_pages.flatten(0, 1).index_copy_(0, slots, key)
-        v_pages.flatten(0, 1).index_copy_(0, slots, value)
-        kind = LayerKind(heads, 1, *dims, scale, window, softcap, mla=True)
-        missing = query.new_zeros(len(query), _planned_heads(heads) - heads, query.shape[2])
-        out, lse = self._planned[kind].run(
-            query=torch.cat([query, missing], dim=1).split(dims, dim=2),
-            kv_cache=(k_pages[:, :, 0], v_pages[:, :, 0]),
-            return_lse=True,
-        )
-        out = out[:, :heads].contiguous()
-        if sinks is not None:
-            out *= torch.sigmoid(lse[:, :heads] * math.log(2) - sinks.float())[..., None]
-        return out
-
     @torch.inference_mode()  # what is written here may be written again inside of it
     def _plan(
-        self,
-        batch: PagedBatch,
-        arrays: Sequence[NDArray[np.integer]],
-        upload: Upload,
-        fixed: FixedShape,
-    ) -> list[torch.Tensor]:
-        if (batch.query_lens > batch.kv_lens).any():
-            raise ValueError("a sequence has more new tokens than its pages hold")
-        self._slots = None
+        self, batch: PagedBatch, arrays: Sequence[NDArray[np.integer]], fixed: FixedShape | None
+    ) -> AttentionPlan:
         # What has a fixed length goes first, so that it keeps its address.
         tables = (batch.slots(), batch.qo_indptr, batch.kv_indptr, batch.kv_lens, batch.kv_indices)
-        self._fence.wait()  # until the step before no longer reads the pinned buffer
-        try:
-            *given, slots, qo_indptr, kv_indptr, kv_lens, indices = upload([*arrays, *tables])
+        with self._uploads.stage([*arrays, *tables], fixed is not None) as staged:
+            *given, slots, qo_indptr, kv_indptr, kv_lens, indices = staged
             metadata = flashinfer.mla.MLAPlanMetadata.csr(
                 qo_indptr.host, kv_indptr.host, indices.device, kv_lens.host
             )
-            self._planned = {kind: self._wrapper(kind, fixed) for kind in self._kinds}
-            for kind, wrapper in self._planned.items():
+            wrappers = {kind: self._wrapper(kind, fixed) for kind in self._kinds}
+            for kind, wrapper in wrappers.items():
                 wrapper.plan(
                     metadata=metadata,
                     num_heads=_planned_heads(kind.query_heads),
@@ -108,17 +95,14 @@ class FlashInferMLABackend(FlashInferBackend):
                     kv_cache_layout="split",
                     lse_mode="base2",
                 )
-        finally:
-            self._fence.record()
-        self._slots = slots.device
-        return [array.device for array in given]
+        return FlashInferMLAPlan([array.device for array in given], slots.device, wrappers)
 
-    def _wrapper(self, kind: LayerKind, fixed: FixedShape) -> Any:
+    def _wrapper(self, kind: LayerKind, fixed: FixedShape | None) -> Any:
         """The wrapper of these layers, with buffers of its own for each fixed shape."""
         if ("decode", kind, fixed) not in self._wrappers:
             buffers: dict[str, Any] = {}
             if fixed:
-                size = fixed[0]
+                size = fixed.sequences
                 indices = self._fixed_indices["decode"]
                 buffers = {
                     "use_cuda_graph": True,

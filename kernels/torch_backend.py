@@ -14,7 +14,7 @@ bottom-right corner, masks every wide tile of every step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,7 +25,13 @@ from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from radixcache.kernels.attention import AttentionBackend, PagedBatch
+from radixcache.kernels.attention import (
+    AttentionBackend,
+    AttentionPlan,
+    FixedShape,
+    LayerInputs,
+    PagedBatch,
+)
 from radixcache.kernels.upload import send
 
 # Query rows of a wide tile and bytes of keys in a narrow one: what stays in a CPU's cache
@@ -68,83 +74,27 @@ class TorchBackend(AttentionBackend):
         self.device = torch.device(device)
         limits = _CPU_LIMITS if self.device.type == "cpu" else _GPU_LIMITS
         self._block, self._narrow_bytes = limits
-        self._batch: PagedBatch | None = None
-        self._longest = 0
-        self._slots = torch.empty(0, dtype=torch.int64)
-        self._tiles: dict[tuple[int, torch.dtype, int], list[_Tile]] = {}
         self._causal: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
         self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
-    def plan(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> list[torch.Tensor]:
-        if (batch.query_lens > batch.kv_lens).any():
-            raise ValueError("a sequence has more new tokens than its pages hold")
-        self._batch = batch
-        self._longest = int(batch.kv_lens.max(initial=1))
-        self._slots = send(batch.slots(), self.device)
-        self._tiles.clear()  # built by the first layer that needs them
-        return [send(array, self.device, torch.int64) for array in arrays]
+    def _plan(
+        self, batch: PagedBatch, arrays: Sequence[NDArray[np.integer]], fixed: FixedShape | None
+    ) -> AttentionPlan:
+        assert fixed is None, "launches of plain torch depend on the batch"
+        given = [send(array, self.device, torch.int64) for array in arrays]
+        return TorchPlan(self, given, batch)
 
-    def run(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if self._batch is None:
-            raise RuntimeError("run() before plan()")
-        k_pages.flatten(0, 1).index_copy_(0, self._slots, key)
-        v_pages.flatten(0, 1).index_copy_(0, self._slots, value)
-        kv_heads, dim = key.shape[1:]
-        out = query.new_empty((*query.shape[:2], value.shape[2] if query.shape[2] == dim else dim))
-        key_bytes = kv_heads * dim * key.element_size()
-        for tile in self._plan_tiles(self._batch, window, query.dtype, key_bytes):
-            rows = query[tile.rows].unflatten(1, (kv_heads, -1))  # [rows, Hkv, group, D]
-            result = self._attend(tile, rows, k_pages, v_pages, scale, softcap, sinks)
-            out[tile.rows] = result[..., : out.shape[2]].flatten(1, 2)
-        return out
+    def tiles(
+        self, batch: PagedBatch, reach: int, dtype: torch.dtype, key_width: int
+    ) -> list[_Tile]:
+        """The tiles of a step for layers that see `reach` keys, each of so many numbers."""
+        spans = list(_spans(batch, self._block, reach))
+        groups = [[span] for span in spans if span.queries > 1]
+        narrow = [span for span in spans if span.queries == 1]
+        groups += _similar(narrow, self._narrow_bytes // (key_width * dtype.itemsize))
+        return [self._tile(batch, group, reach, dtype) for group in groups]
 
-    def _attend(
-        self,
-        tile: _Tile,
-        rows: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
-        scale: float,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Attention of the rows [rows, kv_heads, group, dim], in that shape.
-
-        Of MLA too: its values are the first numbers of what is returned. As wide as the keys, they
-        need no copy, and torch has a kernel for them.
-        """
-        keys, values = self._gather("key", tile, k_pages), self._gather("value", tile, v_pages)
-        if rows.shape[3] > keys.shape[3]:
-            keys = values = torch.cat([keys, values], dim=-1)
-        mask, group = tile.mask, rows.shape[2]
-        if sinks is not None:
-            sinks = sinks.float().unflatten(0, (-1, group))
-            sinks = sinks.T[:, :, None] if tile.queries > 1 else sinks
-        if tile.queries > 1:  # [group, Hkv, queries, D]: the keys are shared, not copied
-            rows = rows.permute(2, 1, 0, 3)
-            keys, values = keys.expand(group, -1, -1, -1), values.expand(group, -1, -1, -1)
-        elif mask is not None:
-            mask = mask.expand(-1, -1, group, -1)
-        if softcap is None and sinks is None:
-            with _no_cudnn(self.device):
-                result = scaled_dot_product_attention(rows, keys, values, mask, scale=scale)
-        else:
-            result = _explicit_attention(rows, keys, values, mask, scale, softcap, sinks)
-        return result.permute(2, 1, 0, 3) if tile.queries > 1 else result
-
-    def _gather(self, name: str, tile: _Tile, pages: torch.Tensor) -> torch.Tensor:
+    def gather(self, name: str, tile: _Tile, pages: torch.Tensor) -> torch.Tensor:
         """[spans, kv_heads, keys, head_dim] of the tile, a view of scratch memory."""
         _, page_size, heads, dim = pages.shape
         num_pages = tile.pages.numel()
@@ -158,23 +108,6 @@ class TorchBackend(AttentionBackend):
         if tile.unwritten is not None:  # masked scores do not help against NaN: 0 * NaN is NaN
             flat.view(-1, heads * dim).index_fill_(0, tile.unwritten, 0)
         return flat.view(tile.spans, -1, heads, dim)[:, : tile.keys].transpose(1, 2)
-
-    def _plan_tiles(
-        self, batch: PagedBatch, window: int | None, dtype: torch.dtype, key_bytes: int
-    ) -> list[_Tile]:
-        """The step's tiles for layers of this window, dtype and size of a token's keys."""
-        longest = self._longest
-        reach = longest if window is None else min(window, longest)  # longest: sees everything
-        key = (reach, dtype, key_bytes)
-        tiles = self._tiles.get(key)
-        if tiles is None:
-            spans = list(_spans(batch, self._block, reach))
-            groups = [[span] for span in spans if span.queries > 1]
-            narrow = [span for span in spans if span.queries == 1]
-            groups += _similar(narrow, self._narrow_bytes // key_bytes)
-            tiles = [self._tile(batch, group, reach, dtype) for group in groups]
-            self._tiles[key] = tiles
-        return tiles
 
     def _tile(self, batch: PagedBatch, spans: list[_Span], reach: int, dtype: torch.dtype) -> _Tile:
         page_size = batch.page_size
@@ -226,6 +159,60 @@ class TorchBackend(AttentionBackend):
         mask = causal[-queries:, -keys:]
         # It starts anywhere in a row, but the kernels of a GPU read 16 bytes at a time.
         return mask if self.device.type == "cpu" else mask.contiguous()
+
+
+class TorchPlan(AttentionPlan):
+    """A batch whose tiles are cut by the first layer that needs them."""
+
+    def __init__(
+        self, backend: TorchBackend, arrays: list[torch.Tensor], batch: PagedBatch
+    ) -> None:
+        self.arrays, self._backend, self._batch = arrays, backend, batch
+        self._longest = int(batch.kv_lens.max(initial=1))
+        self._slots = send(batch.slots(), backend.device)
+        self._tiles: dict[tuple[int, torch.dtype, int], list[_Tile]] = {}
+
+    def run(self, inputs: LayerInputs) -> torch.Tensor:
+        query, key, value, pages, layer, _ = inputs
+        pages.write(self._slots, key, value)
+        out = query.new_empty((*query.shape[:2], layer.out_dim))
+        reach = min(layer.window or self._longest, self._longest)  # longest: sees everything
+        kind = reach, query.dtype, layer.kv_heads * layer.head_dim
+        if kind not in self._tiles:
+            self._tiles[kind] = self._backend.tiles(self._batch, *kind)
+        for tile in self._tiles[kind]:
+            rows = query[tile.rows].unflatten(1, (layer.kv_heads, -1))  # [rows, Hkv, group, D]
+            result = self._attend(tile, rows, inputs)
+            out[tile.rows] = result[..., : layer.out_dim].flatten(1, 2)
+        return out
+
+    def _attend(self, tile: _Tile, rows: torch.Tensor, inputs: LayerInputs) -> torch.Tensor:
+        """Attention of the rows [rows, kv_heads, group, dim], in that shape.
+
+        Of MLA too: its values are the first numbers of what is returned. As wide as the keys, they
+        need no copy, and torch has a kernel for them.
+        """
+        gather, pages, layer = self._backend.gather, inputs.pages, inputs.layer
+        keys, values = gather("key", tile, pages.k), gather("value", tile, pages.v)
+        if layer.mla:
+            keys = values = torch.cat([keys, values], dim=-1)
+        mask, group, sinks = tile.mask, rows.shape[2], inputs.sinks
+        if sinks is not None:
+            sinks = sinks.float().unflatten(0, (-1, group))
+            sinks = sinks.T[:, :, None] if tile.queries > 1 else sinks
+        if tile.queries > 1:  # [group, Hkv, queries, D]: the keys are shared, not copied
+            rows = rows.permute(2, 1, 0, 3)
+            keys, values = keys.expand(group, -1, -1, -1), values.expand(group, -1, -1, -1)
+        elif mask is not None:
+            mask = mask.expand(-1, -1, group, -1)
+        if layer.softcap is None and sinks is None:
+            with _no_cudnn(rows.device):
+                result = scaled_dot_product_attention(rows, keys, values, mask, scale=layer.scale)
+        else:
+            result = _explicit_attention(
+                rows, keys, values, mask, layer.scale, layer.softcap, sinks
+            )
+        return result.permute(2, 1, 0, 3) if tile.queries > 1 else result
 
 
 def _no_cudnn(device: torch.device) -> AbstractContextManager[None]:

@@ -13,7 +13,7 @@ sm_80, sm_90 and gfx942 (`make test-gpu`). An H100 has run it (docs/gpu.md).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,8 +21,15 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch
-from radixcache.kernels.upload import Fence, Upload
+from radixcache.kernels.attention import (
+    AttentionBackend,
+    AttentionPlan,
+    FixedShape,
+    LayerInputs,
+    LayerKind,
+    PagedBatch,
+)
+from radixcache.kernels.upload import StepUploads
 
 MAX_FIXED_ROWS, MAX_FIXED_TOKENS = 288, 512
 """Decodes in a batch for `plan_fixed`, and new tokens of one with prefill."""
@@ -52,113 +59,40 @@ class TritonBackend(AttentionBackend):
             raise ValueError("it has no kernel for MLA")
         if device.type == "cuda":
             self.max_fixed_rows, self.max_fixed_tokens = MAX_FIXED_ROWS, MAX_FIXED_TOKENS
-        self._device, self._kinds = device, list(dict.fromkeys(kinds))
-        self._fence, self._upload = Fence(device), Upload(device)
-        self._fixed_upload: Upload | None = None
-        self._step: _Step | None = None
-
-    def plan(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> list[torch.Tensor]:
-        return self._plan(batch, arrays, self._upload, batch.num_decodes)
+        self._kinds, self._uploads = list(dict.fromkeys(kinds)), StepUploads(device)
 
     def allocate_fixed(self, max_rows: int, max_indices: int) -> None:
-        if self._fixed_upload is None:
-            self._fixed_upload = Upload(self._device, _capacity(max_rows, max_indices))
+        self._uploads.allocate_fixed(_capacity(max_rows, max_indices))
 
     def fixed_bytes(self, sizes: Sequence[int], max_indices: int) -> int:
         parts = max(k.query_heads * (k.value_dim + 1) * SPLITS for k in self._kinds)
         return 4 * (max(sizes) * parts + _capacity(max(sizes), max_indices))
 
-    def plan_fixed(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> list[torch.Tensor]:
-        assert self._fixed_upload is not None, "allocate_fixed() first"
-        only_decodes = batch.num_decodes == len(batch.query_lens)
-        return self._plan(
-            batch, arrays, self._fixed_upload, batch.num_decodes if only_decodes else 0
-        )
-
     def _plan(
-        self,
-        batch: PagedBatch,
-        arrays: Sequence[NDArray[np.integer]],
-        upload: Upload,
-        decodes: int,
-    ) -> list[torch.Tensor]:
-        """Plan `decodes` leading sequences for the decode kernel, the others for the prefill's."""
-        queries, lens = batch.query_lens, batch.kv_lens
-        if (queries > lens).any():
-            raise ValueError("a sequence has more new tokens than its pages hold")
+        self, batch: PagedBatch, arrays: Sequence[NDArray[np.integer]], fixed: FixedShape | None
+    ) -> AttentionPlan:
+        queries, lens, decodes = batch.query_lens, batch.kv_lens, batch.num_decodes
+        if fixed and decodes < len(queries):
+            decodes = 0  # how many there are changes from batch to batch: all rows are prefill
         tables = (batch.qo_indptr, batch.kv_indptr, lens, batch.slots(), batch.kv_indices)
-        self._step = None
-        self._fence.wait()  # until the step before no longer reads the pinned buffer
-        try:
-            staged = [one.device for one in upload([*arrays, *tables])]
-        finally:
-            self._fence.record()
+        with self._uploads.stage([*arrays, *tables], fixed is not None) as staged:
+            *given, qo_indptr, kv_indptr, kv_lens, slots, kv_indices = (
+                one.device for one in staged
+            )
         longest = int(queries[decodes:].max(initial=0))
-        if upload is self._fixed_upload and longest:
-            longest = int(batch.qo_indptr[-1])  # as long as one may be
-        qo_indptr, kv_indptr, kv_lens, slots, kv_indices = staged[len(arrays) :]
-        self._step = _Step(
-            qo_indptr, kv_indptr, kv_lens, slots, kv_indices, batch.page_size, len(queries),
+        if fixed and longest:
+            longest = fixed.tokens  # as long as one may be
+        return TritonPlan(
+            given, qo_indptr, kv_indptr, kv_lens, slots, kv_indices, batch.page_size, len(queries),
             decodes, longest,
         )  # fmt: skip
-        return staged[: len(arrays)]
-
-    @torch.inference_mode()
-    def run(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        step = self._step
-        if step is None:
-            raise RuntimeError("run() before plan()")
-        (tokens, heads, dim), (kv_heads, value_dim) = query.shape, value.shape[1:]
-        out = query.new_empty(tokens, heads, value_dim)
-        strides = (k_pages.stride(1), k_pages.stride(2), v_pages.stride(1), v_pages.stride(2))
-        new = (key.stride(0), key.stride(1), value.stride(0), value.stride(1))
-        sizes = {"DIM": dim, "DIM_2": _power(dim), "VALUE": value_dim, "VALUE_2": _power(value_dim)}
-        _append[tokens, kv_heads](key, value, k_pages, v_pages, step.slots, *new, *strides, **sizes)
-        group, exact = heads // kv_heads, query.dtype == torch.float32
-        block = block_of(max(sizes["DIM_2"], sizes["VALUE_2"]), query.dtype)
-        tables = (step.kv_indptr, step.kv_indices, step.kv_lens)
-        pages = (k_pages, v_pages, *tables, query.stride(0), query.stride(1), *strides)
-        sink = (query, False) if sinks is None else (sinks.float(), True)
-        common = {
-            "scale": scale, "window": window or 0, "softcap": softcap or 0.0,
-            "WINDOW": window is not None, "SOFTCAP": softcap is not None,
-            "PAGE": step.page_size, "GROUP": group, "BLOCK": block, "EXACT": exact,
-            # The interpreter multiplies the bits of bfloat16 as integers.
-            "UPCAST": INTERPRETED and query.dtype == torch.bfloat16, **sizes,
-        }  # fmt: skip
-        if step.decodes:
-            parts = query.new_empty(step.decodes, heads, SPLITS, value_dim, dtype=torch.float32)
-            sums = parts.new_empty(step.decodes, heads, SPLITS)
-            rows = max(16, triton.next_power_of_2(group))
-            _decode[step.decodes, kv_heads, SPLITS](
-                query, parts, sums, *pages, **common, ROWS=rows, SPLITS=SPLITS, MIN_SPLIT=MIN_SPLIT
-            )
-            _merge[step.decodes, heads](
-                parts, sums, out, *sink, SPLITS=SPLITS, VALUE=value_dim, VALUE_2=sizes["VALUE_2"]
-            )
-        if step.longest:
-            tiles = triton.cdiv(step.longest * group, block)
-            _prefill[step.sequences - step.decodes, kv_heads, tiles](
-                query, out, step.qo_indptr, *pages, step.decodes, *sink, **common, ROWS=block
-            )
-        return out
 
 
-class _Step(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class TritonPlan(AttentionPlan):
     """Index arrays on the device (int32), and what the launches need to know on the host."""
 
+    arrays: list[torch.Tensor]
     qo_indptr: torch.Tensor
     kv_indptr: torch.Tensor
     kv_lens: torch.Tensor
@@ -167,8 +101,48 @@ class _Step(NamedTuple):
     page_size: int
     sequences: int
     decodes: int
+    """Leading sequences for the decode kernel; the prefill kernel takes the others."""
     longest: int
     """Most new tokens of a sequence that prefills, or that might in a graph."""
+
+    @torch.inference_mode()
+    def run(self, inputs: LayerInputs) -> torch.Tensor:
+        query, key, value, (k_pages, v_pages), layer, sinks = inputs
+        heads, kv_heads, dim, value_dim, scale, window, softcap, _ = layer
+        tokens = len(query)
+        out = query.new_empty(tokens, heads, value_dim)
+        strides = (k_pages.stride(1), k_pages.stride(2), v_pages.stride(1), v_pages.stride(2))
+        new = (key.stride(0), key.stride(1), value.stride(0), value.stride(1))
+        sizes = {"DIM": dim, "DIM_2": _power(dim), "VALUE": value_dim, "VALUE_2": _power(value_dim)}
+        _append[tokens, kv_heads](key, value, k_pages, v_pages, self.slots, *new, *strides, **sizes)
+        group, exact = heads // kv_heads, query.dtype == torch.float32
+        block = block_of(max(sizes["DIM_2"], sizes["VALUE_2"]), query.dtype)
+        tables = (self.kv_indptr, self.kv_indices, self.kv_lens)
+        pages = (k_pages, v_pages, *tables, query.stride(0), query.stride(1), *strides)
+        sink = (query, False) if sinks is None else (sinks.float(), True)
+        common = {
+            "scale": scale, "window": window or 0, "softcap": softcap or 0.0,
+            "WINDOW": window is not None, "SOFTCAP": softcap is not None,
+            "PAGE": self.page_size, "GROUP": group, "BLOCK": block, "EXACT": exact,
+            # The interpreter multiplies the bits of bfloat16 as integers.
+            "UPCAST": INTERPRETED and query.dtype == torch.bfloat16, **sizes,
+        }  # fmt: skip
+        if self.decodes:
+            parts = query.new_empty(self.decodes, heads, SPLITS, value_dim, dtype=torch.float32)
+            sums = parts.new_empty(self.decodes, heads, SPLITS)
+            rows = max(16, triton.next_power_of_2(group))
+            _decode[self.decodes, kv_heads, SPLITS](
+                query, parts, sums, *pages, **common, ROWS=rows, SPLITS=SPLITS, MIN_SPLIT=MIN_SPLIT
+            )
+            _merge[self.decodes, heads](
+                parts, sums, out, *sink, SPLITS=SPLITS, VALUE=value_dim, VALUE_2=sizes["VALUE_2"]
+            )
+        if self.longest:
+            tiles = triton.cdiv(self.longest * group, block)
+            _prefill[self.sequences - self.decodes, kv_heads, tiles](
+                query, out, self.qo_indptr, *pages, self.decodes, *sink, **common, ROWS=block
+            )
+        return out
 
 
 def _power(size: int) -> int:

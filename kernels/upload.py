@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,6 +94,34 @@ class Fence:
         """Until the last recorded point."""
         if self._event is not None:
             self._event.synchronize()
+
+
+class StepUploads:
+    """A backend's transfers of index arrays, one step's at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._fence = device, Fence(device)
+        self._growing = Upload(device)
+        self._fixed: Upload | None = None
+
+    def allocate_fixed(self, int32s: int) -> None:
+        """Make room, once, for the arrays of a step that CUDA graphs read."""
+        self._fixed = self._fixed or Upload(self._device, int32s)
+
+    @contextmanager
+    def stage(self, arrays: Sequence[NDArray[np.integer]], fixed: bool) -> Iterator[list[Staged]]:
+        """Copy a step's arrays to the device; what reads pinned buffers besides is enqueued inside.
+
+        Args:
+            fixed: whether to the addresses that `allocate_fixed` has made.
+        """
+        upload = self._fixed if fixed else self._growing
+        assert upload is not None, "allocate_fixed() first"
+        self._fence.wait()  # until the step before no longer reads the pinned buffers
+        try:
+            yield upload(arrays)
+        finally:
+            self._fence.record()
 
 
 class Fetch:

@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 from radixcache import __version__
 from radixcache.errors import InvalidRequest, RadixCacheError
 from radixcache.runtime.commands import cache, chat, demo, explain, generate, info, serve
+from radixcache.runtime.config.flags import add_flags
 from radixcache.runtime.engine.args import EngineArgs
-from radixcache.runtime.flags import add_flags
 from radixcache.runtime.sampling.params import SamplingArgs
 from radixcache.runtime.server.args import ServerArgs
 

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from radixcache import __version__
 from radixcache.errors import InvalidRequest, MissingDependency
+from radixcache.runtime.checkpoints.model_files import check_model
+from radixcache.runtime.config.flags import settings_of
 from radixcache.runtime.engine.args import EngineArgs
-from radixcache.runtime.flags import settings_of
 from radixcache.runtime.model import progress
-from radixcache.runtime.model_files import check_model
 from radixcache.runtime.sampling.params import SamplingArgs, SamplingParams
 from radixcache.runtime.server.http.listener import address_of, listen
 
@@ -177,7 +177,7 @@ def serve(args: argparse.Namespace) -> int:
 
 def explain(args: argparse.Namespace) -> int:
     """Ask a running server; takes neither torch nor a model."""
-    from radixcache.runtime.engine.explain import summarise
+    from radixcache.runtime.explanation import summarise
     from radixcache.runtime.server.http import client
 
     body = _meant(args)
@@ -245,7 +245,7 @@ def info(_: argparse.Namespace) -> int:
 
     from radixcache.kernels.native.library import problem as native_problem
     from radixcache.runtime.model import exact
-    from radixcache.runtime.model.load import driver_problem, nvidia_driver
+    from radixcache.runtime.model.device import driver_problem, nvidia_driver
 
     problem, threads, driver = native_problem(), torch.get_num_threads(), nvidia_driver()
     gpu = [("GPU", "none")]

@@ -23,7 +23,7 @@ from radixcache.bench.gpu.steps import (
     reference,
     with_wrong_page,
 )
-from radixcache.kernels.attention import LayerKind
+from radixcache.kernels.attention import LayerInputs, LayerKind, LayerPages
 from radixcache.runtime.model.cuda_graphs import Shape, pad, prefill_shapes
 from radixcache.runtime.model.kv_pool import KVPool, LayerShape
 
@@ -119,19 +119,20 @@ def _replayed(place: Place, lens: Sequence[Lens], share: int, shape: Shape) -> s
     make = partial(make_step, place, page_size=16, heads=(32, 8), dim=dim, share=share)
     steps = [make(seed, each) for seed, each in enumerate(lens)]
     backend = place.make_backend(steps[0].kind)
-    most = max(len(step.k_pages) for step in steps) + 1
+    most = max(len(step.pages.k) for step in steps) + 1
     backend.allocate_fixed(max(shape.sequences, 64), shape.sequences * most + shape.tokens)
-    pages = [side.new_zeros(most, *side.shape[1:]) for side in (steps[0].k_pages, steps[0].v_pages)]
-    fixed = [t.new_zeros(shape.tokens, *t.shape[1:]) for t in steps[0].tensors[:3]]
+    pages = LayerPages(*(side.new_zeros(most, *side.shape[1:]) for side in steps[0].pages))
+    query, key, value = (t.new_zeros(shape.tokens, *t.shape[1:]) for t in steps[0].tensors[:3])
+    inputs = LayerInputs(query, key, value, pages, steps[0].kind)
     replay, differences = None, []
     for step in steps:
-        used = [side[: len(step.k_pages)] for side in pages]
-        for to, value in zip([*fixed, *used], step.tensors, strict=True):
-            to[: len(value)].copy_(value)
-            to[len(value) :].zero_()
-        backend.plan_fixed(pad(step.batch, shape, most - 1))
+        used = [side[: len(step.pages.k)] for side in pages]
+        for to, given in zip([query, key, value, *used], step.tensors, strict=True):
+            to[: len(given)].copy_(given)
+            to[len(given) :].zero_()
+        plan = backend.plan_fixed(pad(step.batch, shape, most - 1))
         if replay is None:
-            replay = place.capture(partial(backend.run, *fixed, *pages, **step.options))
+            replay = place.capture(partial(plan.run, inputs))
         out = replay()[: len(step.query)]
         differences.append(compare((out, *used), reference(place, step)))
     return max(differences, key=lambda text: float(text.split()[-1]))
@@ -142,15 +143,15 @@ def _far_pages(place: Place, make: Callable[..., Step]) -> str:
     """The kernels must multiply page numbers in 64 bits."""
     by = place.sizes.shrink
     step = make(9, [(1, 300 // by), (50, 200 // by)])
-    num_pages = place.sizes.far_elements // step.k_pages[0].numel()
-    first = num_pages - len(step.k_pages)
+    num_pages = place.sizes.far_elements // step.pages.k[0].numel()
+    first = num_pages - len(step.pages.k)
     right = reference(place, step)
-    far = [near.new_zeros(num_pages, *near.shape[1:]) for near in (step.k_pages, step.v_pages)]
-    for pages, near in zip(far, (step.k_pages, step.v_pages), strict=True):
+    far = LayerPages(*(near.new_zeros(num_pages, *near.shape[1:]) for near in step.pages))
+    for pages, near in zip(far, step.pages, strict=True):
         pages[first:].copy_(near)
     backend = place.make_backend(step.kind)
-    backend.plan(replace(step.batch, kv_indices=step.batch.kv_indices + np.int32(first)))
-    out = backend.run(step.query, step.key, step.value, *far, scale=step.kind.scale)
+    plan = backend.plan(replace(step.batch, kv_indices=step.batch.kv_indices + np.int32(first)))
+    out = plan.run(step.inputs(far))
     return compare((out, *(pages[first:] for pages in far)), right)
 
 

@@ -14,7 +14,7 @@ from radixcache.bench.gpu.equality import Judge
 from radixcache.bench.gpu.models import free_memory
 from radixcache.bench.gpu.place import Place
 from radixcache.bench.gpu.report import Report
-from radixcache.runtime.model_files import BUNDLED_MODEL
+from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 
 NEAR = 2e-2
 """Of a row's range, which is about 30 nats: two tokens that bfloat16 may swap."""

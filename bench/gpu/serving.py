@@ -24,7 +24,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from radixcache.bench.gpu.models import free_memory
 from radixcache.bench.gpu.place import Place
 from radixcache.bench.gpu.report import Report, Row, figure
-from radixcache.runtime.model_files import BUNDLED_MODEL
+from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 
 AIM = 2.0
 """Times the requests a second of `generate_batch`."""

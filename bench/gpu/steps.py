@@ -12,7 +12,14 @@ import numpy as np
 import torch
 
 from radixcache.bench.gpu.place import Place
-from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch, SharedPrefix
+from radixcache.kernels.attention import (
+    AttentionBackend,
+    LayerInputs,
+    LayerKind,
+    LayerPages,
+    PagedBatch,
+    SharedPrefix,
+)
 from radixcache.kernels.torch_backend import TorchBackend
 
 TOLERANCE = 2e-2
@@ -37,16 +44,14 @@ class Step:
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    k_pages: torch.Tensor
-    v_pages: torch.Tensor
+    pages: LayerPages
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.query, self.key, self.value, self.k_pages, self.v_pages
+        return self.query, self.key, self.value, *self.pages
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return {name: getattr(self.kind, name) for name in ("scale", "window", "softcap")}
+    def inputs(self, pages: LayerPages) -> LayerInputs:
+        return LayerInputs(self.query, self.key, self.value, pages, self.kind)
 
 
 def make_batch(rng: np.random.Generator, lens: Lens, page_size: int, share: int = 0) -> PagedBatch:
@@ -105,7 +110,7 @@ def make_step(
         place.randn(tokens, heads[0], dim, scale=2.0),
         place.randn(tokens, heads[1], dim, scale=2.0),
         place.randn(tokens, heads[1], dim),
-        *pages,
+        LayerPages(*pages),
     )
 
 
@@ -118,17 +123,18 @@ def seconds_of_decodes(
     dim, rows = place.sizes.head_dim, len(lens)
     kind = LayerKind(*heads, dim, dim, dim**-0.5)
     batch = make_batch(np.random.default_rng(rows), lens, 16, share)
-    inputs = [place.randn(rows, count, dim) for count in (heads[0], heads[1], heads[1])]
+    query = place.randn(rows, heads[0], dim)
+    key, value = place.randn(2, rows, heads[1], dim)
     shape = (int(batch.kv_indices.max()) + 1, batch.page_size, heads[1], dim)
     in_use = 2 * len(np.unique(batch.kv_indices)) * math.prod(shape[1:]) * place.dtype.itemsize
     count = min(256, max(2, -(-place.sizes.beyond_l2 // in_use)))
-    layers = [[place.randn(*shape) for _ in range(2)] for _ in range(count)]
+    layers = [LayerPages(place.randn(*shape), place.randn(*shape)) for _ in range(count)]
     seconds = []
     for make, is_told in ways:
         backend = make(kind)
         backend.allocate_fixed(rows, len(batch.kv_indices) + rows)
-        backend.plan_fixed(batch if is_told else replace(batch, shared=()))
-        works = [partial(backend.run, *inputs, *pages, scale=kind.scale) for pages in layers]
+        plan = backend.plan_fixed(batch if is_told else replace(batch, shared=()))
+        works = [partial(plan.run, LayerInputs(query, key, value, pages, kind)) for pages in layers]
         seconds.append(place.gpu_seconds(works, place.sizes.repeat))
     return seconds
 
@@ -148,20 +154,19 @@ def _cached_slots(batch: PagedBatch) -> np.ndarray:
 @torch.inference_mode()
 def reference(place: Place, step: Step) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The output and the pages afterwards, by `TorchBackend` in float32, without sharing."""
-    backend = TorchBackend(place.device)
-    backend.plan(replace(step.batch, shared=()))
-    inputs = [tensor.float() for tensor in step.tensors]
-    out = backend.run(*inputs, **step.options)
-    return out, inputs[3], inputs[4]
+    plan = TorchBackend(place.device).plan(replace(step.batch, shared=()))
+    query, key, value, *pages = (tensor.float() for tensor in step.tensors)
+    out = plan.run(LayerInputs(query, key, value, LayerPages(*pages), step.kind))
+    return out, pages[0], pages[1]
 
 
 @torch.inference_mode()
 def attend(
     backend: AttentionBackend, step: Step, batch: PagedBatch | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    pages = step.k_pages.clone(), step.v_pages.clone()
-    backend.plan(batch or step.batch)
-    return backend.run(step.query, step.key, step.value, *pages, **step.options), *pages
+    pages = LayerPages(step.pages.k.clone(), step.pages.v.clone())
+    plan = backend.plan(batch or step.batch)
+    return plan.run(step.inputs(pages)), *pages
 
 
 def error(found: torch.Tensor, right: torch.Tensor) -> float:

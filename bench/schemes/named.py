@@ -15,8 +15,8 @@ from radixcache.bench.schemes.states import STATE_RULES
 from radixcache.bench.schemes.tier import with_tier
 from radixcache.bench.workloads.workload import Workload
 from radixcache.errors import InvalidRequest
+from radixcache.runtime.config.sizes import parse_memory as parse_bytes
 from radixcache.runtime.engine.state_planner import StatePlanner
-from radixcache.runtime.sizes import parse_memory as parse_bytes
 
 
 class WholeLeaves(RadixCache):

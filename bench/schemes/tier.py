@@ -8,12 +8,12 @@ from radixcache.base import Tokens
 from radixcache.errors import OutOfPages
 from radixcache.pages import PagePool, Pages
 from radixcache.radix import RadixCache
-from radixcache.runtime.kv_offload.page_loader import PageLoader
+from radixcache.runtime.kv_offload.page_loader import NO_LOADS, PageLoader
 from radixcache.stored import StoredPages
 from radixcache.tier import LowerTier
 
 if TYPE_CHECKING:
-    from radixcache.runtime.engine.request import Sequence
+    from radixcache.runtime.request import Sequence
 
 
 class NoBytes:
@@ -63,8 +63,8 @@ def load(cache: RadixCache, tokens: Tokens) -> int:
     return loaded
 
 
-def instant_loads(cache: object) -> PageLoader | None:
-    """For a scheduler over `cache`; None if it has no tier."""
+def instant_loads(cache: object) -> PageLoader:
+    """For a scheduler over `cache`, which may have no tier."""
     if isinstance(cache, RadixCache) and cache.lower is not None:
         return InstantLoads(cache)
-    return None
+    return NO_LOADS

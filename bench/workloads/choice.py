@@ -61,7 +61,7 @@ def _tokenizer(args: argparse.Namespace) -> Tokenizer | None:
     """The model's, if one is named or needed; else one is trained on the file itself."""
     if args.model is None and args.level == "index":
         return None
-    from radixcache.runtime.model_files import BUNDLED_MODEL
+    from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
     from radixcache.runtime.tokens.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(args.model or str(BUNDLED_MODEL))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_void_p
 from functools import lru_cache
 from typing import Any
@@ -11,7 +12,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from radixcache.kernels.attention import AttentionBackend, PagedBatch
+from radixcache.kernels.attention import (
+    AttentionBackend,
+    AttentionPlan,
+    FixedShape,
+    LayerInputs,
+    LayerKind,
+    PagedBatch,
+)
 from radixcache.kernels.native.library import check, kernel
 
 _NO_WINDOW = 2**31 - 1
@@ -37,20 +45,13 @@ class Heads(ctypes.Structure):
 
 
 @lru_cache
-def heads_of(
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    value_dim: int,
-    window: int | None,
-    scale: float,
-    softcap: float | None,
-) -> Heads:
-    """The structure of a layer's attention; None for no window or softcap.
+def heads_of(kind: LayerKind) -> Heads:
+    """The structure of a layer's attention.
 
     Raises:
         ValueError: there is no such layer.
     """
+    heads, kv_heads, dim, value_dim, scale, window, softcap, _ = kind
     if kv_heads < 1 or heads % kv_heads or (window is not None and window < 1):
         raise ValueError(f"{heads} heads on {kv_heads}, or a window of {window}")
     window = min(window or _NO_WINDOW, _NO_WINDOW)
@@ -66,15 +67,15 @@ class NativeBackend(AttentionBackend):
     """
 
     name = "native kernels"
-    _batch: _Batch | None = None
 
-    def plan(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> list[torch.Tensor]:
-        """
-        Raises:
-            ValueError: the tables of `batch` contradict each other.
-        """
+    def _plan(
+        self, batch: PagedBatch, arrays: Sequence[NDArray[np.integer]], fixed: FixedShape | None
+    ) -> NativePlan:
+        assert fixed is None, "there are no CUDA graphs on a CPU"
+        return NativePlan(batch, [torch.as_tensor(array, dtype=torch.int64) for array in arrays])
+
+    def _check_batch(self, batch: PagedBatch) -> None:
         last, size, counts = batch.kv_last_page_len, batch.page_size, np.diff(batch.kv_indptr)
-        tables = batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_lens
         starts_at_0 = not (batch.qo_indptr[0] or batch.kv_indptr[0])
         if not starts_at_0 or len(counts) != len(batch.query_lens) or len(counts) != len(last):
             raise ValueError("the page tables are of different batches")
@@ -82,54 +83,48 @@ class NativeBackend(AttentionBackend):
             raise ValueError("a sequence without pages, or pages without a sequence")
         if (last < 1).any() or (last > size).any() or (batch.query_lens < 0).any():
             raise ValueError("a sequence's last page or new tokens cannot be of that length")
-        if (batch.query_lens > batch.kv_lens).any():
-            raise ValueError("a sequence has more new tokens than its pages hold")
+        super()._check_batch(batch)
         if batch.kv_indices.min(initial=0) < 0:
             raise ValueError("a negative page number")
-        self._tokens, self._page_size = int(batch.qo_indptr[-1]), size
+
+
+class NativePlan(AttentionPlan):
+    """A batch whose page tables do not contradict each other."""
+
+    def __init__(self, batch: PagedBatch, arrays: list[torch.Tensor]) -> None:
+        self.arrays = arrays
+        tables = batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_lens
+        self._tokens, self._page_size = int(batch.qo_indptr[-1]), batch.page_size
         self._num_pages = int(batch.kv_indices.max(initial=-1)) + 1
-        self._arrays: list[NDArray[Any]] = [
+        self._tables: list[NDArray[Any]] = [
             np.ascontiguousarray(table, dtype=np.int32) for table in tables
         ]
-        self._arrays.append(batch.slots())
-        self._batch = _Batch(len(counts), size, *(array.ctypes.data for array in self._arrays))
-        return [torch.as_tensor(array, dtype=torch.int64) for array in arrays]
+        self._tables.append(batch.slots())
+        addresses = (table.ctypes.data for table in self._tables)
+        self._batch = _Batch(len(batch.query_lens), batch.page_size, *addresses)
 
-    def check_pages(self, tokens: int, k_pages: torch.Tensor) -> int:
-        """Refuse pages or a number of tokens that the step was not planned for.
+    def address_for(self, tokens: int, k_pages: torch.Tensor) -> int:
+        """The address of the planned batch, for a kernel.
 
-        Returns:
-            the address of the planned batch, for a kernel.
+        Raises:
+            ValueError: the step was not planned for these pages or so many tokens.
         """
-        if self._batch is None:
-            raise RuntimeError("run() before plan()")
         pages, size = k_pages.shape[:2]
         if (tokens, size) != (self._tokens, self._page_size) or pages < self._num_pages:
             raise ValueError("the step was planned for other pages or tokens")
         return ctypes.addressof(self._batch)
 
-    def run(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """As `AttentionBackend` says; tokens may stand apart, as columns of one product do.
+    def run(self, inputs: LayerInputs) -> torch.Tensor:
+        """As `AttentionPlan` says; tokens may stand apart, as columns of one product do.
 
         Raises:
             ValueError: the tensors do not fit together, or to the plan.
             MemoryError: the sums of the step's rows do not fit into memory.
         """
-        (tokens, heads, dim), (pages, size, kv_heads, _) = query.shape, k_pages.shape
-        value_dim, batch = v_pages.shape[3], self.check_pages(tokens, k_pages)
-        layer = heads_of(heads, kv_heads, dim, value_dim, window, scale, softcap)
+        query, key, value, (k_pages, v_pages), layer, sinks = inputs
+        heads, kv_heads, dim, value_dim, *_ = layer
+        tokens, (pages, size) = len(query), k_pages.shape[:2]
+        batch, layer_heads = self.address_for(tokens, k_pages), heads_of(layer)
         check(query, query, (tokens, heads, dim), apart=True)
         check(key, query, (tokens, kv_heads, dim), apart=True)
         check(value, query, (tokens, kv_heads, value_dim), apart=True)
@@ -140,7 +135,7 @@ class NativeBackend(AttentionBackend):
             check(sinks, sinks, (heads,))
         out = query.new_empty(tokens, heads, value_dim)
         kernel("attend", query.dtype)(
-            *(batch, ctypes.addressof(layer)),
+            *(batch, ctypes.addressof(layer_heads)),
             *(query.data_ptr(), query.stride(0), key.data_ptr(), key.stride(0)),
             *(value.data_ptr(), value.stride(0), k_pages.data_ptr(), v_pages.data_ptr()),
             *(out.data_ptr(), 0 if sinks is None else sinks.data_ptr()),

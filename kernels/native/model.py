@@ -9,15 +9,13 @@ from typing import NamedTuple
 
 import torch
 
-from radixcache.kernels.attention import LayerKind
-from radixcache.kernels.native.attention import Heads, NativeBackend, heads_of
+from radixcache.kernels.attention import LayerKind, LayerPages
+from radixcache.kernels.native.attention import Heads, NativePlan, heads_of
 from radixcache.kernels.native.library import check, kernel
 from radixcache.kernels.native.linear import PackedLinear, Weight
 
 Linears = tuple[PackedLinear, ...]
 """Products whose results stand side by side."""
-
-Pages = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class _Layer(ctypes.Structure):
@@ -95,7 +93,7 @@ class NativeModel:
             *(frequencies.data_ptr(), first_norm.data_ptr(), embedding.struct, head.struct),
         )
 
-        self._pages: Pages | None = None
+        self._pages: Sequence[LayerPages] | None = None
 
     def _fill(self, to: _Layer, layer: NativeLayer, hidden: int, inner: int, half: int) -> None:
         kind = layer.kind
@@ -113,10 +111,7 @@ class NativeModel:
                 raise ValueError(f"products of {len(linears)} weights do not give {total}")
             for linear in linears:
                 _check_depth(linear, depth)
-        to.heads = heads_of(
-            *(kind.query_heads, kind.kv_heads, kind.head_dim, kind.value_dim),
-            *(kind.window, kind.scale, kind.softcap),
-        )
+        to.heads = heads_of(kind)
         for name, linears in (("qkv", layer.qkv), ("gate_up", layer.gate_up)):
             for i, linear in enumerate(linears):
                 getattr(to, name)[i] = linear.struct
@@ -132,16 +127,16 @@ class NativeModel:
 
     def forward(
         self,
-        attention: NativeBackend,
-        pages: Pages,
+        plan: NativePlan,
+        pages: Sequence[LayerPages],
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         logit_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """[R, vocab_size] float32 logits of a step that `attention` has planned.
+        """[R, vocab_size] float32 logits of a planned step.
 
         Args:
-            pages: (k_pages, v_pages) of each layer; what was checked once is not checked again.
+            pages: of each layer; what was checked once is not checked again.
             token_ids, positions, logit_rows: [T], [T] and [R] int64.
 
         Raises:
@@ -152,7 +147,7 @@ class NativeModel:
         tokens, rows = len(token_ids), len(logit_rows)
         for table, count in ((token_ids, tokens), (positions, tokens), (logit_rows, rows)):
             check(table, torch.int64, (count,))
-        batch = attention.check_pages(tokens, pages[0][0])
+        batch = plan.address_for(tokens, pages[0].k)
         if pages is not self._pages:
             self._addresses, self._pages = self._check_pages(pages), pages
         logits = torch.empty(rows, self._vocab_size)
@@ -163,12 +158,12 @@ class NativeModel:
         )
         return logits
 
-    def _check_pages(self, pages: Pages) -> ctypes.Array[c_void_p]:
+    def _check_pages(self, pages: Sequence[LayerPages]) -> ctypes.Array[c_void_p]:
         """The addresses of all pages, layer by layer."""
         addresses = []
         for kind, layer in zip(self._kinds, pages, strict=True):
             for tensor, dim in zip(layer, (kind.head_dim, kind.value_dim), strict=True):
-                check(tensor, self._dtype, (*pages[0][0].shape[:2], kind.kv_heads, dim))
+                check(tensor, self._dtype, (*pages[0].k.shape[:2], kind.kv_heads, dim))
                 addresses.append(tensor.data_ptr())
         return (c_void_p * len(addresses))(*addresses)
 

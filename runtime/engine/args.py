@@ -10,9 +10,9 @@ from typing import Any, Literal
 import numpy as np
 
 from radixcache.errors import InvalidRequest
-from radixcache.runtime.flags import Rule, check, setting
+from radixcache.runtime.config.flags import Rule, check, setting
+from radixcache.runtime.config.sizes import parse_memory
 from radixcache.runtime.kv_events.config import KVEventsConfig
-from radixcache.runtime.sizes import parse_memory
 
 
 def _is_memory(amount: Any) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 
 from radixcache.base import Tokens, TokensLike, as_tokens
 from radixcache.errors import InvalidRequest, PinError
-from radixcache.runtime.engine.request import Request
+from radixcache.runtime.request import Request
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.tokens.tokenizer import Message
 

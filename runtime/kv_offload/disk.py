@@ -22,6 +22,7 @@ import xxhash
 
 from radixcache.errors import Busy, InvalidRequest, first_sentence
 from radixcache.pages import Pages
+from radixcache.runtime.config.sizes import format_memory
 from radixcache.runtime.kv_offload import files
 from radixcache.runtime.kv_offload.files import (
     INDEX,
@@ -42,7 +43,6 @@ from radixcache.runtime.kv_offload.store import PageSource, Store
 from radixcache.runtime.model.kv_pool import KVPool, host_rows
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.system_memory import total_memory
-from radixcache.runtime.sizes import format_memory
 from radixcache.stored import StoredPage, StoredPages
 
 MAX_QUEUED_BYTES = 256 << 20

@@ -31,6 +31,7 @@ import numpy as np
 import xxhash
 
 from radixcache.errors import InvalidRequest, RadixCacheError, first_sentence
+from radixcache.runtime.config.sizes import format_memory
 from radixcache.runtime.kv_offload.notes import (
     ABOUT,
     RESPONSE,
@@ -38,7 +39,6 @@ from radixcache.runtime.kv_offload.notes import (
     read_prefixes,
     read_texts,
 )
-from radixcache.runtime.sizes import format_memory
 
 PAGES, INDEX, LOCK = "pages.kv", "index.sqlite", "lock"
 

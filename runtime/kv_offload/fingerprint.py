@@ -12,9 +12,9 @@ import xxhash
 
 from radixcache.errors import InvalidRequest
 from radixcache.kernels.attention import PagedBatch
+from radixcache.runtime.checkpoints.model_files import find_file, find_gguf, split_gguf
 from radixcache.runtime.model.checkpoint import checkpoint_files
 from radixcache.runtime.model.paged_model import PagedModel
-from radixcache.runtime.model_files import find_file, find_gguf, split_gguf
 
 FORMAT = 3
 """Version of the format of slots, rows and checksums."""

@@ -19,9 +19,9 @@ import torch
 from radixcache.errors import InvalidRequest
 from radixcache.kernels.upload import on_device
 from radixcache.pages import Pages
+from radixcache.runtime.config.sizes import format_memory
 from radixcache.runtime.kv_offload.store import Store
 from radixcache.runtime.model.kv_pool import KVPool, count_pages, host_rows
-from radixcache.runtime.sizes import format_memory
 from radixcache.stored import StoredPage, StoredPages
 
 MOST_BYTES = 256 << 20

@@ -31,7 +31,7 @@ from radixcache.stored import LoadCost, Medium, StoredPage
 from radixcache.tier import LowerTier
 
 if TYPE_CHECKING:
-    from radixcache.runtime.engine.request import Sequence
+    from radixcache.runtime.request import Sequence
 
 _TRIES = 3
 """Loads in vain, as the pool evicted the tokens before them; then the request is computed."""

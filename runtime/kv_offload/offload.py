@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from radixcache.errors import InvalidRequest
 from radixcache.radix import RadixCache
+from radixcache.runtime.config.sizes import format_memory, parse_memory
 from radixcache.runtime.kv_offload import session
 from radixcache.runtime.kv_offload.host import HostStore
 from radixcache.runtime.kv_offload.loads import Loads
@@ -16,7 +17,6 @@ from radixcache.runtime.kv_offload.store import Store
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
-from radixcache.runtime.sizes import format_memory, parse_memory
 from radixcache.runtime.tokens.conversation import Conversations
 from radixcache.tier import LowerTier
 

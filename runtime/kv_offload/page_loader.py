@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from radixcache.lease import Lease
 
 if TYPE_CHECKING:
-    from radixcache.runtime.engine.request import Sequence
+    from radixcache.runtime.request import Sequence
 
 
 class PageLoader:
@@ -56,3 +56,6 @@ class PageLoader:
 
     def check(self, waiting: Collection[Sequence]) -> None:
         """Assert between two steps that each read is for one of the sequences that wait."""
+
+
+NO_LOADS = PageLoader()

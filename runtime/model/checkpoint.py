@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from radixcache.runtime.model_files import find_file
+from radixcache.runtime.checkpoints.model_files import find_file
 
 _WHOLE = "model.safetensors"
 _INDEX = f"{_WHOLE}.index.json"

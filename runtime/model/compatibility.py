@@ -3,7 +3,7 @@
 Many models would load, run and be silently wrong over pages. Three checks stand before them, each
 a `ModelError` of one sentence: what the config says (`check_config`), what the attention calls of a
 probe look like (`check_calls`), and, for model types that nobody has verified yet, whether the
-logits over pages equal those of the stock implementation (`check_logits` in `load.py`).
+logits over pages equal those of transformers' attention (`check_logits` in `verification.py`).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from radixcache.base import Tokens
-from radixcache.kernels.attention import AttentionBackend, PagedBatch, SharedPrefix
+from radixcache.kernels.attention import AttentionBackend, AttentionPlan, PagedBatch, SharedPrefix
 from radixcache.kernels.cascade import MIN_ROWS
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel, Unread
@@ -176,21 +176,18 @@ class CudaGraphRunner:
         # What fills up is one token at one position, so that all of it writes the same K/V.
         positions = np.where(np.arange(shape.tokens) < count, batch.positions(), 0)
         ids[:count] = token_ids
-        inputs = self._model.attention.plan_fixed(batch, ids, positions, rows)
+        plan = self._model.attention.plan_fixed(batch, ids, positions, rows)
         if unread is not None:
-            unread.write(inputs[0])
+            unread.write(plan.arrays[0])
         if shape not in self._replays:
-            self._replays[shape] = self._try_capture(partial(self._compute, *inputs))
+            self._replays[shape] = self._try_capture(partial(self._compute, shape, plan))
         replay = self._replays[shape]
         return None if replay is None else replay()[: len(logit_rows)]
 
     @torch.inference_mode()
-    def _compute(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
-    ) -> torch.Tensor:
+    def _compute(self, shape: Shape, plan: AttentionPlan) -> torch.Tensor:
         """The logits, in the one tensor that all graphs write."""
-        out = self._logits[: len(rows)]
-        return self._model.compute(self._pool, token_ids, positions, rows, out)
+        return self._model.compute(self._pool, plan, self._logits[: shape.sequences])
 
     def _try_capture(self, compute: Compute) -> Compute | None:
         try:

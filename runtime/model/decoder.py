@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers.generation.configuration_utils import GenerationConfig
 
-from radixcache.kernels.attention import AttentionBackend, PagedBatch
+from radixcache.kernels.attention import AttentionBackend, AttentionPlan, PagedBatch
 from radixcache.kernels.native.attention import NativeBackend
 from radixcache.kernels.native.library import quiet_torch
 from radixcache.kernels.quantized import Quantized
@@ -130,8 +130,8 @@ class Decoder(PagedModel):
     def threads(self) -> AbstractContextManager[None]:
         return quiet_torch() if isinstance(self.attention, NativeBackend) else nullcontext()
 
-    def _logits(self, pool: KVPool, *step: torch.Tensor) -> torch.Tensor:
-        return self._operations.run(pool, *step)
+    def _logits(self, pool: KVPool, plan: AttentionPlan) -> torch.Tensor:
+        return self._operations.run(pool, plan)
 
     def _check(
         self,

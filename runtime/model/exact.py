@@ -6,7 +6,8 @@ gives that:
 
 - attention, RoPE and norms by the native kernels, in which a row is one chain of operations;
 - linear layers on packed weights, in which a row's sums have one order in any company;
-- in transformers' layers, activations that no row shares a vector in (`exact_layers.py`).
+- in transformers' layers, activations that no row shares a vector in (`exact_layers.py` of
+  `transformers_patches/`).
 
 So it holds by construction, but for what transformers' layers leave to torch, which promises
 nothing. Each load compares, too.

@@ -11,7 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from radixcache.errors import InvalidRequest
+from radixcache.kernels.attention import LayerPages
 from radixcache.kernels.upload import send
+from radixcache.runtime.config.sizes import parse_memory
 from radixcache.runtime.model import cgroups
 from radixcache.runtime.model.system_memory import (
     HUGE,
@@ -19,7 +21,6 @@ from radixcache.runtime.model.system_memory import (
     machine_memory,
     use_small_pages,
 )
-from radixcache.runtime.sizes import parse_memory
 
 if TYPE_CHECKING:
     from radixcache.runtime.model.recurrent import StatePool
@@ -46,7 +47,7 @@ class KVPool:
     layers at once. On a CPU the operating system commits their memory when it is first written.
 
     Attributes:
-        layers: (k_pages, v_pages) of each layer, [num_pages + 1, page_size, heads, dim] each.
+        layers: pages of each layer, [num_pages + 1, page_size, heads, dim] each.
         page_size: tokens per page.
         num_pages: pages per layer; page p of every layer belongs to the same tokens.
         device: where they are.
@@ -76,7 +77,7 @@ class KVPool:
         }
         unused = {shape: iter(stack) for shape, stack in self._stacks.items()}
         pages = [next(unused[shape]) for shape in inner]
-        self.layers = list(zip(pages[::2], pages[1::2], strict=True))
+        self.layers = list(map(LayerPages, pages[::2], pages[1::2]))
 
     @torch.inference_mode()
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from transformers.generation.configuration_utils import GenerationConfig
 
 from radixcache.errors import ModelError
-from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch
+from radixcache.kernels.attention import AttentionBackend, AttentionPlan, LayerKind, PagedBatch
 from radixcache.kernels.choice import choose_backend
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.upload import send
@@ -155,11 +155,11 @@ class PagedModel(ABC):
         Returns:
             [R, vocab_size] float32, on the model's device.
         """
-        ids, positions, rows = self.attention.plan(batch, token_ids, batch.positions(), logit_rows)
+        plan = self.attention.plan(batch, token_ids, batch.positions(), logit_rows)
         if unread is not None:
-            unread.write(ids)
+            unread.write(plan.arrays[0])
         with self._with_states(batch, states, pool):
-            return self.compute(pool, ids, positions, rows)
+            return self.compute(pool, plan)
 
     def _with_states(
         self, batch: PagedBatch, states: Sequence[SequenceStates], pool: KVPool
@@ -169,15 +169,11 @@ class PagedModel(ABC):
 
     @torch.inference_mode()
     def compute(
-        self,
-        pool: KVPool,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        logit_rows: torch.Tensor,
-        out: torch.Tensor | None = None,
+        self, pool: KVPool, plan: AttentionPlan, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`forward` once the step is planned and its inputs are on the device; into `out`."""
-        logits = self._logits(pool, token_ids, positions, logit_rows)
+        """`forward` once the step is planned: token ids, positions and logit rows are the plan's
+        arrays; into `out`."""
+        logits = self._logits(pool, plan)
         return logits.float() if out is None else out.copy_(logits)
 
     def threads(self) -> AbstractContextManager[None]:
@@ -185,11 +181,5 @@ class PagedModel(ABC):
         return nullcontext()
 
     @abstractmethod
-    def _logits(
-        self,
-        pool: KVPool,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        logit_rows: torch.Tensor,
-    ) -> torch.Tensor:
-        """[R, vocab_size] of the planned step in any dtype; all arguments int32 or int64."""
+    def _logits(self, pool: KVPool, plan: AttentionPlan) -> torch.Tensor:
+        """[R, vocab_size] of the planned step in any dtype."""

@@ -20,13 +20,23 @@ from numpy.typing import NDArray
 from transformers import AttentionInterface, PreTrainedModel
 
 from radixcache.errors import first_sentence
-from radixcache.kernels.attention import AttentionBackend, LayerKind, PagedBatch
+from radixcache.kernels.attention import (
+    AttentionBackend,
+    AttentionPlan,
+    LayerInputs,
+    LayerKind,
+    PagedBatch,
+)
 from radixcache.kernels.native.attention import NativeBackend
 from radixcache.kernels.native.library import quiet_torch
-from radixcache.runtime.model import compatibility as gate
-from radixcache.runtime.model.compatibility import AttentionCall
+from radixcache.runtime.model.compatibility import (
+    AttentionCall,
+    check_calls,
+    check_config,
+    is_recurrent,
+    refusal,
+)
 from radixcache.runtime.model.kv_pool import KVPool
-from radixcache.runtime.model.operations.mla import AbsorbedProjection
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.recurrent import (
     StatePool,
@@ -36,6 +46,7 @@ from radixcache.runtime.model.recurrent import (
     replace_recurrent_layers,
 )
 from radixcache.runtime.model.rope_scaling import fix_frequencies
+from radixcache.runtime.model.transformers_patches.mla import AbsorbedProjection
 from radixcache.states import SequenceStates
 
 IMPLEMENTATION = "radixcache"
@@ -116,12 +127,12 @@ class TransformersModel(PagedModel):
         """
         self.config, self.device, self._model = model.config, model.device, model
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        gate.check_config(model.config)
+        check_config(model.config)
         limit = fix_frequencies(model, max_model_len)
-        if gate.is_recurrent(model.config):
+        if is_recurrent(model.config):
             self._prepare_recurrent()
         calls, vocab_size = self._probe()
-        gate.check_calls(model.config, calls)
+        check_calls(model.config, calls)
         self._places = {call.layer: place for place, call in enumerate(sorted(calls))}
         kinds = [call.kind for call in sorted(calls)]
         text = model.config.get_text_config()
@@ -143,30 +154,16 @@ class TransformersModel(PagedModel):
         is_packed = isinstance(self.attention, NativeBackend) and not self.bytes_per_state
         return quiet_torch() if is_packed else nullcontext()
 
-    def _logits(
-        self,
-        pool: KVPool,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        logit_rows: torch.Tensor,
-    ) -> torch.Tensor:
+    def _logits(self, pool: KVPool, plan: AttentionPlan) -> torch.Tensor:
         def serve(
             call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             sinks: torch.Tensor | None,
         ) -> torch.Tensor:  # fmt: skip
-            return self.attention.run(
-                query,
-                key,
-                value,
-                *pool.layers[self._places[call.layer]],
-                scale=call.kind.scale,
-                window=call.kind.window,
-                softcap=call.kind.softcap,
-                sinks=sinks,
-            )
+            pages = pool.layers[self._places[call.layer]]
+            return plan.run(LayerInputs(query, key, value, pages, call.kind, sinks))
 
         with _serving(serve):
-            return self._run(token_ids, positions, logit_rows)
+            return self._run(*plan.arrays)
 
     def _prepare_recurrent(self) -> None:
         """Let the recurrent layers run over slots."""
@@ -176,9 +173,9 @@ class TransformersModel(PagedModel):
             count = replace_recurrent_layers(self._model)
         except Exception as error:  # whatever foreign modelling code raises
             reason = f"a trial run with a cache failed ({first_sentence(error)})"
-            raise gate.refusal(model_type, reason) from error
+            raise refusal(model_type, reason) from error
         if count != len({layer for _, layer, _ in self._state_shapes}):
-            raise gate.refusal(
+            raise refusal(
                 model_type,
                 "its recurrent layers keep their states otherwise than in transformers 5.23 and "
                 "newer (as Mamba 1 does, and any in older ones)",
@@ -238,15 +235,15 @@ class TransformersModel(PagedModel):
         two = torch.arange(2, device=self.device)
         self._model.set_attn_implementation(IMPLEMENTATION)
         if self.config.get_text_config()._attn_implementation != IMPLEMENTATION:
-            raise gate.refusal(self.config.model_type, "it does not let its attention be replaced")
+            raise refusal(self.config.model_type, "it does not let its attention be replaced")
         try:
             with _serving(serve):
                 logits = self._run(torch.zeros_like(two), two, two)
         except Exception as error:  # whatever foreign modelling code raises
             reason = f"a trial run failed ({first_sentence(error)})"
-            raise gate.refusal(self.config.model_type, reason) from error
+            raise refusal(self.config.model_type, reason) from error
         if logits.isnan().any():
-            raise gate.refusal(self.config.model_type, "its logits are not numbers")
+            raise refusal(self.config.model_type, "its logits are not numbers")
         return calls, logits.shape[1]
 
 

@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from radixcache.base import Tokens
-from radixcache.runtime.model_files import BUNDLED_MODEL
+from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.router.members import MEMBERS
 from radixcache.runtime.router.pins import Pin, Pins, deletion, key_of, salt_of, with_salt
 from radixcache.runtime.router.policy import Router, Standing, preference

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from radixcache.base import Tokens, as_tokens
-from radixcache.runtime.model_files import BUNDLED_MODEL
+from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.server.api.chat_turn import turn_of
 from radixcache.runtime.server.http.bodies import read_json

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from radixcache.errors import InvalidRequest
-from radixcache.runtime.flags import setting
+from radixcache.runtime.config.flags import setting
 from radixcache.runtime.sampling.structured_outputs import StructuredOutputsParams
 
 MAX_PROMPT_LOGPROBS = 20

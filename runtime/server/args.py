@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from radixcache.errors import InvalidRequest, MissingDependency
-from radixcache.runtime.flags import Rule, at_least, check, setting
+from radixcache.runtime.config.flags import Rule, at_least, check, setting
 from radixcache.runtime.sampling.params import SamplingParams
 
 _TRACING = tuple(

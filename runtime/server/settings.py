@@ -18,8 +18,8 @@ from pydantic_settings import (
 )
 
 from radixcache.errors import InvalidRequest, first_sentence
+from radixcache.runtime.config.flags import Setting, settings_of
 from radixcache.runtime.engine.args import EngineArgs
-from radixcache.runtime.flags import Setting, settings_of
 from radixcache.runtime.sampling.params import SamplingArgs
 from radixcache.runtime.server.args import ServerArgs
 

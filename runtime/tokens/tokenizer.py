@@ -14,8 +14,8 @@ from threading import Lock
 from typing import Any
 
 from radixcache.errors import ContextExceeded, InvalidRequest, ModelError, first_sentence
-from radixcache.runtime.gguf_file import GGUFFile
-from radixcache.runtime.model_files import find_file, find_gguf, split_gguf
+from radixcache.runtime.checkpoints.gguf_file import GGUFFile
+from radixcache.runtime.checkpoints.model_files import find_file, find_gguf, split_gguf
 from radixcache.runtime.tokens.generic_tools import tell_tools
 from radixcache.runtime.tokens.tool_calls import check_tools, for_template
 from radixcache.runtime.tokens.tool_formats import (

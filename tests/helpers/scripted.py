@@ -25,10 +25,10 @@ from transformers.generation.configuration_utils import GenerationConfig
 from radixcache import LLM
 from radixcache.kernels.attention import LayerKind, PagedBatch
 from radixcache.kernels.torch_backend import TorchBackend
+from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.engine import build
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
-from radixcache.runtime.model_files import BUNDLED_MODEL
 from tests.helpers.hash_model import read_rows
 
 Script = Callable[[str], str | list[str]]

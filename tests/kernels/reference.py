@@ -6,13 +6,19 @@ with the backends under test but the arrays they are given.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from radixcache.kernels.attention import AttentionBackend, PagedBatch
+from radixcache.kernels.attention import (
+    AttentionBackend,
+    LayerInputs,
+    LayerKind,
+    LayerPages,
+    PagedBatch,
+)
 
 
 @dataclass
@@ -160,11 +166,17 @@ def naive_attention(
     return out
 
 
+def inputs_of(step: Step, *, sinks: torch.Tensor | None = None, **options: Any) -> LayerInputs:
+    """The step's tensors themselves, for a layer with these options."""
+    dims = step.query.shape[1], step.key.shape[1], step.key.shape[2], step.value.shape[2]
+    pages, kind = LayerPages(step.k_pages, step.v_pages), LayerKind(*dims, **options)
+    return LayerInputs(step.query, step.key, step.value, pages, kind, sinks)
+
+
 def run(step: Step, backend: AttentionBackend, **options: Any) -> torch.Tensor:
     """The backend's output; `step` keeps its pages."""
-    backend.plan(step.batch)
-    k_pages, v_pages = step.k_pages.clone(), step.v_pages.clone()
-    return backend.run(step.query, step.key, step.value, k_pages, v_pages, **options)
+    copied = replace(step, k_pages=step.k_pages.clone(), v_pages=step.v_pages.clone())
+    return backend.plan(step.batch).run(inputs_of(copied, **options))
 
 
 def error(step: Step, out: torch.Tensor, **options: Any) -> float:

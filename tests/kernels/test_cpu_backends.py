@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from radixcache.kernels.attention import AttentionBackend, PagedBatch
 from radixcache.kernels.native.attention import NativeBackend
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.torch_backend import TorchBackend
-from tests.kernels.reference import error, make_step, random_step, run
+from tests.kernels.reference import error, inputs_of, make_step, random_step, run
 
 # (new tokens, cached tokens) of each sequence
 SHAPES = {
@@ -39,19 +41,19 @@ def test_output_equals_the_reference_and_unwritten_slots_never_leak(backend, see
 
 def test_one_plan_serves_layers_of_different_windows_and_pages(backend) -> None:
     step, other = (make_step(6, SHAPES["mixed"], dim=dim) for dim in (16, 32))
-    backend.plan(step.batch)
+    plan = backend.plan(step.batch)
     for layer in (step, other, step):
         for window in (None, 8, 30, None):
-            pages = layer.k_pages.clone(), layer.v_pages.clone()
-            out = backend.run(layer.query, layer.key, layer.value, *pages, scale=0.3, window=window)
+            copied = replace(layer, k_pages=layer.k_pages.clone(), v_pages=layer.v_pages.clone())
+            out = plan.run(inputs_of(copied, scale=0.3, window=window))
             assert error(layer, out, scale=0.3, window=window) < 2e-5
 
 
 def test_new_tokens_are_written_and_nothing_else(backend) -> None:
     step = make_step(8, SHAPES["mixed"], page_size=4)
     k_pages, v_pages = step.k_pages.clone(), step.v_pages.clone()
-    backend.plan(step.batch)
-    backend.run(step.query, step.key, step.value, k_pages, v_pages, scale=0.3)
+    copied = replace(step, k_pages=k_pages, v_pages=v_pages)
+    backend.plan(step.batch).run(inputs_of(copied, scale=0.3))
     slots = torch.from_numpy(step.batch.slots())
     for before, after, new in (
         (step.k_pages, k_pages, step.key),
@@ -64,8 +66,6 @@ def test_new_tokens_are_written_and_nothing_else(backend) -> None:
 
 def test_misuse_is_refused(backend) -> None:
     step = make_step(13, [(3, 0)])
-    with pytest.raises(RuntimeError, match="before plan"):
-        backend.run(step.query, step.key, step.value, step.k_pages, step.v_pages, scale=1.0)
     batch = step.batch
     short = PagedBatch(
         batch.qo_indptr, batch.kv_indptr, batch.kv_indices, np.array([2], np.int32), 16

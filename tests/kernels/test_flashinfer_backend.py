@@ -8,10 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from radixcache.kernels.attention import LayerKind, PagedBatch, SharedPrefix
+from radixcache.kernels.attention import (
+    AttentionPlan,
+    LayerInputs,
+    LayerKind,
+    LayerPages,
+    PagedBatch,
+    SharedPrefix,
+)
 from radixcache.runtime.model.cuda_graphs import Shape, pad
 from tests.helpers.pretend_cuda import CUDA
-from tests.kernels.reference import Step, make_step, random_step
+from tests.kernels.reference import Step, inputs_of, make_step, random_step
 from tests.kernels.reference import error as error_on_cpu
 from tests.kernels.test_cpu_backends import SHAPES
 
@@ -30,15 +37,15 @@ def make_backend(*kinds: LayerKind, dtype: torch.dtype = torch.float32):
 
 
 def attend(backend, step: Step, batch: PagedBatch | None = None, fixed: bool = False, **options):
-    plan = backend.plan_fixed if fixed else backend.plan
-    plan(batch or step.batch)
-    return run(backend, step, **options)
+    make = backend.plan_fixed if fixed else backend.plan
+    return run(make(batch or step.batch), step, **options)
 
 
-def run(backend, step: Step, **options) -> torch.Tensor:
-    pages = (step.k_pages.nan_to_num(0), step.v_pages.nan_to_num(0))  # the pool starts as zeros
-    inputs = [t.to(CUDA) for t in (step.query, step.key, step.value, *pages)]
-    return backend.run(*inputs, **options)
+def run(plan: AttentionPlan, step: Step, **options) -> torch.Tensor:
+    sides = (step.k_pages.nan_to_num(0), step.v_pages.nan_to_num(0))  # the pool starts as zeros
+    query, key, value, *pages = (t.to(CUDA) for t in (step.query, step.key, step.value, *sides))
+    inputs = inputs_of(step, **options)
+    return plan.run(LayerInputs(query, key, value, LayerPages(*pages), *inputs[4:]))
 
 
 def error(step: Step, out: torch.Tensor, **options) -> float:
@@ -65,10 +72,10 @@ def test_random_steps_equal_the_reference(seed) -> None:
     backend = make_backend(*(kind_of(step, 0.3, one, options["softcap"]) for one in windows))
     if backend.reads_shared_once and decodes > 1 and step.share:
         batch = with_shared(batch, (0, decodes, step.share))
-    backend.plan(batch)
+    plan = backend.plan(batch)
     sinks = None if options["sinks"] is None else options["sinks"].to(CUDA)
     for window in windows:  # layers of two kinds share one plan
-        out = run(backend, step, **options | {"window": window, "sinks": sinks})
+        out = run(plan, step, **options | {"window": window, "sinks": sinks})
         assert error(step, out, **options | {"window": window}) < 2e-5
 
 
@@ -104,9 +111,10 @@ def test_a_cascade_equals_the_reference_and_reads_shared_pages_once(
 
 def test_a_replay_reads_only_what_plan_fixed_rewrote() -> None:
     """Graphs of two sizes, flat and with a cascade, replayed with other tables in turn."""
-    backend = make_backend(kind_of(make_step(1, [(1, 30)]), 0.3))
+    kind = kind_of(make_step(1, [(1, 30)]), 0.3)
+    backend = make_backend(kind)
     backend.allocate_fixed(8, 600)
-    pages = torch.zeros(2, 200, 4, 2, 16, device=CUDA)
+    pages = LayerPages(*torch.zeros(2, 200, 4, 2, 16, device=CUDA))
     captured: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, list, list, torch.Tensor]] = {}
     for seed in range(2, 26):
         rng = np.random.default_rng(seed)
@@ -116,13 +124,13 @@ def test_a_replay_reads_only_what_plan_fixed_rewrote() -> None:
         choices = [[(0, size, share)], [(0, 4, share), (4, 4, share - 1)], [(0, 5, share)]]
         groups = choices[rng.integers(3) if size == 8 else 0]
         batch = with_shared(step.batch, *groups) if share else step.batch
-        given = backend.plan_fixed(batch, np.arange(size), batch.positions())
+        plan = backend.plan_fixed(batch, np.arange(size), batch.positions())
         if (size, bool(share)) not in captured:
             inputs = [torch.zeros(t.shape, device=CUDA) for t in (step.query, step.key, step.value)]
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                out = backend.run(*inputs, *pages, scale=0.3)
-            captured[size, bool(share)] = graph, inputs, given, out
+                out = plan.run(LayerInputs(inputs[0], inputs[1], inputs[2], pages, kind))
+            captured[size, bool(share)] = graph, inputs, plan.arrays, out
         graph, inputs, (ids, positions), out = captured[size, bool(share)]
         for fixed, new in zip(inputs, (step.query, step.key, step.value), strict=True):
             fixed.copy_(new)
@@ -143,7 +151,7 @@ def test_a_replay_of_a_step_with_prefill_gives_the_bits_of_the_eager_one(shape, 
     kinds = [kind, kind._replace(window=9)]
     backend, eager = make_backend(*kinds), make_backend(*kinds)
     backend.allocate_fixed(24, 4000)
-    pages = torch.zeros(2, 700, page_size, 2, 16, device=CUDA)
+    pages = LayerPages(*torch.zeros(2, 700, page_size, 2, 16, device=CUDA))
     inputs = [torch.zeros(shape.tokens, heads, 16, device=CUDA) for heads in (8, 2, 2)]
     graph, rng = None, np.random.default_rng(7)
     for seed in range(12):
@@ -153,15 +161,18 @@ def test_a_replay_of_a_step_with_prefill_gives_the_bits_of_the_eager_one(shape, 
         step = make_step(
             seed, [(int(n), int(rng.choice([0, 5, 40]))) for n in new], page_size=page_size
         )
-        spare = pages.shape[1] - 1
+        spare = len(pages.k) - 1
         padded = pad(step.batch, shape, spare)
-        given = backend.plan_fixed(padded, padded.positions())
+        plan = backend.plan_fixed(padded, padded.positions())
         if graph is None:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                outs = [backend.run(*inputs, *pages, scale=0.3, window=k.window) for k in kinds]
-            addresses = [one.data_ptr() for one in given]
-        assert [one.data_ptr() for one in given] == addresses
+                outs = [
+                    plan.run(LayerInputs(inputs[0], inputs[1], inputs[2], pages, kind))
+                    for kind in kinds
+                ]
+            addresses = [one.data_ptr() for one in plan.arrays]
+        assert [one.data_ptr() for one in plan.arrays] == addresses
         total = len(step.query)
         for fixed, new in zip(inputs, (step.query, step.key, step.value), strict=True):
             fixed.zero_()
@@ -222,8 +233,6 @@ def test_what_flashinfer_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match="no kernel for heads of 80/80"):
         make_backend(kind._replace(head_dim=80, value_dim=80))
     backend = make_backend(kind)
-    with pytest.raises(RuntimeError, match="before plan"):
-        run(backend, step, scale=0.3)
     assert backend.reads_shared_once
     assert not make_backend(kind, kind._replace(window=4)).reads_shared_once
     wide = kind._replace(query_heads=128, kv_heads=8, head_dim=128, value_dim=128)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from radixcache.kernels.attention import AttentionBackend, LayerKind
+from radixcache.kernels.attention import AttentionBackend, LayerInputs, LayerKind, LayerPages
 from radixcache.kernels.choice import choose_backend
 from radixcache.kernels.torch_backend import TorchBackend
 from tests.helpers.pretend_cuda import CPU, CUDA
@@ -31,12 +31,15 @@ def kind_of(heads: int, latent: int = LATENT, rotated: int = ROTATED, **more: An
 
 
 def run(
-    backend: AttentionBackend, step: Step, latent: int, place: torch.device = CPU, **options: Any
-) -> torch.Tensor:
-    key, pages = step.key, step.k_pages.nan_to_num(0)
-    inputs = (step.query, key[..., :latent], key[..., latent:], pages[..., :latent])
-    sides = [tensor.contiguous().to(place) for tensor in (*inputs, pages[..., latent:])]
-    return backend.run(*sides, scale=SCALE, **options)
+    backend: AttentionBackend, step: Step, latent: int, place: torch.device = CPU,
+    sinks: torch.Tensor | None = None, **options: Any,
+) -> torch.Tensor:  # fmt: skip
+    sides = [step.key, step.k_pages.nan_to_num(0)]
+    parts = [part for side in sides for part in (side[..., :latent], side[..., latent:])]
+    query, key, value, *pages = (t.contiguous().to(place) for t in (step.query, *parts))
+    kind = kind_of(query.shape[1], latent, step.key.shape[2] - latent, **options)
+    inputs = LayerInputs(query, key, value, LayerPages(*pages), kind, sinks)
+    return backend.plan(step.batch).run(inputs)
 
 
 def assert_close(out: torch.Tensor, step: Step, latent: int, **options: Any) -> None:
@@ -56,9 +59,7 @@ SINKS = torch.tensor([-3.0, 0.5, 2.0, 9.0, -40.0])
 )
 def test_torch_equals_the_reference(shape: str, options: dict[str, Any]) -> None:
     step = mla_step(7, SHAPES[shape], 5, 24, page_size=4)
-    backend = TorchBackend()
-    backend.plan(step.batch)
-    assert_close(run(backend, step, 16, **options), step, 16, **options)
+    assert_close(run(TorchBackend(), step, 16, **options), step, 16, **options)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -67,7 +68,6 @@ def test_torch_equals_the_reference(shape: str, options: dict[str, Any]) -> None
 def test_flashinfer_equals_the_reference(gpu, shape, page_size, heads, sinks) -> None:
     backend = gpu_backend(kind_of(heads))
     step = mla_step(3, SHAPES[shape], heads, 576, page_size=page_size, dtype=torch.bfloat16)
-    backend.plan(step.batch)
     given = {} if sinks is None else {"sinks": sinks.to(CUDA)}
     out = run(backend, step, LATENT, CUDA, **given)
     assert_close(out, step, LATENT, **({} if sinks is None else {"sinks": sinks}))
@@ -86,7 +86,6 @@ def test_heads_that_no_tile_holds_whole_are_filled_up(gpu, monkeypatch) -> None:
 
     step = mla_step(5, [(40, 58)], 20, 576, page_size=4, dtype=torch.bfloat16)
     backend = gpu_backend(kind_of(20))
-    backend.plan(step.batch)
     assert_close(run(backend, step, LATENT, CUDA), step, LATENT)
     monkeypatch.setattr(flashinfer_mla, "_planned_heads", lambda heads: heads)
     with pytest.raises(Exception, match="omit a visible key"):

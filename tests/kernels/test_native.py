@@ -10,18 +10,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from radixcache.kernels.attention import AttentionBackend
+from radixcache.kernels.attention import AttentionBackend, LayerInputs, LayerKind, LayerPages
 from radixcache.kernels.native import build as native_build
 from radixcache.kernels.native.activations import gated
 from radixcache.kernels.native.attention import NativeBackend
 from radixcache.kernels.native.library import problem
 from tests.helpers.forks import Forked
-from tests.kernels.reference import Step, error, make_batch, make_step, random_step, run
+from tests.kernels.reference import Step, error, inputs_of, make_batch, make_step, random_step, run
 
 needs_kernels = pytest.mark.skipif(problem() is not None, reason=str(problem()))
 F32, BF16 = torch.float32, torch.bfloat16
@@ -54,15 +55,15 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 def rows_one_by_one(step: Step, backend: AttentionBackend, **options) -> torch.Tensor:
     """What each new token gives as a decode of its own, with nobody beside it."""
-    k_pages, v_pages = step.k_pages.clone(), step.v_pages.clone()
-    outs, size = [], step.batch.page_size
+    copied = replace(step, k_pages=step.k_pages.clone(), v_pages=step.v_pages.clone())
+    inputs, outs, size = inputs_of(copied, **options), [], step.batch.page_size
     rows = iter(range(len(step.query)))
     for table, queries, length in zip(step.tables, step.query_lens, step.kv_lens, strict=True):
         for end in range(length - queries + 1, length + 1):
             row = next(rows)
-            backend.plan(make_batch([table[: -(-end // size)]], [1], [end], size))
-            new = (step.query[row : row + 1], step.key[row : row + 1], step.value[row : row + 1])
-            outs.append(backend.run(*new, k_pages, v_pages, **options))
+            plan = backend.plan(make_batch([table[: -(-end // size)]], [1], [end], size))
+            query, key, value = (t[row : row + 1] for t in (step.query, step.key, step.value))
+            outs.append(plan.run(inputs._replace(query=query, key=key, value=value)))
     return torch.cat(outs)
 
 
@@ -126,7 +127,7 @@ def test_values_may_be_narrower_than_keys() -> None:
     expected = run(step, backend, scale=0.3)
     assert error(step, expected, scale=0.3) < 2e-5
     value, v_pages = step.value[..., :20].contiguous(), step.v_pages[..., :20].contiguous()
-    out = backend.run(step.query, step.key, value, step.k_pages, v_pages, scale=0.3)
+    out = run(replace(step, value=value, v_pages=v_pages), backend, scale=0.3)
     np.testing.assert_array_equal(bits(out), bits(expected[..., :20]))
 
 
@@ -136,14 +137,13 @@ def test_values_may_be_narrower_than_keys() -> None:
 @needs_kernels
 def test_what_does_not_fit_together_is_refused() -> None:
     step, backend = make_step(7, [(3, 10), (1, 40)], page_size=4), NativeBackend()
-    good = [step.query, step.key, step.value, step.k_pages, step.v_pages]
-    backend.plan(step.batch)
+    plan, good = backend.plan(step.batch), inputs_of(step, scale=0.3)
 
-    def refused(match: str, **changes: torch.Tensor) -> None:
-        names = ("query", "key", "value", "k_pages", "v_pages")
-        args = [changes.get(name, t) for name, t in zip(names, good, strict=True)]
+    def refused(match: str, **changes: Any) -> None:
+        kind = changes.pop("kind", good.layer)
+        inputs = inputs_of(replace(step, **changes), scale=0.3)._replace(layer=kind)
         with pytest.raises(ValueError, match=match):
-            backend.run(*args, scale=0.3)
+            plan.run(inputs)
 
     refused("other pages or tokens", query=step.query[:3])
     refused("other pages or tokens", k_pages=step.k_pages[:5])  # pages are missing
@@ -153,11 +153,11 @@ def test_what_does_not_fit_together_is_refused() -> None:
     refused("expected .* got", v_pages=step.v_pages[:5])
     refused("not contiguous", key=step.key.transpose(1, 2).contiguous().transpose(1, 2))
     refused("not contiguous", k_pages=step.k_pages.transpose(1, 2).contiguous().transpose(1, 2))
-    refused("8 heads on 3", k_pages=randn(0, len(step.k_pages), 4, 3, 16))
-    with pytest.raises(ValueError, match="no native kernels for"):
-        backend.run(*(tensor.double() for tensor in good), scale=0.3)
-    with pytest.raises(ValueError, match="window of 0"):
-        backend.run(*good, scale=0.3, window=0)
+    refused("expected .* got", k_pages=randn(0, len(step.k_pages), 4, 3, 16))
+    refused("8 heads on 3", kind=good.layer._replace(kv_heads=3))
+    refused("window of 0", kind=good.layer._replace(window=0))
+    names = ("query", "key", "value", "k_pages", "v_pages")
+    refused("no native kernels for", **{name: getattr(step, name).double() for name in names})
     with pytest.raises(ValueError, match="expected"):
         gated(randn(0, 2, 8), randn(0, 2, 9), "silu")
     with pytest.raises(ValueError, match="no activation"):
@@ -255,11 +255,12 @@ def test_a_library_that_lost_bytes_is_compiled_anew(bare) -> None:
 def want_memory() -> int:
     backend, pages = NativeBackend(), torch.zeros(1, 40_000, 1, 16)
     query, new = torch.zeros(512, 128, 16), torch.zeros(512, 1, 16)
-    backend.plan(make_batch([[0]] * 512, [1] * 512, [40_000] * 512, 40_000))
+    plan = backend.plan(make_batch([[0]] * 512, [1] * 512, [40_000] * 512, 40_000))
+    kind = LayerKind(128, 1, 16, 16, 1.0)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
     resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 28), -1))
     with pytest.raises(MemoryError, match=r"^no memory for what a step computes$"):
-        backend.run(query, new, new, pages, pages, scale=1.0)
+        plan.run(LayerInputs(query, new, new, LayerPages(pages, pages), kind))
     return 0
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from radixcache.runtime.model.cuda_graphs import Shape, pad
 from radixcache.runtime.model.load import load_model
 from tests.helpers.models import tiny_model
 from tests.helpers.sources import ROOT
-from tests.kernels.reference import Step, error, make_step, random_step, run
+from tests.kernels.reference import Step, error, inputs_of, make_step, random_step, run
 from tests.kernels.test_cpu_backends import SHAPES
 
 pytest.importorskip("triton", reason="`make test-gpu` brings it")
@@ -93,8 +94,12 @@ def test_a_step_with_prefill_in_a_graph_launches_the_same_and_is_filled_up(
             torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
             for rows in (step.query, step.key, step.value)
         ]
-        backend.plan_fixed(pad(step.batch, shape, spare))
-        out = backend.run(*new, *(side.nan_to_num(0) for side in pages), scale=0.25)
+        k_pages, v_pages = (side.nan_to_num(0) for side in pages)
+        padded = replace(
+            step, query=new[0], key=new[1], value=new[2], k_pages=k_pages, v_pages=v_pages
+        )
+        plan = backend.plan_fixed(pad(step.batch, shape, spare))
+        out = plan.run(inputs_of(padded, scale=0.25))
         assert error(step, out[: len(step.query)], scale=0.25) < 2e-5
     assert grids[0] == grids[1] == grids[2] and len(grids[0]) == 2
 
@@ -117,8 +122,6 @@ def test_more_tokens_than_pages_are_refused_and_so_is_mla() -> None:
     pages, one = np.zeros(1, np.int32), np.ones(1, np.int32)
     with pytest.raises(ValueError, match="more new tokens"):
         make_backend().plan(PagedBatch(counts, np.array([0, 1], np.int32), pages, one, 4))
-    with pytest.raises(RuntimeError, match="before plan"):
-        make_backend().run(*[torch.zeros(1, 2, 16)] * 3, *[torch.zeros(1, 4, 2, 16)] * 2, scale=1)
 
 
 def in_the_interpreter(path: Path | str, **options) -> LLM:

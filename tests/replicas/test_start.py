@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import pytest
 
-from radixcache.runtime.model_files import BUNDLED_MODEL
+from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from tests.replicas.conftest import environment, free_port
 
 pytest.importorskip("ray")

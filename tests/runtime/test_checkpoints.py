@@ -17,8 +17,8 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from transformers import modeling_utils
 
 from radixcache import LLM, Chat, InvalidRequest, ModelError, SamplingParams
+from radixcache.runtime.checkpoints.model_files import check_model
 from radixcache.runtime.model.load import load_model
-from radixcache.runtime.model_files import check_model
 from tests.helpers.gguf_files import write_model
 from tests.helpers.models import tiny_model
 

@@ -203,7 +203,7 @@ def test_info_says_whether_native_kernels_run_and_why_not(problem, monkeypatch, 
 
 
 def test_info_says_why_torch_finds_no_gpu(monkeypatch, capsys):
-    monkeypatch.setattr("radixcache.runtime.model.load.nvidia_driver", lambda: "470.1")
+    monkeypatch.setattr("radixcache.runtime.model.device.nvidia_driver", lambda: "470.1")
     for cuda, reason in ((None, "built without CUDA"), ("13.0", "is for CUDA 13.0, and finds no")):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         assert main(["info"]) == 0

@@ -14,7 +14,7 @@ import torch
 
 from radixcache.errors import ModelError
 from radixcache.kernels.quantized import Quantized
-from radixcache.runtime.gguf_file import GGUFTensor
+from radixcache.runtime.checkpoints.gguf_file import GGUFTensor
 
 _log = logging.getLogger("radixcache")
 

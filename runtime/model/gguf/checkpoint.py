@@ -9,10 +9,10 @@ import torch
 
 from radixcache.errors import ModelError
 from radixcache.kernels.quantized import Quantized
-from radixcache.runtime.gguf_file import GGUFFile
+from radixcache.runtime.checkpoints.gguf_file import GGUFFile
+from radixcache.runtime.checkpoints.model_files import find_gguf
 from radixcache.runtime.model.gguf.blocks import read_tensor
 from radixcache.runtime.model.gguf.config import FAMILIES
-from radixcache.runtime.model_files import find_gguf
 
 _PARTS = {
     "attn_norm": "input_layernorm",

@@ -8,7 +8,7 @@ import torch
 from transformers.generation.configuration_utils import GenerationConfig
 
 from radixcache.errors import ModelError
-from radixcache.runtime.gguf_file import GGUFFile
+from radixcache.runtime.checkpoints.gguf_file import GGUFFile
 from radixcache.runtime.model.architecture import Architecture, Unknown
 from radixcache.runtime.model.gguf.ends import end_tokens
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from radixcache.runtime.gguf_file import GGUFFile
+from radixcache.runtime.checkpoints.gguf_file import GGUFFile
 
 _CONTROL, _USER_DEFINED = 3, 4  # types of tokens
 _KNOWN = frozenset({

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from radixcache.kernels.attention import AttentionBackend, LayerKind
+from radixcache.kernels.attention import AttentionPlan, LayerInputs, LayerKind, LayerPages
 from radixcache.kernels.quantized import Quantized
 from radixcache.runtime.model.architecture import Architecture
 from radixcache.runtime.model.kv_pool import KVPool
@@ -21,7 +21,6 @@ from radixcache.runtime.model.kv_pool import KVPool
 _MLP_ROWS = 512
 """Rows whose activations between the products of an MLP are held at once."""
 
-Pages = tuple[torch.Tensor, torch.Tensor]
 Weight = tuple[torch.Tensor | Quantized, torch.Tensor | None]
 """[out, in] of a product, in the dtype of the step, in fewer bits or quantized; and its bias."""
 
@@ -78,10 +77,8 @@ class Operations:
 
     name = f"torch {torch.__version__}"
 
-    def __init__(
-        self, architecture: Architecture, attention: AttentionBackend, dtype: torch.dtype
-    ) -> None:
-        self._attention, self._dtype = attention, dtype
+    def __init__(self, architecture: Architecture, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self._frequencies = architecture.inverse_frequencies
         self._rope_scale = architecture.rope_scale
         self._vocab_size = architecture.vocab_size
@@ -121,20 +118,16 @@ class Operations:
         """At load, when all weights are there."""
         self._weights = weights
 
-    def run(
-        self,
-        pool: KVPool,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        logit_rows: torch.Tensor,
-    ) -> torch.Tensor:
-        """The logits [R, vocab_size] of a step that the attention backend has planned."""
+    def run(self, pool: KVPool, plan: AttentionPlan) -> torch.Tensor:
+        """The logits [R, vocab_size] of a planned step, whose arrays are token ids, positions and
+        the rows of the logits."""
+        token_ids, positions, logit_rows = plan.arrays
         embedding, first_norm, layers, head = self._weights
         residual = embedding(token_ids).to(self._dtype)
         rotation = self.rotation(positions)
         x = self.norm(residual, first_norm)
         for layer, pages in zip(layers, pool.layers, strict=True):
-            x = self.attend(x, rotation, layer, pages)
+            x = self.attend(x, rotation, layer, pages, plan)
             if layer is layers[-1]:  # all K/V are written: the rest is for the logits alone
                 x, residual = x.index_select(0, logit_rows), residual.index_select(0, logit_rows)
                 if not len(logit_rows):
@@ -201,7 +194,9 @@ class Operations:
         turned = (heads * cos).add_(heads.roll(kind.head_dim // 2, -1).mul_(sin))
         return turned[:, : kind.query_heads], turned[:, kind.query_heads :]
 
-    def attend(self, x: torch.Tensor, rotation: Any, layer: Layer, pages: Pages) -> torch.Tensor:
+    def attend(
+        self, x: torch.Tensor, rotation: Any, layer: Layer, pages: LayerPages, plan: AttentionPlan
+    ) -> torch.Tensor:
         """Write K and V of the rows into the pages, and attend.
 
         Returns:
@@ -211,10 +206,7 @@ class Operations:
         qkv = layer.qkv(x).unflatten(-1, (-1, kind.head_dim))
         query, key = self.turn(qkv, rotation, layer)
         value = qkv[:, kind.query_heads + kind.kv_heads :]
-        out = self._attention.run(
-            query, key, value, *pages, scale=kind.scale, window=kind.window, softcap=kind.softcap
-        )
-        return out.flatten(1)
+        return plan.run(LayerInputs(query, key, value, pages, kind)).flatten(1)
 
 
 def join(parts: list[torch.Tensor]) -> torch.Tensor:

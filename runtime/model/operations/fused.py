@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from radixcache.kernels.attention import AttentionBackend
 from radixcache.kernels.load_flashinfer import load_flashinfer
 from radixcache.runtime.model.architecture import Architecture
 from radixcache.runtime.model.operations.base import Layer, Operations, Weight
@@ -20,11 +19,9 @@ from radixcache.runtime.model.operations.base import Layer, Operations, Weight
 class FusedOperations(Operations):
     """Kernels overwrite their inputs: rows of queries, keys and residuals change in place."""
 
-    def __init__(
-        self, architecture: Architecture, attention: AttentionBackend, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, architecture: Architecture, dtype: torch.dtype) -> None:
         flashinfer = load_flashinfer()
-        super().__init__(architecture, attention, dtype)
+        super().__init__(architecture, dtype)
         self._kernels: Any = flashinfer
         self.name = f"FlashInfer {flashinfer.__version__}"
         at = torch.arange(architecture.max_context, device=self._frequencies.device)

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from radixcache.kernels.native.attention import NativeBackend
+from radixcache.kernels.attention import AttentionPlan
+from radixcache.kernels.native.attention import NativeBackend, NativePlan
 from radixcache.kernels.native.linear import PackedLinear
 from radixcache.kernels.native.model import Linears, NativeLayer, NativeModel
 from radixcache.kernels.quantized import Quantized
@@ -22,11 +23,8 @@ class NativeOperations(Operations):
 
     name = NativeBackend.name
 
-    def __init__(
-        self, architecture: Architecture, attention: NativeBackend, dtype: torch.dtype
-    ) -> None:
-        super().__init__(architecture, attention, dtype)
-        self._native = attention
+    def __init__(self, architecture: Architecture, dtype: torch.dtype) -> None:
+        super().__init__(architecture, dtype)
         self._packed: list[PackedLinear] = []
 
     def product(self, *parts: Weight) -> PackedLinear:
@@ -68,15 +66,10 @@ class NativeOperations(Operations):
         )
         use_huge_pages(packed.block for packed in self._packed)
 
-    def run(
-        self,
-        pool: KVPool,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        logit_rows: torch.Tensor,
-    ) -> torch.Tensor:
-        tables = (table.long().contiguous() for table in (token_ids, positions, logit_rows))
-        return self._model.forward(self._native, pool.layers, *tables)
+    def run(self, pool: KVPool, plan: AttentionPlan) -> torch.Tensor:
+        assert isinstance(plan, NativePlan)
+        tables = (table.long().contiguous() for table in plan.arrays)
+        return self._model.forward(plan, pool.layers, *tables)
 
 
 def _format(weight: torch.Tensor | Quantized) -> Any:

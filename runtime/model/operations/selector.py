@@ -21,14 +21,14 @@ def choose_operations(
 ) -> Operations:
     """Native kernels or FlashInfer's where they attend, too, and run; else plain torch."""
     if isinstance(attention, NativeBackend):
-        return NativeOperations(architecture, attention, dtype)
+        return NativeOperations(architecture, dtype)
     if attention.name.startswith("FlashInfer"):
         try:
-            fused = FusedOperations(architecture, attention, dtype)
+            fused = FusedOperations(architecture, dtype)
             try_out(fused, architecture, dtype)
         except Exception as error:  # whatever a missing kernel, compiler or driver raises
             first = str(error).strip().partition("\n")[0] or type(error).__name__
             _log.warning("norms, RoPE and activations run in torch: FlashInfer: %s", first)
         else:
             return fused
-    return Operations(architecture, attention, dtype)
+    return Operations(architecture, dtype)

@@ -26,13 +26,14 @@ from radixcache.errors import (
     RanksLost,
     first_sentence,
 )
+from radixcache.runtime.checkpoints.model_files import check_model, split_gguf
 from radixcache.runtime.model.compatibility import refusal
+from radixcache.runtime.model.device import resolve_device, resolve_dtype
 from radixcache.runtime.model.kv_pool import KVPool
-from radixcache.runtime.model.load import load_config, load_stock, resolve_device, resolve_dtype
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.parallel.workers import Ranks, as_rank_0, join
+from radixcache.runtime.model.transformers_loading import load_config, load_transformers
 from radixcache.runtime.model.transformers_model import TransformersModel
-from radixcache.runtime.model_files import check_model, split_gguf
 
 
 class LeadingModel(TransformersModel):
@@ -95,7 +96,7 @@ def load_parallel(name_or_path: str, count: int, dtype: str, device: str) -> Pag
         with as_rank_0(), TemporaryDirectory(prefix="radixcache-") as folder:
             ranks.tell(name_or_path, count, kind, place.type, f"{folder}/ranks")
             join(0, count, f"{folder}/ranks", place, ranks)
-            model = load_stock(name_or_path, kind, place, ranks=count, make=LeadingModel)
+            model = load_transformers(name_or_path, kind, place, ranks=count, make=LeadingModel)
         ranks.loaded = True
     except BaseException as error:
         reason = ranks.lost if ranks.lost_one() else first_sentence(error)
@@ -117,7 +118,7 @@ def follow(rank: int, hear: Callable[[], Any]) -> None:
     if place.type == "cuda":
         torch.cuda.set_device(place)
     join(rank, count, meeting, place)
-    model: Any = load_stock(name_or_path, kind, place, ranks=count)
+    model: Any = load_transformers(name_or_path, kind, place, ranks=count)
     pool: Any = None
     while True:
         call, *given = hear()

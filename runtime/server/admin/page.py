@@ -6,8 +6,8 @@ from typing import Any
 
 from fastapi import APIRouter
 
+from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.demo.script import DOCUMENTS, SCRIPT, TABLE
-from radixcache.runtime.model_files import BUNDLED_MODEL
 from radixcache.runtime.server.serving import BackendDep
 
 router = APIRouter(include_in_schema=False)

@@ -16,7 +16,7 @@ from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
-from radixcache.runtime.engine.request import Request
+from radixcache.runtime.request import Request
 from radixcache.runtime.server.protocol.answers import RecentRequest
 from radixcache.runtime.spec_decode.draft_length import SOURCES
 from radixcache.runtime.spec_decode.proposer import DraftProposer
@@ -172,7 +172,7 @@ def engine_metrics(llm: LLM) -> list[Metric]:
     """The engine as it is, read on its thread; no counter ever goes back, not even at a flush.
     O(leased pages)."""
     engine, cache, scheduler = llm.engine, llm.cache, llm.engine.scheduler
-    stats, pool, kept = engine.lifetime_stats, cache.pool, scheduler.kept
+    stats, pool, kept = engine.lifetime_stats, cache.pool, scheduler.logits_cache
     leased, used = cache.leased_pages, pool.num_pages - pool.num_free
     counters: dict[str, tuple[str, float]] = {
         "requests_started": ("Requests that began to run.", stats.requests),

@@ -23,7 +23,7 @@ from radixcache.bench.gpu import check, equality, pack
 from radixcache.bench.gpu.layers import LAYERS
 from radixcache.bench.gpu.place import Place
 from radixcache.bench.gpu.report import NotRun, Report, Row, failed, figure, table
-from radixcache.runtime.model.load import VERIFIED
+from radixcache.runtime.model.verification import VERIFIED
 from tests.bench.gpu.rehearsal import SMALL, rehearsal_place
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
+from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.cli import main
-from radixcache.runtime.model_files import BUNDLED_MODEL
 
 LINE = {"timestamp": 1, "input_length": 5, "output_length": 2, "hash_ids": [0, 1]}
 ASK = {"role": "user", "content": "a"}

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from radixcache.bench.workloads.rendered import Templated, load_texts
+from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.cli import main
-from radixcache.runtime.model_files import BUNDLED_MODEL
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.bench.workloads.test_loaders import CALLED, HISTORY, PLAIN, write
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.demo import play
 from radixcache.runtime.demo.play import Totals, Turn
 from radixcache.runtime.demo.script import DOCUMENTS, SCRIPT
-from radixcache.runtime.model_files import BUNDLED_MODEL
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.helpers.forks import Forked, radixcache
 

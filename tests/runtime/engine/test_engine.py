@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from radixcache import InvalidRequest, SamplingParams
-from radixcache.runtime.engine.request import Request
+from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.model.decoder import Decoder
-from radixcache.runtime.model_files import BUNDLED_MODEL
+from radixcache.runtime.request import Request
 from tests.helpers.cover import covering, seeds
 from tests.helpers.engines import (
     Layers,
@@ -83,7 +83,7 @@ def test_greedy_tokens_equal_plain_transformers_cold_and_warm_with_any_cache_and
     longest = max(map(len, asked)) + NEW_TOKENS
     num_pages = -(-longest // page_size) + 3 if tight else 512
     engine = make_engine(path, mode, page_size, num_pages, chunk, layers=layers)
-    engine._runs_ahead = ahead
+    engine.overlap = ahead
     by_transformers = layers == "stock" or family in ("gemma3_text", "deepseek_v3")
     assert isinstance(engine.model, Decoder) is not by_transformers
     for _ in range(2):
@@ -150,7 +150,7 @@ def test_random_arrivals_aborts_and_failures_lose_nothing(
     """Requests come, hang up and meet failing steps; the rest get the tokens they would get."""
     rng, path = random.Random(seed), model_path(folder, family)
     engine = make_engine(path, mode, page_size=4, num_pages=35, max_num_batched_tokens=20)
-    engine._runs_ahead = ahead
+    engine.overlap = ahead
 
     def ask(_: object) -> Asked:  # part of a known prompt, and something new
         known = rng.choice(prompts(250))

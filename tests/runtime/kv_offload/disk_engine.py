@@ -15,10 +15,10 @@ import torch
 from radixcache import RadixCache, SamplingParams
 from radixcache.pages import Pages
 from radixcache.runtime.engine.engine import Engine
-from radixcache.runtime.engine.request import Request
 from radixcache.runtime.kv_offload.disk import DiskStore
 from radixcache.runtime.kv_offload.loads import Loads
 from radixcache.runtime.kv_offload.store import Store
+from radixcache.runtime.request import Request
 from radixcache.stored import StoredPage, StoredPages
 from radixcache.tier import LowerTier
 from tests.helpers.engines import generated

@@ -197,7 +197,7 @@ def test_a_load_is_taken_off_the_tokens_of_its_step(device: PinnedDevice) -> Non
     loads._wait_for(1.0)
     assert loads.charge(40) == 20, "half is left"
     loads._wait_for(1.0)
-    engine.engine._runs_ahead = False  # or a second step would be scheduled, too
+    engine.engine.overlap = False  # or a second step would be scheduled, too
     request = engine.engine.add_request(long, SamplingParams(temperature=0, max_tokens=1))
     engine.engine.step()
     assert request.prefilled_tokens == 20

@@ -17,7 +17,7 @@ from radixcache.errors import ModelError
 from radixcache.kernels.attention import AttentionBackend, PagedBatch
 from radixcache.kernels.native.attention import NativeBackend
 from radixcache.kernels.native.library import problem
-from radixcache.kernels.torch_backend import TorchBackend
+from radixcache.kernels.torch_backend import TorchBackend, TorchPlan
 from radixcache.runtime.model import decoder, reference
 from radixcache.runtime.model.architecture import Unknown, understand
 from radixcache.runtime.model.decoder import Decoder
@@ -209,7 +209,7 @@ def refuses_wrong_scale(
     [
         (Operations, "norm"), (Operations, "rotation"), (Operations, "turn"),
         (Operations, "attend"), (Operations, "project"), (Operations, "gated"),
-        (PlainProduct, "__call__"), (PlainProduct, "silu"), (TorchBackend, "run"),
+        (PlainProduct, "__call__"), (PlainProduct, "silu"), (TorchPlan, "run"),
     ],
 )  # fmt: skip
 def test_a_wrong_scale_in_any_operation_is_refused_at_load(

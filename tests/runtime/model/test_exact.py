@@ -17,15 +17,15 @@ from radixcache import SamplingParams
 from radixcache.errors import InvalidRequest, ModelError
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.torch_backend import TorchBackend
+from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
+from radixcache.runtime.engine.sampler import sample, top_logprobs
 from radixcache.runtime.model import exact
 from radixcache.runtime.model.load import load_model
-from radixcache.runtime.model.operations import exact as exact_layers
 from radixcache.runtime.model.operations.base import Operations
-from radixcache.runtime.model.operations.linear import NativeLinear
 from radixcache.runtime.model.paged_model import PagedModel
-from radixcache.runtime.model_files import BUNDLED_MODEL
+from radixcache.runtime.model.transformers_patches import exact_layers
+from radixcache.runtime.model.transformers_patches.linear import NativeLinear
 from radixcache.runtime.sampling.prompt_logprobs import _score
-from radixcache.runtime.sampling.sampler import sample, top_logprobs
 from tests.helpers.models import tiny_model
 from tests.runtime.model import exact_schedules
 from tests.runtime.model.exact_schedules import LOOPED, Tally, differing, exact_model, play
@@ -164,7 +164,10 @@ def test_the_number_of_threads_changes_no_bit(families) -> None:
 
 
 def loop_by_torch(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr("radixcache.runtime.model.decoder.choose_operations", Operations)
+    monkeypatch.setattr(
+        "radixcache.runtime.model.decoder.choose_operations",
+        lambda a, _, dtype: Operations(a, dtype),
+    )
     return "llama"
 
 

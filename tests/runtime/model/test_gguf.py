@@ -14,14 +14,14 @@ import torch
 
 from radixcache import LLM, ModelError
 from radixcache.kernels.quantized import Quantized
-from radixcache.runtime.gguf_file import GGUFFile
+from radixcache.runtime.checkpoints.gguf_file import GGUFFile
+from radixcache.runtime.checkpoints.model_files import check_model, split_gguf
 from radixcache.runtime.model import load
 from radixcache.runtime.model.gguf import blocks as gguf_blocks
 from radixcache.runtime.model.gguf.blocks import read_tensor
 from radixcache.runtime.model.gguf.checkpoint import GGUFCheckpoint, open_gguf
 from radixcache.runtime.model.gguf.config import settings_of
 from radixcache.runtime.model.load import load_model
-from radixcache.runtime.model_files import check_model, split_gguf
 from tests.helpers.gguf_files import (
     Stored,
     decode,

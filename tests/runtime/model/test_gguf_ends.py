@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from radixcache.runtime.gguf_file import GGUFFile
+from radixcache.runtime.checkpoints.gguf_file import GGUFFile
 from radixcache.runtime.model.gguf.config import generation_config_of
 from tests.helpers.gguf_files import gguf_bytes
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from radixcache.errors import InvalidRequest
+from radixcache.runtime.config.sizes import parse_memory
 from radixcache.runtime.model import kv_pool
 from radixcache.runtime.model.kv_pool import (
     KVPool,
@@ -17,7 +18,6 @@ from radixcache.runtime.model.kv_pool import (
     default_memory,
 )
 from radixcache.runtime.model.system_memory import HUGE
-from radixcache.runtime.sizes import parse_memory
 
 CPU = torch.device("cpu")
 SHAPES = [LayerShape(2, 16, 16), LayerShape(4, 8, 32)]

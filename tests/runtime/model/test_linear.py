@@ -8,7 +8,7 @@ from torch import nn
 
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.native.linear import PackedLinear
-from radixcache.runtime.model.operations.linear import NativeLinear, pack_linears
+from radixcache.runtime.model.transformers_patches.linear import NativeLinear, pack_linears
 
 needs_kernels = pytest.mark.skipif(problem() is not None, reason=str(problem()))
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from radixcache.kernels.native.library import num_threads
+from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.model import load
-from radixcache.runtime.model_files import BUNDLED_MODEL
 
 
 def test_loading_computes_on_the_pool_of_kernels_not_on_threads_that_spin(

@@ -13,8 +13,9 @@ from radixcache import SamplingParams
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime.model.kv_pool import LayerShape
-from radixcache.runtime.model.load import load_model, load_stock
-from radixcache.runtime.model.operations import mla
+from radixcache.runtime.model.load import load_model
+from radixcache.runtime.model.transformers_loading import load_transformers
+from radixcache.runtime.model.transformers_patches import mla
 from tests.helpers import engines
 from tests.helpers.engines import generated, is_greedy, make_engine, run
 from tests.helpers.models import MLA, tiny_model
@@ -103,7 +104,7 @@ def test_a_weight_that_is_not_plain_keeps_its_layer_expanded(tmp_path, monkeypat
         return keep(model, name)
 
     monkeypatch.setattr(mla, "keep_latents", with_another_class)
-    model, sequences = load_stock(folder, torch.float32, CPU), random_sequences()
+    model, sequences = load_transformers(folder, torch.float32, CPU), random_sequences()
     assert model.shapes == [LayerShape(1, 32, 16), LayerShape(4, 32, 16)]
     logits = run_steps(model, sequences, STEPS[0], 4)
     assert relative_error(logits, plain_logits(folder, sequences)) < 1e-5

@@ -19,14 +19,16 @@ from transformers import (
 )
 
 from radixcache.errors import InvalidRequest, ModelError
-from radixcache.kernels.attention import PagedBatch
+from radixcache.kernels.attention import AttentionBackend, PagedBatch
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.torch_backend import TorchBackend
-from radixcache.runtime.model import load
+from radixcache.runtime.model import load, transformers_loading
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.model.transformers_loading import load_transformers
 from radixcache.runtime.model.transformers_model import TransformersModel
+from radixcache.runtime.model.verification import VERIFIED, check_logits
 from tests.families import OTHERS
 from tests.helpers.cover import covering_of
 from tests.helpers.models import (
@@ -48,7 +50,7 @@ STEPS = (
 
 def stock_model(folder: Path) -> TransformersModel:
     """With transformers' own layers."""
-    model = load.load_stock(folder, torch.float32, torch.device("cpu"))
+    model = load_transformers(folder, torch.float32, torch.device("cpu"))
     assert isinstance(model, TransformersModel)
     return model
 
@@ -126,7 +128,7 @@ def load_layers(folder: Path, layers: str, dtype: torch.dtype = torch.float32) -
     """With transformers' layers ("stock"), or with the loop and those operations."""
     cpu = torch.device("cpu")
     if layers == "stock":
-        model = load.load_stock(folder, dtype, cpu)
+        model = load_transformers(folder, dtype, cpu)
         assert isinstance(model, TransformersModel)
         return model
     attention = TorchBackend(cpu) if layers == "torch" else None
@@ -186,58 +188,65 @@ PER_LAYER = {
 def test_an_unlisted_family_passes_through_conformance(
     family, options, tmp_path, monkeypatch
 ) -> None:
-    checked, check = [], load.check_logits
+    checked, check = [], check_logits
 
     def check_and_note(model: TransformersModel, again: Callable[[], object] | None) -> None:
         check(model, again)
         checked.append(model)
 
-    monkeypatch.setattr(load, "check_logits", check_and_note)
+    monkeypatch.setattr(transformers_loading, "check_logits", check_and_note)
     folder = tiny_model(family, tmp_path, tokenizer=False, **options)
     model = load_model(folder, device="cpu")
-    assert checked == [model] and family not in load.VERIFIED
+    assert checked == [model] and family not in VERIFIED
     sequences = random_sequences()
     plain = plain_logits(folder, sequences)
     assert relative_error(run_steps(model, sequences, STEPS[0], 4), plain) < 1e-4
 
 
 def test_deep_models_that_round_much_are_judged_in_float32(tmp_path, monkeypatch) -> None:
-    checked, check = [], load.check_logits
+    checked, check = [], check_logits
 
     def note(model: TransformersModel, again: Callable[[], object] | None) -> None:
         checked.append(model.dtype)
         check(model, again)
 
-    monkeypatch.setattr(load, "check_logits", note)
+    monkeypatch.setattr(transformers_loading, "check_logits", note)
     folder = tiny_model("nemotron", tmp_path, tokenizer=False, num_hidden_layers=16)
     model = load_model(folder, device="cpu", dtype="bfloat16")
     assert isinstance(model, TransformersModel)
     with pytest.raises(ModelError, match="float32 tells if it is rounding"):
         check(model)
     assert checked == [torch.bfloat16, torch.float32] and model.dtype == torch.bfloat16
-    backend = type(model.attention)
-    run = backend.run
-    monkeypatch.setattr(backend, "run", lambda *args, **more: run(*args, **more | {"window": 20}))
+    attend_as(monkeypatch, type(model.attention), window=20)
     with pytest.raises(ModelError, match="logits come out wrong"):
         load_model(folder, device="cpu", dtype="bfloat16")
 
 
 def test_the_families_that_skip_the_comparison_of_logits_are_compared_here() -> None:
-    assert set(FAMILIES) == load.VERIFIED
+    assert set(FAMILIES) == VERIFIED
 
 
 def test_the_gate_refuses_logits_that_differ(path, monkeypatch) -> None:
     model = stock_model(path)
-    load.check_logits(model)
-    run = model.attention.run
+    check_logits(model)
     for wrong in ({"window": 20}, {"softcap": 1.0}, {"scale": 0.2}):
+        with monkeypatch.context() as patch:
+            attend_as(patch, type(model.attention), **wrong)
+            with pytest.raises(ModelError, match="come out wrong"):
+                check_logits(model)
 
-        def run_wrong(*tensors, _wrong=wrong, **options):
-            return run(*tensors, **{**options, **_wrong})
 
-        monkeypatch.setattr(model.attention, "run", run_wrong)
-        with pytest.raises(ModelError, match="come out wrong"):
-            load.check_logits(model)
+def attend_as(patch: pytest.MonkeyPatch, backend: type[AttentionBackend], **wrong: Any) -> None:
+    """Let all layers attend as one of a kind with these options."""
+    make = backend._plan
+
+    def plan(*args: Any) -> Any:
+        made: Any = make(*args)
+        run = made.run
+        made.run = lambda x: run(x._replace(layer=x.layer._replace(**wrong)))
+        return made
+
+    patch.setattr(backend, "_plan", plan)
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}

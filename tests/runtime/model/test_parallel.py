@@ -27,9 +27,9 @@ from radixcache.errors import (
     ModelError,
     RanksLost,
 )
-from radixcache.runtime.model.operations import row_parallel_linear as local_linear
 from radixcache.runtime.model.parallel import load as parallel
 from radixcache.runtime.model.parallel.workers import Ranks
+from radixcache.runtime.model.transformers_patches import row_parallel_linear as local_linear
 from tests.helpers.forks import Forked
 from tests.helpers.models import NUM_KV_HEADS, tiny_model
 
@@ -229,7 +229,7 @@ def test_200_answers_of_two_ranks_are_those_of_one_process(
 
 
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("place", ["join", "load_stock"])  # before all have met, and after
+@pytest.mark.parametrize("place", ["join", "load_transformers"])  # before all have met, and after
 def test_a_rank_that_dies_as_the_model_is_loaded_is_not_waited_for(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from radixcache import LLM, Chat, SamplingParams, StructuredOutputsParams
 from radixcache.kernels.native.library import problem
-from radixcache.runtime.gguf_file import GGUFFile
+from radixcache.runtime.checkpoints.gguf_file import GGUFFile
 from tests.runtime.smollm2.record import LENGTH, PROMPTS, RECORD
 
 NEAR = 0.5

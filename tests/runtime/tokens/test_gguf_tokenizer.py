@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from radixcache import ModelError
-from radixcache.runtime.gguf_file import GGUFFile
+from radixcache.runtime.checkpoints.gguf_file import GGUFFile
 from radixcache.runtime.tokens.gguf_tokenizer import read_tokenizer
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.helpers.gguf_files import gguf_bytes, write_model

@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from radixcache.errors import ContextExceeded, InvalidRequest
-from radixcache.runtime.model_files import BUNDLED_MODEL
+from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.helpers.models import tiny_model
 from tests.runtime.tokens import tiny_tokenizers as tiny

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, activations
 
 from radixcache.errors import ModelError
 from radixcache.kernels.native.activations import gated
-from radixcache.runtime.model.operations.linear import pack_linears
+from radixcache.runtime.model.transformers_patches.linear import pack_linears
 
 _VECTORS = 64
 """torch takes elements by so many or fewer: two vectors of AVX-512, of 16-bit numbers."""

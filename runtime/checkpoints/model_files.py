@@ -8,7 +8,7 @@ from pathlib import Path
 
 from radixcache.errors import ModelError, first_sentence
 
-BUNDLED_MODEL = Path(__file__).parent / "tabletalk"
+BUNDLED_MODEL = Path(__file__).parents[1] / "tabletalk"
 """The model that is used if none is named: it answers questions about tables of people."""
 
 _HUB_SECONDS = 10.0

@@ -1,0 +1,1 @@
+"""Settings as users write them: flags, variables, amounts of memory."""
