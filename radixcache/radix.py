@@ -11,9 +11,9 @@ from radixcache.base import PrefixCache, Tokens, TokensLike, as_namespace, as_to
 from radixcache.errors import LeaseError, OutOfPages
 from radixcache.events import Evicted, Stored
 from radixcache.eviction import EvictionOrder
-from radixcache.held import HeldPages
 from radixcache.lease import Lease, PageCopy
 from radixcache.lease import RadixLease as RadixLease
+from radixcache.leased_pages import LeasedPages
 from radixcache.nodes import Node
 from radixcache.pages import PagePool, Pages, as_count
 from radixcache.snapshot import Ends, Outline
@@ -47,7 +47,7 @@ class RadixCache(PrefixCache):
         self._tree = RadixTree(self.pool)
         self._order = EvictionOrder()
         self._leases: dict[RadixLease, None] = {}
-        self._held = HeldPages(self._tree, self._order, self._leases)
+        self._held = LeasedPages(self._tree, self._order, self._leases)
         self._in_flight: dict[RadixLease, int] = {}
         """Leases on in-flight tokens, in order, each with the length of its written prefix."""
         for tier in () if self.lower is None else self.lower.chain():

@@ -28,7 +28,7 @@ import numpy as np
 from radixcache.errors import InvalidRequest
 from radixcache.nodes import Tokens, common_length
 from radixcache.pages import Pages, as_count
-from radixcache.stored import (
+from radixcache.stored_pages import (
     Medium,
     PageGroup,
     PageStore,

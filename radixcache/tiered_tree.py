@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from radixcache.nodes import NOBODY, Node, Tokens
-from radixcache.stored import StoredPage
+from radixcache.stored_pages import StoredPage
 from radixcache.tier import LowerTier
 from radixcache.tree import RadixTree
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from radixcache.base import Tokens, TokensLike, as_tokens
 from radixcache.lease import Lease
-from radixcache.none import NoCache
+from radixcache.no_cache import NoCache
 from radixcache.pages import PagePool
 from radixcache.radix import RadixCache, RadixLease
 

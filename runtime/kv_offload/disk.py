@@ -43,7 +43,7 @@ from radixcache.runtime.kv_offload.store import PageSource, Store
 from radixcache.runtime.model.kv_pool import KVPool, host_rows
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.system_memory import total_memory
-from radixcache.stored import StoredPage, StoredPages
+from radixcache.stored_pages import StoredPage, StoredPages
 
 MAX_QUEUED_BYTES = 256 << 20
 """Pages that wait to be written; further ones are dropped. So much is read at a time, too."""

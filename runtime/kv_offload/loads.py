@@ -17,7 +17,6 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,11 +26,9 @@ from radixcache.radix import RadixCache
 from radixcache.runtime.kv_offload.page_loader import PageLoader
 from radixcache.runtime.kv_offload.store import PrefillTime, Store
 from radixcache.runtime.model.kv_pool import KVPool
-from radixcache.stored import LoadCost, Medium, StoredPage
+from radixcache.runtime.request import Sequence
+from radixcache.stored_pages import LoadCost, Medium, StoredPage
 from radixcache.tier import LowerTier
-
-if TYPE_CHECKING:
-    from radixcache.runtime.request import Sequence
 
 _TRIES = 3
 """Loads in vain, as the pool evicted the tokens before them; then the request is computed."""

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from radixcache.lease import Lease
-
-if TYPE_CHECKING:
-    from radixcache.runtime.request import Sequence
+from radixcache.runtime.request import Sequence
 
 
 class PageLoader:

@@ -11,7 +11,7 @@ from radixcache.nodes import Node
 from radixcache.tree import RadixTree
 
 
-class HeldPages:
+class LeasedPages:
     """The number of pages that leases hold, in the tree or alone. A reservation adds to it; after a
     lease was acquired, has moved or ended it is unknown, and counted again only when needed."""
 
