@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from radixcache.base import PrefixCache, Tokens, TokensLike, as_namespace, as_tokens, mutation
+from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens, mutation
 from radixcache.block_hash import as_block_namespace, first_parent, hash_block
 from radixcache.blocks import (
     Block,
@@ -22,7 +22,7 @@ from radixcache.blocks import (
 from radixcache.errors import InvalidRequest, OutOfPages
 from radixcache.free_queue import FreeQueue
 from radixcache.lease import Lease
-from radixcache.pages import PagePool, as_count
+from radixcache.pages import PagePool
 from radixcache.snapshot import Ends, Outline
 
 _NO_TOKENS: Tokens = np.empty(0, np.int32)
@@ -141,17 +141,10 @@ class HashBlockCache(PrefixCache):
 
     # -- the life of a lease -------------------------------------------------------------------
 
-    @mutation
-    def acquire(
-        self,
-        tokens: TokensLike,
-        namespace: Hashable = None,
-        *,
-        resumed: bool = False,
-        include_last: bool = False,
+    def _acquire(
+        self, tokens: Tokens, namespace: Hashable, resumed: bool, include_last: bool
     ) -> BlockLease:
         """vLLM always computes the last token: there is no `include_last`."""
-        tokens, namespace = as_tokens(tokens), as_namespace(namespace)
         pages = self._find(tokens, namespace, len(tokens) - (not include_last))
         lease = BlockLease(self.page_size, len(tokens), namespace, resumed)
         self._hold(lease, pages)
@@ -160,7 +153,6 @@ class HashBlockCache(PrefixCache):
             if page in self._published:
                 self._in_flight[lease] = index * self.page_size, _NO_TOKENS
                 break
-        self._leases[lease] = None
         return lease
 
     def _hold(self, lease: BlockLease, pages: list[int]) -> None:
@@ -204,13 +196,9 @@ class HashBlockCache(PrefixCache):
         self._queue.prepend(p for p, c in zip(idle.tolist(), cached, strict=True) if not c)
         self._queue.append(p for p, c in zip(idle.tolist(), cached, strict=True) if c)
 
-    @mutation
-    def reserve(self, lease: Lease, num_tokens: int) -> None:
-        lease, num_tokens = self._mine(lease), as_count(num_tokens, "the number of tokens")
+    def _reserve(self, lease: BlockLease, num_tokens: int) -> None:
         have = lease._num_pages
         wanted = -(-num_tokens // self.page_size) - have
-        if wanted <= 0:
-            return
         if wanted > self.pool.num_free:  # pages that the lease has found are held: not free
             raise OutOfPages(
                 f"{wanted} pages wanted, {self.pool.num_free} free of {self.pool.num_pages}"
@@ -219,15 +207,11 @@ class HashBlockCache(PrefixCache):
         pages = self.pool.allocate(wanted)
         for page in pages.tolist():
             if self._blocks[page] is not None:
-                self._evict(page)
+                self._evict_block(page)
         lease._set_pages(have, pages)
         lease.capacity = lease._num_pages * self.page_size
 
-    @mutation
-    def publish(self, lease: Lease, tokens: TokensLike, *, written: bool = False) -> None:
-        lease = self._mine(lease)
-        tokens = as_tokens(tokens)
-        lease._check_publish(len(tokens))
+    def _publish(self, lease: BlockLease, tokens: Tokens, written: bool) -> None:
         if written and lease in self._in_flight:  # they follow tokens that are not written yet
             return
         if not written:
@@ -296,20 +280,19 @@ class HashBlockCache(PrefixCache):
         cached = any(self._blocks[page] is not None for page in islice(line, num_pages))
         return cached or super().would_evict(num_pages)
 
-    @mutation
-    def evict(self, num_pages: int) -> int:
+    def _evict(self, num_pages: int) -> int:
         """Free pages forget their blocks. They count as free before and after, and keep their
         places in the queue. O(pages in it)."""
-        evicted, num_pages = 0, as_count(num_pages, "the number of pages")
+        evicted = 0
         for page in self._queue:
             if evicted >= num_pages:
                 break
             if self._blocks[page] is not None and not self.pool.refs[page]:
-                self._evict(page)
+                self._evict_block(page)
                 evicted += 1
         return evicted
 
-    def _evict(self, page: int) -> None:
+    def _evict_block(self, page: int) -> None:
         self.changes += 1
         self.stats.evicted_pages += 1
         self.stats.evicted_tokens += self.page_size
@@ -355,9 +338,6 @@ class HashBlockCache(PrefixCache):
             start=lambda row: row.num_before * self.page_size,
             tokens=lambda row: np.frombuffer(b"".join(b.tokens for b in row.blocks), np.int32),
         )
-
-    def _mine(self, lease: Lease) -> BlockLease:
-        return super()._mine(lease)
 
     def _forget_cached(self) -> None:
         """The free queue keeps its order."""

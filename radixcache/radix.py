@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from radixcache.base import PrefixCache, Tokens, TokensLike, as_namespace, as_tokens, mutation
+from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens, mutation
 from radixcache.errors import LeaseError, OutOfPages
 from radixcache.events import Evicted, Stored
 from radixcache.eviction import EvictionOrder
@@ -15,7 +15,7 @@ from radixcache.lease import Lease, PageCopy
 from radixcache.lease import RadixLease as RadixLease
 from radixcache.leased_pages import LeasedPages
 from radixcache.nodes import Node
-from radixcache.pages import PagePool, Pages, as_count
+from radixcache.pages import PagePool, Pages
 from radixcache.snapshot import Ends, Outline
 from radixcache.tiered_tree import TieredTree
 from radixcache.tree import RadixTree
@@ -95,16 +95,9 @@ class RadixCache(PrefixCache):
 
     # -- the life of a lease -------------------------------------------------------------------
 
-    @mutation
-    def acquire(
-        self,
-        tokens: TokensLike,
-        namespace: Hashable = None,
-        *,
-        resumed: bool = False,
-        include_last: bool = False,
+    def _acquire(
+        self, tokens: Tokens, namespace: Hashable, resumed: bool, include_last: bool
     ) -> RadixLease:
-        tokens, namespace = as_tokens(tokens), as_namespace(namespace)
         root = self._tree.root(namespace)
         node, position, written, unusable = self._find(
             root, 0, tokens if include_last else tokens[:-1]
@@ -113,7 +106,6 @@ class RadixCache(PrefixCache):
             node, position, written, unusable = self._find(root, 0, tokens[:-1])
         lease = RadixLease(node, self.page_size, len(tokens), namespace, resumed)
         lease.next_step_tokens = unusable
-        self._leases[lease] = None
         node.enter(lease)
         if position:
             self._order.discard(node)
@@ -124,11 +116,7 @@ class RadixCache(PrefixCache):
         self._held.look(lease)
         return lease
 
-    @mutation
-    def reserve(self, lease: Lease, num_tokens: int) -> None:
-        lease, num_tokens = self._mine(lease), as_count(num_tokens, "the number of tokens")
-        if num_tokens <= lease.capacity:
-            return
+    def _reserve(self, lease: RadixLease, num_tokens: int) -> None:
         page_size, position = self.page_size, lease.num_tokens
         have = lease._num_pages
         wanted = -(-num_tokens // page_size) - have
@@ -150,10 +138,7 @@ class RadixCache(PrefixCache):
         lease._set_pages(have, pages[1:] if copy else pages)
         lease.capacity = lease._num_pages * page_size
 
-    @mutation
-    def publish(self, lease: Lease, tokens: TokensLike, *, written: bool = False) -> None:
-        lease, tokens = self._mine(lease), as_tokens(tokens)
-        lease._check_publish(len(tokens))
+    def _publish(self, lease: RadixLease, tokens: Tokens, written: bool) -> None:
         if not written:
             self._in_flight.setdefault(lease, lease.num_tokens)
             lease.publishing = True
@@ -166,7 +151,7 @@ class RadixCache(PrefixCache):
         a lower tier, before its first `publish`. Nothing changes if another lease has the same
         tokens in flight, as `lease.num_tokens` then says. O(len(tokens)).
         """
-        lease, tokens = self._mine(lease), as_tokens(tokens)
+        lease, tokens = cast(RadixLease, self._mine(lease)), as_tokens(tokens)
         if lease.used:
             raise LeaseError("a hit is lengthened before the first publish")
         lease._check_publish(len(tokens))
@@ -309,12 +294,8 @@ class RadixCache(PrefixCache):
 
     # -- eviction ------------------------------------------------------------------------------
 
-    @mutation
-    def evict(self, num_pages: int) -> int:
-        """Least recently used leaves first, each from its tail. O(log n) a leaf, O(1) a page."""
-        return self._evict(as_count(num_pages, "the number of pages"))
-
     def _evict(self, num_pages: int) -> int:
+        """Least recently used leaves first, each from its tail. O(log n) a leaf, O(1) a page."""
         end_free, before = self.pool.num_free + num_pages, self.pool.num_free
         while (missing := end_free - self.pool.num_free) > 0:
             leaf = self._order.first()
@@ -398,9 +379,6 @@ class RadixCache(PrefixCache):
             self._tree.merge(node, child)
 
     # -- cursors and tables --------------------------------------------------------------------
-
-    def _mine(self, lease: Lease) -> RadixLease:
-        return super()._mine(lease)
 
     def _move(self, lease: RadixLease, node: Node, position: int) -> None:
         """Move the cursor of a lease, which now pins `node`."""
