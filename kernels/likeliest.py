@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from radixcache.errors import first_line
+from radixcache.kernels.fallback import first_that_runs
 from radixcache.kernels.load_flashinfer import load_flashinfer
 from radixcache.kernels.upload import send
 
@@ -24,18 +26,18 @@ def choose_filter(device: torch.device) -> KeepLikeliest:
     """FlashInfer's kernels on a GPU if they can be trusted there, else a sort."""
     if device.type != "cuda":
         return by_sort
-    try:
-        flashinfer = load_flashinfer()
-        keep = partial(_by_flashinfer, flashinfer)
-        probs = torch.linspace(-20, 0, 4096, device=device).softmax(-1).expand(2, -1).contiguous()
-        if not torch.equal(keep(probs, [9, 0], [1.0, 0.5]), by_sort(probs, [9, 0], [1.0, 0.5])):
-            raise RuntimeError("its kernels give wrong results")
-    except ImportError:
-        return by_sort
-    except Exception as error:  # whatever a missing kernel, compiler or driver raises
-        first = str(error).strip().partition("\n")[0] or type(error).__name__
-        _log.warning("top_k and top_p sort, which is slow on a GPU: FlashInfer: %s", first)
-        return by_sort
+    keep, errors = first_that_runs(partial(_tried_flashinfer, device))
+    if errors and not isinstance(errors[0], ImportError):
+        reason = first_line(errors[0])
+        _log.warning("top_k and top_p sort, which is slow on a GPU: FlashInfer: %s", reason)
+    return keep or by_sort
+
+
+def _tried_flashinfer(device: torch.device) -> KeepLikeliest:
+    keep = partial(_by_flashinfer, load_flashinfer())
+    probs = torch.linspace(-20, 0, 4096, device=device).softmax(-1).expand(2, -1).contiguous()
+    if not torch.equal(keep(probs, [9, 0], [1.0, 0.5]), by_sort(probs, [9, 0], [1.0, 0.5])):
+        raise RuntimeError("its kernels give wrong results")
     return keep
 
 

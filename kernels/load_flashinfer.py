@@ -6,6 +6,8 @@ import os
 import shutil
 from typing import Any
 
+from radixcache.errors import first_line
+
 
 def load_flashinfer() -> Any:
     """The package.
@@ -26,11 +28,10 @@ def explain_failure(error: Exception) -> str:
     """Why FlashInfer does not run, and what to do, in one sentence."""
     if isinstance(error, ImportError):
         return f"FlashInfer is not installed ({error}): pip install '.[cuda]' in a checkout"
-    first = str(error).strip().partition("\n")[0] or type(error).__name__
     remedy = ""
     if shutil.which("nvcc") is None:
         remedy = (
             "; there is no nvcc to compile its kernels with: install the CUDA toolkit, or fetch "
             "built ones with `flashinfer download-kernels`"
         )
-    return f"FlashInfer, from the extra 'cuda', does not run here: {first}{remedy}"
+    return f"FlashInfer, from the extra 'cuda', does not run here: {first_line(error)}{remedy}"

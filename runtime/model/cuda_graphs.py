@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from radixcache.base import Tokens
+from radixcache.errors import first_line
 from radixcache.kernels.attention import AttentionBackend, AttentionPlan, PagedBatch, SharedPrefix
 from radixcache.kernels.cascade import MIN_ROWS
 from radixcache.runtime.model.kv_pool import KVPool
@@ -68,7 +69,7 @@ class CudaGraphRunner:
     Args:
         model: its attention backend can `plan_fixed`.
         max_rows: the most sequences that the engine puts into a step, each drafted token counted as
-            one; steps with more than the backend's `max_fixed_rows` run without a graph.
+            one; steps with more than the model's `max_graph_rows` run without a graph.
     """
 
     def __init__(self, model: PagedModel, pool: KVPool, max_rows: int) -> None:
@@ -194,8 +195,7 @@ class CudaGraphRunner:
             return self._capture(compute)
         except Exception as error:  # out of memory, or a model that synchronises
             if None not in self._replays.values():  # tell the first time
-                first = str(error).partition("\n")[0]
-                _log.warning("some steps run without a CUDA graph: %s", first)
+                _log.warning("some steps run without a CUDA graph: %s", first_line(error))
             return None
 
 
@@ -207,7 +207,7 @@ def bytes_beside_pages(model: PagedModel, page_size: int, max_rows: int) -> int:
     """
     logits = max_rows * model.vocab_size
     count = 4 * (1 + _SAMPLING_COPIES) * logits
-    if model.attention.max_fixed_rows:
+    if model.max_graph_rows:
         sizes, prefills, most = _limits(model, page_size, max_rows)
         count += model.attention.fixed_bytes(sizes, most + _spare_indices(prefills, page_size))
         count += (2 * len(sizes) + len(prefills)) * _GRAPH_BYTES + model.dtype.itemsize * logits
@@ -217,7 +217,7 @@ def bytes_beside_pages(model: PagedModel, page_size: int, max_rows: int) -> int:
 def _limits(model: PagedModel, page_size: int, max_rows: int) -> tuple[list[int], list[Shape], int]:
     """Batch sizes of decodes, shapes of steps with prefill, and page numbers in the tables of a
     batch if the pool has enough pages."""
-    sizes = batch_sizes(min(max_rows, model.attention.max_fixed_rows))
+    sizes = batch_sizes(min(max_rows, model.max_graph_rows))
     most = min(MAX_INDICES, sizes[-1] * (model.max_context // page_size + 1))
     return sizes, prefill_shapes(model.attention, max_rows), most
 

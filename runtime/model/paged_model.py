@@ -24,7 +24,6 @@ from radixcache.kernels.upload import send
 from radixcache.runtime.model.kv_pool import KVPool, LayerShape, bytes_per_token
 
 if TYPE_CHECKING:
-    from radixcache.runtime.model.parallel.workers import Ranks
     from radixcache.states import SequenceStates
 
 
@@ -63,10 +62,7 @@ class PagedModel(ABC):
         max_context: the most tokens that a sequence may have.
         eos_token_ids: the tokens that end a text, by the model's generation config.
         exact: whether a row's bits depend on its own tokens only; see `exact.py`.
-        ranks: the other processes, if each computes a part of the model.
     """
-
-    ranks: Ranks | None = None
 
     bytes_per_state = 0
     """What a recurrent model keeps of a sequence besides KV; 0 for any other."""
@@ -107,6 +103,27 @@ class PagedModel(ABC):
         )
         if any(type(token) is not int for token in self.eos_token_ids):
             raise ModelError(f"the tokens that end a text cannot be {eos!r}")
+
+    @property
+    def max_graph_rows(self) -> int:
+        """Sequences of a step that a CUDA graph may run; 0 if there are no graphs."""
+        return self.attention.max_fixed_rows
+
+    @property
+    def can_overlap(self) -> bool:
+        """Whether a step may be enqueued while the one before is computed."""
+        return self.device.type != "cpu"
+
+    @property
+    def alive(self) -> bool:
+        """Whether steps can be computed: of several processes, none has ended."""
+        return True
+
+    def stop(self) -> None:  # noqa: B027 - most are one process
+        """End the processes that compute a part of the model; a step under way fails."""
+
+    def close(self) -> None:  # noqa: B027
+        """`stop`, and give back what they took, once no step is under way; may be called again."""
 
     @property
     def bytes_per_token(self) -> int:

@@ -39,16 +39,37 @@ from radixcache.runtime.model.transformers_model import TransformersModel
 class LeadingModel(TransformersModel):
     """Rank 0's part of a model; until it has `ranks`, each process runs what it likes."""
 
+    ranks: Ranks | None = None
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         if self.bytes_per_state:
             raise refusal(self.model_type, "its recurrent layers are not shared out among ranks")
-        self.attention.max_fixed_rows = 0  # a CUDA graph would run here alone
+
+    @property
+    def max_graph_rows(self) -> int:
+        return 0  # a CUDA graph would run here alone
+
+    @property
+    def can_overlap(self) -> bool:
+        return False
+
+    @property
+    def alive(self) -> bool:
+        return self.ranks is None or self.ranks.lost is None
+
+    def stop(self) -> None:
+        if self.ranks is not None:
+            self.ranks.stop()
+
+    def close(self) -> None:
+        if self.ranks is not None:
+            self.ranks.close()
 
     def allocate(self, num_pages: int, page_size: int, num_states: int = 0) -> KVPool:
         if self.ranks is None:
             return super().allocate(num_pages, page_size)
-        with self.ranks.together("allocate", num_pages, page_size):
+        with self.ranks.broadcast("allocate", num_pages, page_size):
             return _LeadingPool(
                 self.ranks, self.shapes, num_pages, page_size, self.dtype, self.device
             )
@@ -56,7 +77,7 @@ class LeadingModel(TransformersModel):
     def forward(self, *step: Any) -> torch.Tensor:  # token_ids, batch, logit_rows, pool, no states
         if self.ranks is None:
             return super().forward(*step)
-        with self.ranks.together("forward", *step[:3]):
+        with self.ranks.broadcast("forward", *step[:3]):
             logits = super().forward(*step)
             if self.device.type == "cuda":  # whether all have done their part
                 torch.cuda.synchronize(self.device)
@@ -71,7 +92,7 @@ class _LeadingPool(KVPool):
         self._ranks = ranks
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        with self._ranks.together("copy", copies):
+        with self._ranks.broadcast("copy", copies):
             super().copy(copies)
 
 
@@ -97,6 +118,7 @@ def load_parallel(name_or_path: str, count: int, dtype: str, device: str) -> Pag
             ranks.tell(name_or_path, count, kind, place.type, f"{folder}/ranks")
             join(0, count, f"{folder}/ranks", place, ranks)
             model = load_transformers(name_or_path, kind, place, ranks=count, make=LeadingModel)
+            assert isinstance(model, LeadingModel)
         ranks.loaded = True
     except BaseException as error:
         reason = ranks.lost if ranks.lost_one() else first_sentence(error)

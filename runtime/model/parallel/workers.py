@@ -61,8 +61,8 @@ class Ranks:
         self._lock, self._gone, self._home = RLock(), Event(), os.getpid()
         self._processes: list[subprocess.Popen[bytes]] = []
         path = [folder for folder in sys.path if isinstance(folder, str)]  # as imports do
-        code = f"import sys; sys.path[:] = {path!r}; from {__name__} import obey; "
-        code += f"from {follow.__module__} import {follow.__name__}; obey({follow.__name__}, "
+        code = f"import sys; sys.path[:] = {path!r}; from {__name__} import worker_main; "
+        code += f"from {follow.__module__} import {follow.__name__} as follow; worker_main(follow, "
         for rank in range(1, count):
             try:
                 process = subprocess.Popen(
@@ -87,7 +87,7 @@ class Ranks:
             pipe.flush()
 
     @contextmanager
-    def together(self, *message: Any) -> Iterator[None]:
+    def broadcast(self, *message: Any) -> Iterator[None]:
         """Tell them, and compute what they compute; whatever is raised puts the ranks out of step.
 
         Raises:
@@ -152,7 +152,7 @@ class Ranks:
             dist.distributed_c10d._abort_process_group()  # NCCL waits for the dead
 
 
-def obey(follow: Follow, rank: int, parent: int) -> None:
+def worker_main(follow: Follow, rank: int, parent: int) -> None:
     """The life of another rank: `follow`, until rank 0 ends or closes the file, or it fails."""
     messages: SimpleQueue[Any] = SimpleQueue()
 
