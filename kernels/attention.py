@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+Arrays = Sequence[NDArray[np.integer]]
+
 
 class SharedPrefix(NamedTuple):
     """Sequences [first, first + size) of a batch have their first `num_pages` pages in common."""
@@ -248,9 +250,7 @@ class AttentionBackend(ABC):
             raise ValueError("a sequence has more new tokens than its pages hold")
 
     @abstractmethod
-    def _plan(
-        self, batch: PagedBatch, arrays: Sequence[NDArray[np.integer]], fixed: FixedShape | None
-    ) -> AttentionPlan:
+    def _plan(self, batch: PagedBatch, arrays: Arrays, fixed: FixedShape | None) -> AttentionPlan:
         """A plan for launches of this shape, or of whatever the batch has."""
 
     def compile_in_background(self) -> None:  # noqa: B027 - most have nothing more to compile

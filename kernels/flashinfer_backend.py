@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from radixcache.kernels.attention import (
+    Arrays,
     AttentionBackend,
     AttentionPlan,
     FixedShape,
@@ -59,7 +60,6 @@ of query heads."""
 
 _WORKSPACE = 128 << 20  # bytes; what FlashInfer's documentation says, too little for wide groups
 _WRAPPER_BYTES = 8 << 20  # each wrapper's own workspace on the device, for its work split
-_Fixed = FixedShape | None
 _Use = Literal["decode", "prefill", "ragged", "shared"]
 
 
@@ -239,9 +239,7 @@ class FlashInferBackend(AttentionBackend):
         return uses * len(self._kinds) * _WRAPPER_BYTES + 4 * int32s
 
     @torch.inference_mode()  # what is written here may be written again inside of it
-    def _plan(
-        self, batch: PagedBatch, arrays: Sequence[NDArray[np.integer]], fixed: _Fixed
-    ) -> AttentionPlan:
+    def _plan(self, batch: PagedBatch, arrays: Arrays, fixed: FixedShape | None) -> AttentionPlan:
         decodes, total = batch.num_decodes, len(batch.query_lens)
         if fixed and decodes < total:
             assert fixed.sequences <= MAX_FIXED_SEQUENCES and fixed.tokens <= self.max_fixed_tokens
@@ -275,7 +273,7 @@ class FlashInferBackend(AttentionBackend):
         subs: Sequence[tuple[_Use, PagedBatch]],
         num_arrays: int,
         staged: Iterator[Staged],
-        fixed: _Fixed,
+        fixed: FixedShape | None,
     ) -> FlashInferPlan:
         """Plan the parts `subs` of a step, whose arrays come in the order of `_plan`."""
         cascade = bool(batch.shared)
@@ -294,7 +292,7 @@ class FlashInferBackend(AttentionBackend):
         shared = parts.pop() if cascade else None
         return FlashInferPlan(given, parts, shared, in_group)
 
-    def _bytes(self, flags: torch.Tensor, fixed: _Fixed) -> torch.Tensor:
+    def _bytes(self, flags: torch.Tensor, fixed: FixedShape | None) -> torch.Tensor:
         """`flags` as uint8, for a fixed shape at an address of their own."""
         if fixed is None:
             return flags.byte()
@@ -303,7 +301,9 @@ class FlashInferBackend(AttentionBackend):
             self._fixed_in_group[size] = flags.byte()
         return self._fixed_in_group[size].copy_(flags)
 
-    def _plan_wrapper(self, part: _Part, kind: LayerKind, page_size: int, fixed: _Fixed) -> Any:
+    def _plan_wrapper(
+        self, part: _Part, kind: LayerKind, page_size: int, fixed: FixedShape | None
+    ) -> Any:
         """The wrapper for these rows and layers, planned for the step."""
         use, tables = part.use, part.tables
         count, tokens = len(tables.kv_lens.host), len(tables.sequence.host)
@@ -355,7 +355,9 @@ class FlashInferBackend(AttentionBackend):
             )
         return wrapper
 
-    def _make_wrapper(self, use: _Use, kind: LayerKind, fixed: _Fixed, version: str) -> Any:
+    def _make_wrapper(
+        self, use: _Use, kind: LayerKind, fixed: FixedShape | None, version: str
+    ) -> Any:
         options: dict[str, Any] = {"kv_layout": "NHD", "backend": version}
         if use == "ragged":
             return flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self._workspace, **options)

@@ -6,15 +6,13 @@ once for each: the kernel that merges two states has no room for many heads of 5
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from radixcache.kernels.attention import (
+    Arrays,
     AttentionPlan,
     FixedShape,
     LayerInputs,
@@ -69,9 +67,7 @@ class FlashInferMLABackend(FlashInferBackend):
             raise ValueError(f"its MLA has no window, no cap and at most {MOST_HEADS} heads")
 
     @torch.inference_mode()  # what is written here may be written again inside of it
-    def _plan(
-        self, batch: PagedBatch, arrays: Sequence[NDArray[np.integer]], fixed: FixedShape | None
-    ) -> AttentionPlan:
+    def _plan(self, batch: PagedBatch, arrays: Arrays, fixed: FixedShape | None) -> AttentionPlan:
         # What has a fixed length goes first, so that it keeps its address.
         tables = (batch.slots(), batch.qo_indptr, batch.kv_indptr, batch.kv_lens, batch.kv_indices)
         with self._uploads.stage([*arrays, *tables], fixed is not None) as staged:

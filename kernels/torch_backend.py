@@ -14,18 +14,18 @@ bottom-right corner, masks every wide tile of every step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from radixcache.kernels.attention import (
+    Arrays,
     AttentionBackend,
     AttentionPlan,
     FixedShape,
@@ -77,9 +77,7 @@ class TorchBackend(AttentionBackend):
         self._causal: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
         self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
-    def _plan(
-        self, batch: PagedBatch, arrays: Sequence[NDArray[np.integer]], fixed: FixedShape | None
-    ) -> AttentionPlan:
+    def _plan(self, batch: PagedBatch, arrays: Arrays, fixed: FixedShape | None) -> AttentionPlan:
         assert fixed is None, "launches of plain torch depend on the batch"
         given = [send(array, self.device, torch.int64) for array in arrays]
         return TorchPlan(self, given, batch)

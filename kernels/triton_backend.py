@@ -15,13 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 
 from radixcache.kernels.attention import (
+    Arrays,
     AttentionBackend,
     AttentionPlan,
     FixedShape,
@@ -68,9 +67,7 @@ class TritonBackend(AttentionBackend):
         parts = max(k.query_heads * (k.value_dim + 1) * SPLITS for k in self._kinds)
         return 4 * (max(sizes) * parts + _capacity(max(sizes), max_indices))
 
-    def _plan(
-        self, batch: PagedBatch, arrays: Sequence[NDArray[np.integer]], fixed: FixedShape | None
-    ) -> AttentionPlan:
+    def _plan(self, batch: PagedBatch, arrays: Arrays, fixed: FixedShape | None) -> AttentionPlan:
         queries, lens, decodes = batch.query_lens, batch.kv_lens, batch.num_decodes
         if fixed and decodes < len(queries):
             decodes = 0  # how many there are changes from batch to batch: all rows are prefill

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_void_p
 from functools import lru_cache
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from radixcache.kernels.attention import (
+    Arrays,
     AttentionBackend,
     AttentionPlan,
     FixedShape,
@@ -68,9 +68,7 @@ class NativeBackend(AttentionBackend):
 
     name = "native kernels"
 
-    def _plan(
-        self, batch: PagedBatch, arrays: Sequence[NDArray[np.integer]], fixed: FixedShape | None
-    ) -> NativePlan:
+    def _plan(self, batch: PagedBatch, arrays: Arrays, fixed: FixedShape | None) -> AttentionPlan:
         assert fixed is None, "there are no CUDA graphs on a CPU"
         return NativePlan(batch, [torch.as_tensor(array, dtype=torch.int64) for array in arrays])
 

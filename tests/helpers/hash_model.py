@@ -69,11 +69,15 @@ class HashModel:
         self.vocab_size, self.max_context = vocab, 1 << 20
         self.eos_token_ids = [eos]
         self.attention: Any = SimpleNamespace(reads_shared_once=False)
-        self.max_graph_rows, self.can_overlap, self.alive = 0, False, True
+        self.max_graph_rows, self.alive = 0, True
         self.unwritten = 0
         """Slots that were read before anybody had written them."""
         self.fails_at = 0
         """Of so many rows, one has logits that are not numbers; by its tokens, and 0 for none."""
+
+    @property
+    def can_overlap(self) -> bool:
+        return self.device.type != "cpu"
 
     def forward(
         self,
