@@ -35,8 +35,8 @@ from radixcache.radix import RadixCache
 if TYPE_CHECKING:
     from radixcache.runtime.async_llm import AsyncLLM
     from radixcache.runtime.chat import Chat
-    from radixcache.runtime.engine.outputs import RequestOutput
     from radixcache.runtime.llm import LLM
+    from radixcache.runtime.outputs import RequestOutput
     from radixcache.runtime.sampling.params import SamplingParams
     from radixcache.runtime.sampling.structured_outputs import StructuredOutputsParams
 
@@ -46,7 +46,7 @@ _RUNTIME = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
     "Chat": "chat",
-    "RequestOutput": "engine.outputs",
+    "RequestOutput": "outputs",
     "SamplingParams": "sampling.params",
     "StructuredOutputsParams": "sampling.structured_outputs",
 }

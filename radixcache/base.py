@@ -1,7 +1,7 @@
 """The interface of every prefix cache.
 
-A cache maps token prefixes to KV pages. It knows pages by number and never touches their bytes:
-whoever owns the KV tensors copies and writes them. One request lives like this::
+A cache maps token prefixes to KV pages. It knows pages by number and never touches their bytes: the
+owner of the KV tensors copies and writes them. The life of a request::
 
     lease = cache.acquire(prompt)                    # pin the longest cached prefix
     cache.reserve(lease, len(prompt))                # make room for the suffix
@@ -22,10 +22,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from radixcache.errors import (
     CacheBroken,
@@ -37,14 +36,11 @@ from radixcache.errors import (
 )
 from radixcache.events import Cleared, Evicted, Listener, Stored
 from radixcache.lease import Lease
-from radixcache.pages import PagePool, Pages
+from radixcache.nodes import Tokens as Tokens
+from radixcache.pages import PagePool
+from radixcache.pins import Pins
 from radixcache.snapshot import EVERYTHING, CachedNode, Look, Outline
-
-if TYPE_CHECKING:
-    from radixcache.tier import LowerTier
-
-Tokens = NDArray[np.int32]
-"""Token ids, one-dimensional int32."""
+from radixcache.tier import LowerTier
 
 TokensLike = Tokens | Sequence[int]
 """What the interface accepts; anything but an int32 array is converted once, at the boundary."""
@@ -53,13 +49,13 @@ _INT32 = np.dtype(np.int32)
 
 
 def as_tokens(tokens: TokensLike) -> Tokens:
-    """`tokens` as a one-dimensional int32 array, no copy if it is one already; `InvalidRequest` for
-    what is no flat sequence of integers of 32 bits."""
+    """Convert tokens to a one-dimensional int32 array, without a copy if they are one already;
+    `InvalidRequest` unless they are a flat sequence of 32-bit integers."""
     try:
         array = np.asarray(tokens)
     except (MemoryError, RecursionError):
         raise
-    except Exception:  # rows of different lengths, or whatever what is no array makes of it
+    except Exception:  # rows of different lengths, or an object that cannot become an array
         raise InvalidRequest("tokens must be a flat sequence of integers") from None
     if array.dtype == _INT32 and array.ndim == 1:
         return array
@@ -71,7 +67,7 @@ def as_tokens(tokens: TokensLike) -> Tokens:
 
 
 def as_namespace(namespace: Hashable) -> Hashable:
-    """The same, but that "" is None; `InvalidRequest` for what cannot be a key."""
+    """Normalise a namespace: "" becomes None; `InvalidRequest` if it is not hashable."""
     try:
         hash(namespace)
     except TypeError:
@@ -80,7 +76,7 @@ def as_namespace(namespace: Hashable) -> Hashable:
 
 
 def as_name(name: str) -> str:
-    """The name of a pin; `InvalidRequest` for what is none."""
+    """Validate the name of a pin; `InvalidRequest` unless it is a string."""
     if not isinstance(name, str):
         raise InvalidRequest(f"a name is a string, not {repr(name)[:80]}")
     return name
@@ -103,7 +99,7 @@ class CacheStats:
     evicted_pages: int = 0
     copied_pages: int = 0
     loaded_tokens: int = 0
-    """Of the hits, those that came up from a lower tier."""
+    """Hit tokens that were loaded from a lower tier."""
 
     @property
     def hit_rate(self) -> float:
@@ -129,11 +125,11 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def mutation(method: _F) -> _F:
-    """A method that changes the cache: one at a time, and whole.
+    """Decorates a method that changes the cache: one runs at a time, and wholly or not at all.
 
-    What `radixcache.errors` defines is raised before anything has changed. Whatever else comes out
-    (an interrupt, for want of memory, from a listener) may leave half a change behind, so that the
-    cache is *broken*: it refuses all further changes until `recover`.
+    Errors of `radixcache.errors` are raised before anything has changed. Any other exception (an
+    interrupt, lack of memory, a listener's) may leave a change half done: the cache is then
+    *broken*, and refuses all further changes until `recover`.
     """
 
     @wraps(method)
@@ -148,7 +144,7 @@ def mutation(method: _F) -> _F:
             raise
         except TypeError as error:
             if error.__traceback__ is not None and error.__traceback__.tb_next is None:
-                self._inside = False  # it was called with other arguments than it has
+                self._inside = False  # the arguments do not fit: nothing has run
             raise
         self._inside = False
         return result
@@ -159,37 +155,38 @@ def mutation(method: _F) -> _F:
 class PrefixCache(ABC):
     """A map from token prefixes to KV pages; one instance serves one engine, from one thread.
 
-    A change while another thread makes one is refused (`WrongThread`).
+    A change is refused while another thread makes one (`WrongThread`).
 
     Everything published since the last `commit` is *in flight*: it belongs to the step being
-    scheduled. Others may share it at once, because within each layer a step writes all new K/V
-    before attention reads any, but only in whole pages, because a copy would run too early.
+    scheduled. Other leases may share it at once, since within each layer a step writes all new K/V
+    before attention reads any; but only in whole pages, since a page copy runs before the step.
     """
 
     pool: PagePool
     page_size: int
     """Tokens per page."""
     granularity: int
-    """Hits are multiples of this many tokens: 1, or a page; 0 if there are never any."""
+    """Hits are multiples of this many tokens: 1, or a page."""
+    caches: ClassVar[bool] = True
+    """Whether there are ever any hits."""
     full_prompt_hits: bool = False
-    """Whether `acquire` obeys `include_last`; a cache that does not ignores it."""
+    """Whether an engine keeps the logits of last tokens for it, and asks to `include_last`."""
     stats: CacheStats
     events: list[Listener]
     """Callables that receive each `Stored`, `Evicted` and `Cleared`; see `radixcache.events`."""
-    lower: LowerTier | None = None
-    """Where a radix cache's pages go that are evicted; None forgets them."""
-    pin_budget: int
-    """Pages that all pins together may hold; those of one namespace may hold `pin_share`."""
-    _pins: dict[tuple[Hashable, str], Lease]
+    lower: LowerTier[Any] | None = None
+    """Keeps the pages that a radix cache evicts; without one they are forgotten."""
+    pins: Pins
+    """Pinned tokens by namespace and name, and the pages that they hold."""
     _leases: dict[Any, None]
-    """Those that live, pins included."""
+    """The live leases, those of pins included."""
     _in_flight: dict[Any, Any]
-    """Those that stand on tokens that the step being scheduled writes."""
+    """The leases on tokens that the step being scheduled writes."""
     changes = 0
-    """Releases, unpins, evictions and steps that wrote: in between, nobody finds anything else, or
-    can reserve more."""
+    """Releases, unpins, evictions and steps that wrote: as long as it stays the same, look-ups find
+    the same, and no more pages can be reserved."""
     _thread = 0
-    """Who made the last change, or is making it."""
+    """The thread that made the last change, or is making it."""
     _inside = False
     """A change is under way, or was cut off."""
 
@@ -197,21 +194,21 @@ class PrefixCache(ABC):
         self.pool = pool
         self.page_size = pool.page_size
         self.granularity = granularity
-        self.pin_budget = pool.num_pages // 2
+        self.pins = Pins(pool.num_pages // 2 * self.caches)
         self.stats = CacheStats()
         self.events = []
         self._forget_all()
 
     @abstractmethod
     def match(self, tokens: TokensLike, namespace: Hashable = None) -> int:
-        """Number of leading tokens that `acquire` would find now. Changes nothing.
+        """How many leading tokens `acquire` would find now. Changes nothing.
 
         At most ``len(tokens) - 1``: one token must be computed to get logits.
         """
 
     @abstractmethod
     def cached_length(self, tokens: TokensLike, namespace: Hashable = None) -> int:
-        """Number of leading tokens that are cached; `match` leaves out the last one, and what is in
+        """How many leading tokens are cached, where `match` leaves out the last one and those in
         flight in a half-filled page. Changes nothing. O(len(tokens))."""
 
     @abstractmethod
@@ -225,15 +222,15 @@ class PrefixCache(ABC):
     ) -> Lease:
         """Pin the longest cached prefix of `tokens`, at most all but the last; return its lease.
 
-        With `include_last`, for callers that have the logits of the last token: all of `tokens`, if
-        they are cached and written, else the same as without.
+        With `include_last`, for callers that have the logits of the last token: pin all of `tokens`
+        if they are cached and written, else the same as without.
 
         Touches neither statistics nor eviction order until the first `publish`.
         """
 
     @abstractmethod
     def reserve(self, lease: Lease, num_tokens: int) -> None:
-        """Grow the page table to hold `num_tokens` tokens, evicting if needed.
+        """Grow the lease's page table to hold `num_tokens` tokens; evict if needed.
 
         A shared half-filled page at the cursor is appended to in place if nobody has written past
         the cursor, else replaced by a copy, which `Lease.take_copies` reports.
@@ -242,12 +239,11 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def publish(self, lease: Lease, tokens: TokensLike, *, written: bool = False) -> None:
-        """Append `tokens`, whose KV the step being scheduled writes; others may share them now.
+        """Append `tokens`, whose KV the step being scheduled writes: other leases may share them.
 
-        With `written`, their KV is there already: nothing is in flight. An engine may so publish
-        decoded tokens by the page. If another lease has the same tokens in flight, or those before
-        them, nothing is published, as `lease.num_tokens` then says. Of a hit of the whole prompt,
-        no tokens may be published, as written: it counts as used from then on.
+        With `written`, their KV is there already, and nothing is in flight: an engine may publish
+        decoded tokens by the page. If another lease has these tokens in flight, or those before
+        them, nothing is published, as `lease.num_tokens` then says.
 
         Where the cache holds the same tokens already, whole duplicate pages are freed and the
         lease's table points at the cached ones when the call returns. O(len(tokens)).
@@ -257,8 +253,20 @@ class PrefixCache(ABC):
         """
 
     @mutation
+    def touch(self, lease: Lease) -> None:
+        """Count as used a lease that has found its whole prompt, so that it need not publish."""
+        lease = self._mine(lease)
+        if lease.cached_tokens < lease.query_tokens:
+            raise LeaseError("touch is for a hit of the whole prompt: publish the rest of it")
+        self._touch(lease)
+        self._count(lease)
+
+    def _touch(self, lease: Any) -> None:  # noqa: B027
+        """`touch` of a lease of this cache."""
+
+    @mutation
     def commit(self) -> None:
-        """The step was executed (or enqueued in order on its device): nothing is in flight."""
+        """The step has run, or is enqueued in order on its device: nothing is in flight."""
         self._end_step()
 
     def _end_step(self) -> None:
@@ -269,13 +277,13 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def rollback(self) -> None:
-        """The step failed: un-publish everything in flight. Each lease moves back to the last
-        position whose KV is written; its reserved pages beyond and its pending copies are gone."""
+        """The step has failed: un-publish all that is in flight. Each lease moves back to the last
+        position whose KV is written, and loses reserved pages beyond it and pending copies."""
 
     @mutation
     def release(self, lease: Lease) -> None:
-        """Unpin; what was published stays cached until evicted, reserved pages are freed.
-        `LeaseError` if it was released before, or has tokens in flight: commit or rollback first.
+        """End a lease: what it published stays cached until evicted, reserved pages are freed.
+        `LeaseError` if it was released before, or has tokens in flight: commit or roll back first.
         """
         lease = self._mine(lease)
         if lease.publishing:
@@ -285,7 +293,7 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def _release(self, lease: Any) -> None:
-        """`release` of a lease of this cache that has nothing in flight."""
+        """Release a lease of this cache that has nothing in flight."""
 
     def _mine(self, lease: Lease) -> Any:
         if not isinstance(lease, Lease) or lease not in self._leases:
@@ -293,118 +301,94 @@ class PrefixCache(ABC):
         return lease
 
     def _count(self, lease: Lease) -> None:
-        """The lease publishes: the first time, it is admitted."""
+        """Count a lease in the statistics the first time that it is used."""
         if not lease.used:
             lease.used = True
             self.stats.count(lease)
 
     @abstractmethod
     def evict(self, num_pages: int) -> int:
-        """Free up to `num_pages` pages that no lease uses; returns how many became free."""
+        """Free up to `num_pages` cached pages that no lease holds; returns how many it freed."""
 
     def would_evict(self, num_pages: int) -> bool:
-        """Whether something cached must go for so many new pages. O(num_pages)."""
+        """Whether `num_pages` new pages take the place of cached ones. O(num_pages)."""
         return num_pages > self.pool.num_free
 
-    @mutation
     def pin(self, name: str, tokens: TokensLike, namespace: Hashable = None) -> None:
-        """Keep the cached prefix `tokens` from eviction until `unpin(name, namespace)`.
+        """Keep the cached prefix `tokens` from eviction until `unpin(name, namespace)`; where hits
+        are whole pages, the whole pages of it.
 
         Raises:
             PinError: the namespace has that name, the prefix is not cached in full, or the pages of
                 the namespace's pins would exceed its share, or those of all pins the budget.
         """
-        self._pin(as_name(name), as_tokens(tokens), as_namespace(namespace))
+        key = as_namespace(namespace), as_name(name)
+        tokens = as_tokens(tokens)
+        lease = self.acquire(tokens, namespace, include_last=True)
+        try:
+            if not self.caches:
+                raise PinError(f"{name!r} cannot be pinned: the engine runs without a prefix cache")
+            wanted = max(1, len(tokens) // self.granularity) * self.granularity
+            if lease.num_tokens < wanted:
+                raise PinError(
+                    f"{lease.num_tokens} of the {wanted} tokens of {name!r} to pin are cached"
+                )
+            if lease in self._in_flight:
+                raise PinError(f"the tokens of {name!r} are still in flight")
+            self.pins.check(name, key[0], lease.page_table)
+        except PinError:
+            self.release(lease)
+            raise
+        self._pin(lease)
+        self.pins.leases[key] = lease
 
-    def _pin(self, name: str, tokens: Tokens, namespace: Hashable) -> None:
-        raise PinError(f"{name!r} cannot be pinned: this engine runs without a prefix cache")
-
-    def _check_pin(self, name: str, namespace: Hashable, pages: Pages) -> None:
-        """`PinError` unless `pages` may be pinned, too; it tells nothing of other namespaces."""
-        if (namespace, name) in self._pins:
-            raise PinError(f"a prefix named {name!r} is pinned already")
-        num_own = _count_pages([*self._tables(namespace), pages])
-        if num_own > self.pin_share:
-            raise PinError(
-                f"pinning {name!r} makes {num_own} pinned pages, the share is {self.pin_share}"
-            )
-        if _count_pages([*self._tables(), pages]) > self.pin_budget:
-            raise PinError(f"pinning {name!r} takes more pages than all pins together have left")
+    def _pin(self, lease: Any) -> None:  # noqa: B027
+        """Let a lease that has found a whole prefix be that of a pin."""
 
     @mutation
     def unpin(self, name: str, namespace: Hashable = None) -> None:
         """Drop a pin; `PinError` if the namespace has none of that name."""
-        lease = self._pins.pop((as_namespace(namespace), as_name(name)), None)
+        lease = self.pins.leases.pop((as_namespace(namespace), as_name(name)), None)
         if lease is None:
             raise PinError(f"no prefix named {name!r} is pinned")
         self.changes += 1
         self._release(lease)
 
-    @property
-    def pins(self) -> dict[tuple[Hashable, str], int]:
-        """Pinned tokens by namespace and name."""
-        return {key: lease.num_tokens for key, lease in self._pins.items()}
-
-    @property
-    def pin_share(self) -> int:
-        """Pages that the pins of one namespace may hold: half of the budget, rounded up."""
-        return -(-self.pin_budget // 2)
-
-    @property
-    def pinned_pages(self) -> int:
-        """Distinct pages that the pins hold. O(pages of all pins)."""
-        return _count_pages(self._tables())
+    def pinned_pages_beside(self, tokens: TokensLike, namespace: Hashable = None) -> int:
+        """Pinned pages that a prompt does not share, or that it may have to copy because a pin ends
+        in them. O(tokens), if there are pins."""
+        if not self.pins:
+            return 0
+        lease = self.acquire(tokens, namespace)
+        beside = self.pins.num_pages_beside(lease)
+        self.release(lease)
+        return beside
 
     @property
     def leased_pages(self) -> int:
-        """Distinct pages that leases hold, pins included; all others can be had. O(these)."""
+        """Distinct pages that leases and pins hold; all others are free or evictable. O(pages)."""
         held = np.zeros(self.pool.num_pages, bool)
         for lease in self._leases:
             held[lease.page_table] = True
         return int(held.sum())
 
-    def pinned_pages_of(self, namespace: Hashable) -> int:
-        """Distinct pages that the pins of one namespace hold. O(pages of all its pins)."""
-        return _count_pages(self._tables(as_namespace(namespace)))
-
-    def pinned_pages_beside(self, tokens: TokensLike, namespace: Hashable = None) -> int:
-        """Pinned pages that are not among those of a prompt, or in which a pin ends, so that it may
-        have to copy them. O(tokens), if there are pins."""
-        if not self._pins:
-            return 0
-        lease = self.acquire(tokens, namespace)
-        own = lease.page_table[: lease.cached_tokens // self.page_size]
-        whole = [pin.page_table[: pin.num_tokens // self.page_size] for pin in self._pins.values()]
-        shared = np.intersect1d(own, np.concatenate(whole))
-        beside = np.setdiff1d(np.concatenate(self._tables()), shared)
-        self.release(lease)
-        return len(beside)
-
-    def _tables(self, *namespaces: Hashable) -> list[Pages]:
-        """The page tables of the pins, or of those in `namespaces`."""
-        return [
-            lease.page_table
-            for (namespace, _), lease in self._pins.items()
-            if not namespaces or namespace in namespaces
-        ]
-
     def outline(self) -> Outline[Any]:
-        """What pictures of the cache are drawn from, until the cache changes."""
-        raise NotImplementedError(f"of a {type(self).__name__} there are no pictures")
+        """The nodes that pictures are drawn from; valid until the cache changes."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be drawn")
 
     def snapshot(self, look: Look = EVERYTHING) -> dict[Hashable, CachedNode]:
         """What is cached, as a tree below each namespace's root; see `radixcache.snapshot`.
 
-        Changes nothing, and shares nothing with the cache: it may be read in another thread.
+        Changes nothing. The result shares nothing with the cache: any thread may read it.
         """
         picture = self.outline().draw(look)
         return picture.roots if picture else {}
 
     @mutation
     def reset(self) -> None:
-        """Forget all that is cached and zero the statistics; `LeaseError` while a lease lives."""
+        """Empty the cache and zero the statistics; `LeaseError` while a lease lives."""
         if self._leases:
-            num_leases, names = len(self._leases) - len(self._pins), [n for _, n in self._pins]
+            num_leases, names = len(self._leases) - len(self.pins), [n for _, n in self.pins]
             wanted = [f"release {num_leases} lease{'s' * (num_leases > 1)}"] * (num_leases > 0)
             wanted += [f"unpin {', '.join(map(repr, names))}"] * (len(names) > 0)
             raise LeaseError(f"before a reset, {' and '.join(wanted)}")
@@ -413,11 +397,11 @@ class PrefixCache(ABC):
         self._emit(Cleared())
 
     def _forget_cached(self) -> None:  # noqa: B027
-        """Forget all that is cached, while there is no lease."""
+        """Empty the cache, while there is no lease."""
 
     @property
     def broken(self) -> bool:
-        """Whether a change was cut off half-way. Of interest between calls only."""
+        """Whether a change was cut off half-way; meaningful between calls only."""
         return self._inside
 
     @property
@@ -427,39 +411,40 @@ class PrefixCache(ABC):
 
     @property
     def in_flight(self) -> bool:
-        """Whether a step is being scheduled: what it writes may yet be un-published."""
+        """Whether a step is being scheduled, whose tokens `rollback` would un-publish."""
         return bool(self._in_flight)
 
     def recover(self) -> None:
-        """A step was cut off by an exception: roll back, and end every lease but those of pins.
+        """After an exception cut a step off: roll back, and end every lease but those of pins.
 
-        If a change of the cache itself was cut off, so that nobody knows what it holds, all is
-        forgotten: pins too, but not the statistics, nor what is in tiers below. May be cut off
-        itself, and called again.
+        If a change of the cache itself was cut off, what it holds is not known, and all of it is
+        forgotten: pins too, but neither the statistics nor the tiers below. This call may itself be
+        cut off, and made again.
         """
         if not self.broken:
             try:
                 self.rollback()
-                pinned = set(self._pins.values())
+                pinned = set(self.pins.leases.values())
                 for lease in [lease for lease in self._leases if lease not in pinned]:
                     self.release(lease)
                 return
-            except Exception:  # then half of it is done
+            except Exception:  # a change is half done
                 pass
         self._inside = True
         for lease in [*self._leases]:
             lease.released = True
         self.pool.clear()
+        self.pins.leases.clear()
         self._forget_all()
         self._emit(Cleared())
         self._inside = False
 
     @abstractmethod
     def _forget_all(self) -> None:
-        """Begin anew on a pool whose pages are all free: no lease, no pin, nothing cached."""
+        """Start empty on a pool whose pages are all free: no lease, no pin, nothing cached."""
 
     def _refuse(self) -> None:
-        """Say why nothing can be changed now."""
+        """Raise the reason why nothing can be changed now."""
         if self._thread != get_ident():
             raise WrongThread("a cache is for one thread, and another one is changing it")
         raise CacheBroken("a change of the cache was cut off half-way: call recover() first")
@@ -472,9 +457,5 @@ class PrefixCache(ABC):
         try:
             for listener in self.events:
                 listener(event)
-        except RadixCacheError as error:  # `mutation` would think that nothing has changed
+        except RadixCacheError as error:  # `mutation` would take the change for undone
             raise RuntimeError(f"a listener of the cache failed: {error}") from error
-
-
-def _count_pages(tables: list[Pages]) -> int:
-    return len(np.unique(np.concatenate(tables))) if tables else 0

@@ -8,7 +8,7 @@ class RadixCacheError(Exception):
 
 
 class OutOfPages(RadixCacheError):
-    """Not enough free or evictable pages; nothing has changed by the call."""
+    """There are not enough free or evictable pages; the call has changed nothing."""
 
 
 class LeaseError(RadixCacheError, ValueError):
@@ -20,7 +20,7 @@ class CacheBroken(RadixCacheError, RuntimeError):
 
 
 class WrongThread(RadixCacheError, RuntimeError):
-    """A cache or an engine is for one thread, and another one called it."""
+    """A cache or an engine was called from a second thread."""
 
 
 class EngineFailed(RadixCacheError, RuntimeError):
@@ -32,11 +32,11 @@ class EngineStopped(RadixCacheError, RuntimeError):
 
 
 class Busy(RadixCacheError, RuntimeError):
-    """There is no capacity for this right now; the same will do later."""
+    """There is no capacity for this right now; try again later."""
 
 
 class RanksLost(RadixCacheError, RuntimeError):
-    """A process of a tensor-parallel model has ended or failed: it can compute nothing more."""
+    """A process of a tensor-parallel model has ended or failed; the model computes no more."""
 
 
 class PinError(RadixCacheError, ValueError):
@@ -44,19 +44,19 @@ class PinError(RadixCacheError, ValueError):
 
 
 class InvalidRequest(RadixCacheError, ValueError):
-    """An argument that no state could make valid: a prompt, a sampling parameter, a pool's size."""
+    """An argument is never valid: a prompt, a sampling parameter, a pool's size."""
 
 
 class ContextExceeded(InvalidRequest):
-    """A prompt that leaves no room to answer in the model's context."""
+    """A prompt leaves no room for an answer in the model's context."""
 
 
 class ModelError(RadixCacheError, ValueError):
-    """A model that cannot be loaded, or that would silently compute wrong results over KV pages."""
+    """A model cannot be loaded, or would silently compute wrong results over KV pages."""
 
 
 class MissingDependency(RadixCacheError, ImportError):
-    """An optional package is needed for what was asked; the message names the extra to install."""
+    """A request needs an optional package; the message names the extra to install."""
 
 
 def first_line(error: BaseException) -> str:
@@ -65,5 +65,5 @@ def first_line(error: BaseException) -> str:
 
 
 def first_sentence(error: BaseException) -> str:
-    """The first sentence of an error's message, for one of our own that quotes it."""
+    """The first sentence of an error's message, to be quoted in another one."""
     return first_line(error).partition(". ")[0].rstrip(".: ")

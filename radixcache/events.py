@@ -1,4 +1,4 @@
-"""What a cache tells its listeners. Nothing is built while nobody listens."""
+"""Events that a cache sends to its listeners; without a listener, none is made."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Evicted:
 
 @dataclass(frozen=True)
 class Cleared:
-    """`reset` was called: nothing is cached."""
+    """The cache is empty, after a `reset` or a `recover`."""
 
 
 Listener = Callable[[Stored | Evicted | Cleared], None]

@@ -1,4 +1,4 @@
-"""The unleased leaves, least recently used first.
+"""The eviction order: leaves without a lease, least recently used first.
 
 They stand in a sorted list, so that taking the next one, adding one and removing one are O(log n)
 at any size of the tree: no scan, no heap to rebuild.
@@ -42,11 +42,11 @@ class EvictionOrder:
         return next(iter(self), None)
 
     def discard_first(self) -> None:
-        """Make that leaf not evictable: `discard` would look for it first. O(log n)."""
+        """Take out the leaf to evict next, without the search of `discard`. O(log n)."""
         self._places.pop(0)[2].place = None
 
     def check(self) -> None:
-        """Assert that every place is that of its leaf, under the time that it has now."""
+        """Assert that each leaf stands at its place, by the time of its last use."""
         for last_use, serial, leaf in self._places:
             assert leaf.place is not None and leaf.place[2] is leaf, "a leaf lost its place"
             assert (last_use, serial) == (leaf.last_use, leaf.serial), "a leaf was used meanwhile"

@@ -1,6 +1,6 @@
-"""A memory of what was cached, with no KV behind it.
+"""A ghost index: it remembers which tokens were cached, without any KV.
 
-Ghost lists, which remember what a cache has evicted, come from Megiddo and Modha's ARC (2003).
+Ghost lists, which remember what a cache evicted, come from Megiddo and Modha's ARC (2003).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from radixcache.radix import RadixCache
 
 
 class GhostIndex(RadixCache):
-    """A radix tree that is told what somebody computed, and forgets what was told longest ago.
+    """A radix tree that is told which tokens were computed, and forgets the oldest of them.
 
     At page size 1 no branch begins in mid-page: nothing is copied, every token counts once.
 
@@ -30,11 +30,14 @@ class GhostIndex(RadixCache):
         super().__init__(PagePool(num_tokens, page_size=1))
 
     def remember(self, tokens: TokensLike, namespace: Hashable = None) -> None:
-        """All of `tokens` is cached there, as far as they fit. O(len(tokens)), amortised."""
-        if not self.idle:  # a call was cut off
+        """Note that `tokens` were computed, as many as fit. Amortised O(len(tokens))."""
+        if not self.idle:  # an earlier call was cut off
             self.recover()
         tokens = as_tokens(tokens)[: self.pool.num_pages]
         lease = self.acquire(tokens, namespace, include_last=True)
-        self.reserve(lease, len(tokens))
-        self.publish(lease, tokens[lease.num_tokens :], written=True)
+        if lease.num_tokens < len(tokens):
+            self.reserve(lease, len(tokens))
+            self.publish(lease, tokens[lease.num_tokens :], written=True)
+        else:
+            self.touch(lease)
         self.release(lease)

@@ -19,7 +19,7 @@ from radixcache.blocks import (
     PromptHashes,
     Row,
 )
-from radixcache.errors import InvalidRequest, OutOfPages, PinError
+from radixcache.errors import InvalidRequest, OutOfPages
 from radixcache.free_queue import FreeQueue
 from radixcache.lease import Lease
 from radixcache.pages import PagePool, as_count
@@ -103,7 +103,6 @@ class HashBlockCache(PrefixCache):
         length and the tail to which a failed step takes them back."""
         self._published: dict[int, None] = {}
         """Pages whose block is in flight, in order of publication."""
-        self._pins = {}
 
     @property
     def queue(self) -> list[int]:
@@ -151,9 +150,9 @@ class HashBlockCache(PrefixCache):
         resumed: bool = False,
         include_last: bool = False,
     ) -> BlockLease:
-        """`include_last` changes nothing: vLLM always computes the last token."""
+        """vLLM always computes the last token: there is no `include_last`."""
         tokens, namespace = as_tokens(tokens), as_namespace(namespace)
-        pages = self._find(tokens, namespace, len(tokens) - 1)
+        pages = self._find(tokens, namespace, len(tokens) - (not include_last))
         lease = BlockLease(self.page_size, len(tokens), namespace, resumed)
         self._hold(lease, pages)
         lease.cached_tokens = lease.num_tokens
@@ -184,6 +183,9 @@ class HashBlockCache(PrefixCache):
             self._looking[table] -= 1
             users = self.pool.refs[table] - self._looking[table]
             self._queue.remove(table[users == 1].tolist())
+
+    def _pin(self, lease: BlockLease) -> None:
+        self._use(lease)
 
     def _let_go(self, lease: BlockLease, start: int) -> None:
         """End the table at index `start`; pages that nobody uses any more join the free queue."""
@@ -322,26 +324,6 @@ class HashBlockCache(PrefixCache):
         if self.events:
             self._emit(BlockEvicted(block, is_gone=self._map.get(block.hash) is None))
 
-    # -- pins ----------------------------------------------------------------------------------
-
-    def _pin(self, name: str, tokens: Tokens, namespace: Hashable) -> None:
-        """Of `tokens` the whole blocks, at least one; nothing after them can be found."""
-        pages = self._find(tokens, namespace, len(tokens))
-        wanted = len(tokens) // self.page_size
-        if not wanted or len(pages) < wanted:
-            raise PinError(
-                f"{len(pages)} of the {wanted} whole blocks of the {len(tokens)} tokens of "
-                f"{name!r} are cached"
-            )
-        if any(page in self._published for page in pages):
-            raise PinError(f"the tokens of {name!r} are still in flight")
-        self._check_pin(name, namespace, np.array(pages, np.int32))
-        lease = BlockLease(self.page_size, len(tokens), namespace, resumed=False)
-        self._hold(lease, pages)
-        self._use(lease)
-        self._leases[lease] = None
-        self._pins[namespace, name] = lease
-
     # -- the whole -----------------------------------------------------------------------------
 
     def outline(self) -> Outline[Row]:
@@ -350,11 +332,11 @@ class HashBlockCache(PrefixCache):
         queued = {page: len(queue) - at for at, page in enumerate(queue)}
         ages = {block_hash: queued.get(page, 0) for block_hash, page in self._map.items()}
         pins: dict[bytes, list[str]] = {}
-        for (_, name), pin in self._pins.items():
+        for (_, name), pin in self.pins.leases.items():
             assert isinstance(pin, BlockLease) and pin.block is not None
             pins.setdefault(pin.block.hash, []).append(name)
         leases: dict[bytes, list[int]] = {}
-        for lease in self._leases.keys() - self._pins.values():
+        for lease in self._leases.keys() - self.pins.leases.values():
             if lease.block is not None:
                 leases.setdefault(lease.block.hash, []).append(lease.cached_tokens)
         rows = BlockRows(filter(None, self._blocks), ends=pins)
@@ -397,7 +379,7 @@ class HashBlockCache(PrefixCache):
         unused = np.flatnonzero(refs == looking)
         assert np.array_equal(np.sort(self.queue), unused), "the free queue != pages not in use"
         assert self._in_flight.keys() <= self._leases.keys()
-        assert set(self._pins.values()) <= self._leases.keys()
+        assert set(self.pins.leases.values()) <= self._leases.keys()
 
         cached = {page: block for page, block in enumerate(self._blocks) if block is not None}
         mapped = {page: block_hash for block_hash, page in self._map.items()}

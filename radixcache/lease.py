@@ -1,4 +1,4 @@
-"""One request's hold on pages."""
+"""Leases: the cursors through which requests hold pages."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class PageCopy(NamedTuple):
 
 
 class Lease:
-    """A cursor into the cache and the one receipt for the pages that a request may use.
+    """A request's cursor into the cache, and its page table.
 
-    Made by `PrefixCache.acquire`, moved only by the cache's methods, dead after `release`::
+    `PrefixCache.acquire` makes it, the cache's methods move it, `release` ends it::
 
         page table   [ shared ... shared | own ... own ]
                        held by the cache   held by the lease, to write what follows the cursor
@@ -37,13 +37,13 @@ class Lease:
         "_copies",
         "_num_own_from",
         "_num_pages",
-        "_page_size",
         "_table",
         "cached_tokens",
         "capacity",
         "namespace",
         "next_step_tokens",
         "num_tokens",
+        "page_size",
         "publishing",
         "query_tokens",
         "released",
@@ -54,25 +54,24 @@ class Lease:
     def __init__(
         self, page_size: int, query_tokens: int, namespace: Hashable = None, resumed: bool = False
     ) -> None:
-        self.namespace = namespace
+        self.namespace, self.page_size = namespace, page_size
         self.num_tokens = 0
-        """Length of the prefix whose KV is cached or published; the next publish starts here."""
+        """Length of the prefix that is cached or published; the next publish starts here."""
         self.cached_tokens = 0
-        """Tokens found instead of computed: the hit of `acquire`. Lower it before the first publish
-        if some of them are computed all the same, so that the statistics do not count those."""
+        """The hit: tokens that `acquire` found or `RadixCache.load` brought. Lower it before the
+        first publish if some are computed all the same, so that the statistics leave them out."""
         self.next_step_tokens = 0
-        """How much longer the hit of `acquire` would be once the step being scheduled has run: the
-        tokens in flight in a half-filled page, which nobody may copy before."""
+        """How much longer the hit would be after the step being scheduled: by the tokens in flight
+        in a half-filled page, which cannot be copied before they are written."""
         self.capacity = 0
-        """Tokens that the lease may hold without another `reserve`."""
+        """Tokens that the page table has room for: beyond it, `reserve` first."""
         self.query_tokens = query_tokens
         self.resumed = resumed
         self.used = False
-        """`publish` was called: the lease counts in the statistics and in the LRU order."""
+        """It has published, or was touched: it counts in the statistics and in the LRU order."""
         self.publishing = False
-        """The step being scheduled writes tokens of this lease."""
+        """It has published in the step being scheduled, which writes those tokens."""
         self.released = False
-        self._page_size = page_size
         self._table: Pages = np.empty(query_tokens // page_size + 2, np.int32)
         self._num_pages = 0
         self._num_own_from = 0
@@ -93,7 +92,7 @@ class Lease:
         copies, self._copies = self._copies, []
         return copies
 
-    # What follows is for the caches; the number of own pages is the pool's business too.
+    # What follows is for the caches.
 
     def _set_pages(self, start: int, pages: Pages) -> None:
         """Write `pages` into the table from index `start` and end the table there."""
@@ -114,7 +113,7 @@ class Lease:
     def _check_publish(self, count: int) -> None:
         if self.publishing:
             raise LeaseError("a lease publishes once per step: commit or roll back first")
-        if count < 1 and self.cached_tokens < self.query_tokens:
+        if count < 1:
             raise LeaseError("publish needs at least one token")
         if self.num_tokens + count > self.capacity:
             raise LeaseError(

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from radixcache.pages import Pages
 
 Tokens = NDArray[np.int32]
+"""Token ids, one-dimensional int32."""
 
 NO_CHILDREN: dict[int, Node] = cast(Any, MappingProxyType({}))
 NOBODY: set[Cursor] = cast(Any, frozenset())

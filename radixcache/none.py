@@ -1,4 +1,4 @@
-"""The baseline: no request shares anything with another."""
+"""No prefix cache: the baseline, in which no request shares anything with another."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from radixcache.snapshot import Outline
 
 
 class NoCache(PrefixCache):
-    """Pages without a prefix cache: every `acquire` hits nothing, every `release` frees all.
+    """Pages without a prefix cache: `acquire` never hits, `release` frees every page.
 
     >>> cache = NoCache(PagePool(num_pages=8, page_size=4))
     >>> cache.match([1, 2, 3])
     0
     """
 
+    caches = False
+
     def __init__(self, pool: PagePool) -> None:
-        super().__init__(pool, granularity=0)
+        super().__init__(pool, granularity=1)
 
     def _forget_all(self) -> None:
-        self.pin_budget = 0
         self._leases: dict[Lease, None] = {}
-        self._pins = {}
         self._in_flight: dict[Lease, int] = {}
 
     def match(self, tokens: TokensLike, namespace: Hashable = None) -> int:
@@ -90,7 +90,7 @@ class NoCache(PrefixCache):
         return 0
 
     def outline(self) -> Outline[Any]:
-        never: Any = None  # asked about a node: there is none
+        never: Any = None  # is never called: there are no nodes
         return Outline({}, never, list, list, dict, never, never, never)
 
     def check(self) -> None:

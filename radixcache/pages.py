@@ -1,4 +1,4 @@
-"""The pool of KV pages: numbers and reference counts, no bytes."""
+"""The pool of KV pages: their numbers and reference counts, without their bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Pages = NDArray[np.int32]
 
 
 def as_count(number: SupportsIndex, what: str) -> int:
-    """A whole number; `InvalidRequest` for what is none."""
+    """Convert a whole number to int; `InvalidRequest` if it is none."""
     try:
         return index(number)
     except TypeError:
@@ -23,7 +23,7 @@ def as_count(number: SupportsIndex, what: str) -> int:
 
 
 class FreePages(Protocol):
-    """The pages without a holder, in the order in which they will be handed out."""
+    """The pages without a holder, in the order in which they are handed out."""
 
     def __len__(self) -> int: ...
     def take(self, count: int) -> Pages: ...
@@ -32,7 +32,7 @@ class FreePages(Protocol):
 
 
 class FreeStack:
-    """Last in, first out: a page freed last is likely still in a CPU's cache."""
+    """Hands out the page that was freed last: it is likely still in a CPU's cache."""
 
     def __init__(self, num_pages: int) -> None:
         self._stack: Pages = np.arange(num_pages, dtype=np.int32)[::-1].copy()
@@ -54,7 +54,7 @@ class FreeStack:
 
 
 _ONE = np.array(1, np.int32)
-"""A plain 1 would be made an array each time."""
+"""NumPy would make an array of a plain 1 each time."""
 
 
 class PagePool:
@@ -120,12 +120,12 @@ class PagePool:
         return len(freed)
 
     def clear(self) -> None:
-        """Make every page free, whoever holds it, in a stack as at first. O(pages)."""
+        """Free every page, held or not, into a new stack. O(pages)."""
         self.refs[:] = 0
         self.free = FreeStack(self.num_pages)
 
     def check(self, expected_refs: NDArray[np.int32]) -> None:
-        """Assert that the counts are `expected_refs` and that the free pages are the unheld."""
+        """Assert that the counts are `expected_refs`, and the free pages those without holder."""
         wrong = np.flatnonzero(self.refs != expected_refs)
         assert not len(wrong), (
             f"pages {wrong[:8].tolist()} have {self.refs[wrong[:8]].tolist()} holders, "

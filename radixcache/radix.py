@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from radixcache.base import PrefixCache, Tokens, TokensLike, as_namespace, as_tokens, mutation
-from radixcache.errors import OutOfPages, PinError
+from radixcache.errors import LeaseError, OutOfPages
 from radixcache.events import Evicted, Stored
 from radixcache.eviction import EvictionOrder
 from radixcache.held import HeldPages
@@ -50,7 +50,6 @@ class RadixCache(PrefixCache):
         self._held = HeldPages(self._tree, self._order, self._leases)
         self._in_flight: dict[RadixLease, int] = {}
         """Leases that stand on in-flight tokens, and where each was last written; in order."""
-        self._pins = {}
         for tier in () if self.lower is None else self.lower.chain():
             tier.recover([])
 
@@ -153,24 +152,49 @@ class RadixCache(PrefixCache):
 
     @mutation
     def publish(self, lease: Lease, tokens: TokensLike, *, written: bool = False) -> None:
-        lease = self._mine(lease)
-        tokens = as_tokens(tokens)
+        lease, tokens = self._mine(lease), as_tokens(tokens)
         lease._check_publish(len(tokens))
+        if not written:
+            self._in_flight.setdefault(lease, lease.num_tokens)
+            lease.publishing = True
+        if self._extend(lease, tokens, written):
+            self._count(lease)
+
+    @mutation
+    def load(self, lease: Lease, tokens: TokensLike) -> None:
+        """Lengthen the hit of `lease` by `tokens`, whose KV was copied into its reserved pages from
+        a lower tier, before its first `publish`. Nothing changes if another lease has the same
+        tokens in flight, as `lease.num_tokens` then says. O(len(tokens)).
+        """
+        lease, tokens = self._mine(lease), as_tokens(tokens)
+        if lease.used:
+            raise LeaseError("a hit is lengthened before the first publish")
+        lease._check_publish(len(tokens))
+        before = lease.num_tokens
+        if self._extend(lease, tokens, written=True):
+            lease.cached_tokens = lease.num_tokens
+            self.stats.loaded_tokens += lease.num_tokens - before
+            self._note_use(lease)
+            self._settle(lease.node)
+
+    def _touch(self, lease: RadixLease) -> None:
+        self._held.publish()
+
+    def _extend(self, lease: RadixLease, tokens: Tokens, written: bool) -> bool:
+        """Move the cursor over `tokens`, and store those that the tree does not hold; False if they
+        are written, but in flight for another lease."""
         start = lease.num_tokens
         node, position = self._tree.descend(lease.node, start, tokens)
-        if not written:
-            self._in_flight.setdefault(lease, start)
-            lease.publishing = True
-        elif self._tree.written(node) < position:
-            return  # the same tokens are in flight for another lease
+        if written and self._tree.written(node) < position:
+            return False
         self._held.publish()
-        self._count(lease)
         if position > start:
             self._held.forget()
             self._move(lease, node, position)
             self._drop_duplicates(lease)
         if position < start + len(tokens):
             self._append(lease, tokens[position - start :], written)
+        return True
 
     def _drop_duplicates(self, lease: RadixLease) -> None:
         """Free the lease's own whole pages behind its cursor; the tree holds those tokens too."""
@@ -266,17 +290,22 @@ class RadixCache(PrefixCache):
         self._in_flight.pop(lease, None)
         self._held.release(lease)
         lease._drop_own(self.pool)
+        if lease.used:
+            self._note_use(lease)
+        lease.released = True
+        del self._leases[lease]
+        lease.node.leave(lease)
+        self._settle(lease.node)
+
+    def _note_use(self, lease: RadixLease) -> None:
+        """The tokens up to the lease's cursor have been used last."""
         node = lease.node
-        if lease.used and node.parent is not None:
+        if node.parent is not None:
             if lease.num_tokens < node.end:  # the tail was not used: it keeps its time
                 node = self._split(node, lease.num_tokens)
             self._clock += 1
             self._tree.straighten(node)
             node.last_use = self._clock
-        lease.released = True
-        del self._leases[lease]
-        lease.node.leave(lease)
-        self._settle(lease.node)
 
     # -- eviction ------------------------------------------------------------------------------
 
@@ -389,38 +418,21 @@ class RadixCache(PrefixCache):
         lease._num_own_from = end
         lease.capacity = lease.num_tokens
 
-    # -- pins ----------------------------------------------------------------------------------
-
-    def _pin(self, name: str, tokens: Tokens, namespace: Hashable) -> None:
-        root = self._tree.find_root(namespace)
-        node, position = self._tree.descend(root, 0, tokens) if root else (None, 0)
-        if node is None or position < len(tokens) or not position:
-            raise PinError(f"{position} of the {len(tokens)} tokens of {name!r} are cached")
-        if self._find(node, position, tokens[:0])[2] < position:
-            raise PinError(f"the tokens of {name!r} are still in flight")
-        pages = self._tree.read_pages(node, 0, -(-position // self.page_size))
-        self._check_pin(name, namespace, pages)
-        lease = RadixLease(node, self.page_size, len(tokens), namespace, resumed=False)
-        lease.num_tokens = position
+    def _pin(self, lease: RadixLease) -> None:
         self._held.forget()
-        self._order.discard(node)
-        node.enter(lease)
-        self._read_table(lease, 0)
-        if position < node.end:  # what follows the prefix stays evictable
-            self._split(node, position)
-        self._leases[lease] = None
-        self._pins[namespace, name] = lease
+        if lease.num_tokens < lease.node.end:  # what follows the prefix stays evictable
+            self._split(lease.node, lease.num_tokens)
 
     # -- the whole -----------------------------------------------------------------------------
 
     def outline(self) -> Outline[Any]:
         shown = TieredTree(self._tree, self.lower)
         clock, pins = self._clock, dict[Node, list[str]]()
-        for (_, name), lease in self._pins.items():
+        for (_, name), lease in self.pins.leases.items():
             assert isinstance(lease, RadixLease)
             pins.setdefault(lease.node, []).append(name)
         running: dict[Node, list[int]] = {}
-        for lease in self._leases.keys() - self._pins.values():
+        for lease in self._leases.keys() - self.pins.leases.values():
             running.setdefault(lease.node, []).append(lease.cached_tokens)
 
         return Outline(

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from itertools import islice
 from typing import Any, Literal, NamedTuple, Protocol
 
-from radixcache.base import Tokens
+from radixcache.nodes import Tokens
 from radixcache.pages import Pages
 
 Medium = Literal["host", "disk"]

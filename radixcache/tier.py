@@ -22,14 +22,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
+from typing import Generic, TypeVar
 
 import numpy as np
 
-from radixcache.base import Tokens
 from radixcache.errors import InvalidRequest
-from radixcache.nodes import common_length
+from radixcache.nodes import Tokens, common_length
 from radixcache.pages import Pages, as_count
 from radixcache.stored import Medium, PageStore, StoredPage, StoredPages, StoredRun, TierListener
+
+S = TypeVar("S", bound=PageStore)
 
 _SIBLINGS = 64
 """Pages, the newest, that are compared with what follows a prefix, if none is the same in full."""
@@ -60,7 +62,7 @@ def _unseen(page: StoredPage) -> _Group | None:
     return group if group is not None and group.run is not None else None
 
 
-class LowerTier:
+class LowerTier(Generic[S]):
     """The slots of a store, and what is in them.
 
     Args:
@@ -75,9 +77,9 @@ class LowerTier:
         self,
         num_slots: int,
         page_size: int,
-        store: PageStore,
+        store: S,
         medium: Medium = "disk",
-        below: LowerTier | None = None,
+        below: LowerTier[S] | None = None,
     ) -> None:
         self.num_slots = as_count(num_slots, "the number of slots")
         if self.num_slots < 1:
@@ -103,9 +105,9 @@ class LowerTier:
     def __len__(self) -> int:
         return self.num_slots - len(self._free)
 
-    def chain(self) -> Iterator[LowerTier]:
+    def chain(self) -> Iterator[LowerTier[S]]:
         """This tier, and those below it."""
-        tier: LowerTier | None = self
+        tier: LowerTier[S] | None = self
         while tier is not None:
             yield tier
             tier = tier.below
@@ -138,9 +140,9 @@ class LowerTier:
                 break
         return found, end
 
-    def search(self, tokens: Tokens, start: int) -> tuple[LowerTier, list[StoredPage], int]:
+    def search(self, tokens: Tokens, start: int) -> tuple[LowerTier[S], list[StoredPage], int]:
         """As `find`, in the first tier from this one on down that goes on from the prefix."""
-        above, tier = list[LowerTier](), self
+        above, tier = list[LowerTier[S]](), self
         while not (found := tier.find(tokens, start))[0] and tier.below is not None:
             above.append(tier)
             tier = tier.below
@@ -405,7 +407,7 @@ class LowerTier:
             gone += self._drop(page)
         return gone
 
-    def _push_down(self, group: _Group, below: LowerTier, count: int) -> int:
+    def _push_down(self, group: _Group, below: LowerTier[S], count: int) -> int:
         """The same, of which `below` gets what the pool has not got as well."""
         if group.run is not None:
             self._look_at(group)

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Hashable
 from hashlib import blake2b
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -42,7 +43,7 @@ class TieredTree:
     O(tokens without a salt) to make, if there are tiers: 40 ms for 200,000 (Zen 4).
     """
 
-    def __init__(self, tree: RadixTree, tier: LowerTier | None) -> None:
+    def __init__(self, tree: RadixTree, tier: LowerTier[Any] | None) -> None:
         self._tree = tree
         self._after = defaultdict[Node, list[LowerNode]](list)
         self._parts: dict[Node, tuple[LowerNode, int]] = {}
@@ -69,7 +70,7 @@ class TieredTree:
         part = self._parts.get(node) if isinstance(node, Node) else None
         return node.start if part is None else part[1]
 
-    def _add(self, tier: LowerTier) -> None:
+    def _add(self, tier: LowerTier[Any]) -> None:
         ends = _page_ends(self._root, tier.page_size)
         self._media: dict[bytes, str] = {}
         self._following = defaultdict[bytes, list[StoredPage]](list)

@@ -13,8 +13,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.engine.input_processor import Prompt, Prompts
 from radixcache.runtime.engine.listeners import AsyncJob, listen_async
-from radixcache.runtime.engine.outputs import RequestOutput
 from radixcache.runtime.llm import LLM
+from radixcache.runtime.outputs import RequestOutput
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.tokens.tokenizer import Message
 

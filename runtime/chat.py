@@ -8,10 +8,10 @@ from threading import Lock, get_ident
 from typing import Any
 
 from radixcache.errors import InvalidRequest
-from radixcache.runtime.engine.explain import Explanation
 from radixcache.runtime.engine.input_processor import check_params
-from radixcache.runtime.engine.outputs import RequestOutput
+from radixcache.runtime.explanation import Explanation
 from radixcache.runtime.llm import LLM
+from radixcache.runtime.outputs import RequestOutput
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import check_tools

@@ -177,7 +177,7 @@ def serve(args: argparse.Namespace) -> int:
 
 def explain(args: argparse.Namespace) -> int:
     """Ask a running server; takes neither torch nor a model."""
-    from radixcache.runtime.engine.explain import summarise
+    from radixcache.runtime.explanation import summarise
     from radixcache.runtime.server.http import client
 
     body = _meant(args)

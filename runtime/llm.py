@@ -18,7 +18,6 @@ from radixcache.errors import InvalidRequest
 from radixcache.runtime.config.sizes import format_memory
 from radixcache.runtime.engine.args import EngineArgs
 from radixcache.runtime.engine.build import build_engine, model_path
-from radixcache.runtime.engine.explain import Explanation
 from radixcache.runtime.engine.input_processor import (
     EngineInput,
     InputProcessor,
@@ -28,14 +27,15 @@ from radixcache.runtime.engine.input_processor import (
 )
 from radixcache.runtime.engine.listeners import listen
 from radixcache.runtime.engine.named_prefixes import NamedPrefix, NamedPrefixes
-from radixcache.runtime.engine.outputs import RequestOutput
-from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.worker import Job, Worker
+from radixcache.runtime.explanation import Explanation
 from radixcache.runtime.kv_events.publisher import KVEventPublisher
 from radixcache.runtime.kv_offload import session
 from radixcache.runtime.kv_offload.offload import Offload
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.system_memory import give_back, resident_bytes
+from radixcache.runtime.outputs import RequestOutput
+from radixcache.runtime.request import Request
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.tokens.conversation import Conversations, thoughts_of
 from radixcache.runtime.tokens.history import TokenHistory
@@ -289,7 +289,7 @@ class LLM:
 
         `generate(..., prefix=name)` with the same salt goes on from it; so does any prompt that
         begins with it. `llm.prefixes.list()` tells what is pinned. The prefixes of a salt, or of
-        none, may hold `llm.cache.pin_share` pages: a quarter of all, and all together half.
+        none, may hold `llm.cache.pins.share` pages: a quarter of all, and all together half.
 
         Raises:
             PinError: the salt has that name for another prefix, or there are too few pages left to

@@ -17,11 +17,12 @@ from radixcache.base import PrefixCache, Tokens
 from radixcache.bench.gpu.place import Place, Work
 from radixcache.bench.gpu.report import NotRun
 from radixcache.runtime.engine.engine import Engine
-from radixcache.runtime.engine.request import Request
+from radixcache.runtime.engine.logits_cache import PromptLogitsCache
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.model.architecture import understand
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.request import Request
 
 Cache = type[RadixCache] | type[HashBlockCache] | type[NoCache]
 
@@ -100,7 +101,8 @@ def engine_on(
     for pages in pool.layers:
         for side in pages:
             side.normal_()
-    scheduler = Scheduler(index, max_num_batched_tokens, max_num_seqs)
+    kept = PromptLogitsCache(on_pages.vocab_size) if index.full_prompt_hits else None
+    scheduler = Scheduler(index, max_num_batched_tokens, max_num_seqs, logits_cache=kept)
     engine = Engine(on_pages, pool, index, scheduler)
     try:
         yield engine

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,13 +21,13 @@ from radixcache.errors import InvalidRequest
 from radixcache.runtime.engine.build import explain_and_draft
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer
-from radixcache.runtime.engine.request import Request
+from radixcache.runtime.engine.rows import Row
+from radixcache.runtime.engine.sampler import PendingStep, Sampler
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.request import Request
 from radixcache.runtime.sampling.params import SamplingParams
-from radixcache.runtime.sampling.rows import Row
-from radixcache.runtime.sampling.sampler import PendingStep, Sampler
 
 _CERTAIN = torch.finfo(torch.float32).max
 """A logit above all others; an infinite one is no number to the engine."""
@@ -58,16 +59,20 @@ class ScriptedEngine(Engine):
         self, model: PagedModel, kv_pool: KVPool, scheme: Scheme, serving: Serving
     ) -> None:
         cache = scheme.make(kv_pool.num_pages * kv_pool.page_size)
-        scheduler = Scheduler(
-            cache, serving.max_num_batched_tokens, serving.max_num_seqs, serving.schedule_policy
+        drafts: dict[str, Any] = {}
+        if serving.speculate:
+            proposer, on_publish = explain_and_draft(Explainer(cache), model.eos_token_ids)
+            drafts = {"proposer": proposer, "on_publish": on_publish}
+        scheduler = Scheduler(  # no logits cache: every scheme computes a prompt's last token
+            cache,
+            serving.max_num_batched_tokens,
+            serving.max_num_seqs,
+            serving.schedule_policy,
+            **drafts,
         )
-        if serving.speculate:  # before CUDA graphs are sized
-            explain_and_draft(scheduler, Explainer(cache), model.eos_token_ids)
-        super().__init__(model, kv_pool, cache, scheduler)
-        scheduler.kept = None  # at index level every scheme computes a prompt's last token
         self._answers: dict[Request, Tokens] = {}
-        self.sampler = ScriptedSampler(model, self._answers)
-        self._runs_ahead = False  # a script is read token by token
+        sampler = ScriptedSampler(model, self._answers)
+        super().__init__(model, kv_pool, cache, scheduler, sampler=sampler, overlap=False)
 
     def add(self, prompt: Tokens, answer: Tokens) -> Request:
         params = SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True)

@@ -53,9 +53,9 @@ def run_index(
         min(serving.max_num_seqs, serving.states - 1 if serving.states else serving.max_num_seqs),
         serving.schedule_policy,
         scheme.planner(serving.states, workload),
+        loads=instant_loads(cache),
         survey_every=max(1, len(workload.arrivals) // _SURVEYS),
     )
-    scheduler.loads = instant_loads(cache)
     start = time.perf_counter()
     outcomes = play(
         workload, serving.arrivals, IndexEngine(scheduler), StepClock(serving.step_time), progress

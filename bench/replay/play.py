@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from radixcache.bench.workloads.workload import Tokens, Workload
-from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.request import Request
 from radixcache.runtime.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -242,9 +242,7 @@ class IndexEngine:
         """Run a step; returns the requests that got their first token or ended."""
         chunks = self.scheduler.schedule()
         changed = self.scheduler.take_failed()
-        self.cache.commit()
-        if self.scheduler.states is not None:
-            self.scheduler.states.index.commit()
+        self.scheduler.commit()
         for chunk in chunks:
             sequence = chunk.sequence
             if sequence.lease is not None:

@@ -11,8 +11,8 @@ from radixcache import HashBlockCache, PrefixCache, RadixCache
 from radixcache.bench.machine import Stopwatch
 from radixcache.bench.schemes.page_aligned import PageAlignedRadixCache
 from radixcache.runtime.engine.chunk import Chunk
-from radixcache.runtime.engine.request import Sequence
 from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.request import Sequence
 
 
 class Survey(NamedTuple):

@@ -51,6 +51,8 @@ class PrefixObjectCache(NoCache):
     replay needs none.
     """
 
+    caches = True
+
     def __init__(self, pool: PagePool, names: Iterable[Tokens]) -> None:
         size = pool.page_size
         cut = (tokens[: len(tokens) // size * size] for tokens in names)

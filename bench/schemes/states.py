@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from radixcache.base import Tokens
 from radixcache.bench.workloads.workload import Workload
-from radixcache.runtime.engine.request import Request, Sequence
 from radixcache.runtime.engine.state_planner import StatePlanner
+from radixcache.runtime.request import Request, Sequence
 from radixcache.states import Checkpoint, Kind, SequenceStates, StateIndex
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from radixcache.base import Tokens
 from radixcache.errors import OutOfPages
-from radixcache.lease import Lease
 from radixcache.pages import PagePool, Pages
 from radixcache.radix import RadixCache
+from radixcache.runtime.kv_offload.page_loader import NO_LOADS, PageLoader
 from radixcache.stored import StoredPages
 from radixcache.tier import LowerTier
 
 if TYPE_CHECKING:
-    from radixcache.runtime.engine.request import Sequence
-    from radixcache.runtime.kv_offload.loads import Loads
+    from radixcache.runtime.request import Sequence
 
 
 class NoBytes:
@@ -34,30 +33,15 @@ def with_tier(pool: PagePool, times: int) -> RadixCache:
     return cache
 
 
-class InstantLoads:
-    """As `Loads`, but what a tier has is in the pool before the request is looked up."""
+class InstantLoads(PageLoader):
+    """What a tier has is in the pool before the request is looked up."""
 
     def __init__(self, cache: RadixCache) -> None:
         self._cache = cache
 
-    def begin_step(self) -> None:
-        pass
-
     def waits(self, sequence: Sequence) -> bool:
         load(self._cache, sequence.tokens)
         return False
-
-    def begin(self, sequence: Sequence, lease: Lease) -> bool:
-        return False
-
-    def charge(self, budget: int) -> int:
-        return budget
-
-    def forget(self, sequence: Sequence) -> None:
-        pass
-
-    def wait(self) -> None:
-        pass
 
 
 def load(cache: RadixCache, tokens: Tokens) -> int:
@@ -70,8 +54,7 @@ def load(cache: RadixCache, tokens: Tokens) -> int:
     try:
         if end > start:
             cache.reserve(lease, end)
-            lease.used = True  # it counts in no statistics
-            cache.publish(lease, tokens[start:end], written=True)
+            cache.load(lease, tokens[start:end])
     except OutOfPages:
         pass
     loaded = lease.num_tokens - start
@@ -80,8 +63,8 @@ def load(cache: RadixCache, tokens: Tokens) -> int:
     return loaded
 
 
-def instant_loads(cache: object) -> Loads | None:
-    """For a scheduler over `cache`; None if it has no tier."""
+def instant_loads(cache: object) -> PageLoader:
+    """For a scheduler over `cache`, which may have no tier."""
     if isinstance(cache, RadixCache) and cache.lower is not None:
-        return cast("Loads", InstantLoads(cache))
-    return None
+        return InstantLoads(cache)
+    return NO_LOADS

@@ -1,4 +1,4 @@
-"""Puts an engine together: the model, its KV pages, the cache, the tokenizer and the grammars."""
+"""Builds an engine: the model, its KV pages, the cache, the tokenizer and the grammars."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ from radixcache.runtime.config.sizes import parse_memory
 from radixcache.runtime.engine.args import EngineArgs
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer
-from radixcache.runtime.engine.logits_cache import PROMPT_LOGITS_BYTES
-from radixcache.runtime.engine.request import Sequence
-from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.engine.logits_cache import PROMPT_LOGITS_BYTES, PromptLogitsCache
+from radixcache.runtime.engine.scheduler import OnPublish, Scheduler
 from radixcache.runtime.engine.state_planner import StatePlanner
 from radixcache.runtime.engine.step_budget import STEP_SECONDS
 from radixcache.runtime.engine.worker import answer
@@ -35,6 +34,7 @@ from radixcache.runtime.kv_events.config import KVEventsConfig
 from radixcache.runtime.kv_events.publisher import KVEventPublisher
 from radixcache.runtime.kv_offload.host import STAGED_BYTES
 from radixcache.runtime.kv_offload.offload import Offload, open_offload
+from radixcache.runtime.kv_offload.page_loader import NO_LOADS
 from radixcache.runtime.model import cgroups
 from radixcache.runtime.model.cuda_graphs import bytes_beside_pages
 from radixcache.runtime.model.device import resolve_device
@@ -42,6 +42,7 @@ from radixcache.runtime.model.kv_pool import count_pages
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
+from radixcache.runtime.request import Sequence
 from radixcache.runtime.sampling.grammar import GrammarBackend
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.spec_decode.proposer import MAX_DRAFT, DraftProposer
@@ -56,17 +57,16 @@ CACHES: dict[str, type[RadixCache] | type[HashBlockCache] | type[NoCache]] = {
 
 
 _MOST_CHECKPOINTS = 1024
-"""States that are kept of no running sequence: each length among them is looked for."""
+"""Kept states beside those of running sequences: a look-up tries each length among them."""
 
 _MARK_TOKENS = 3
-"""What comes after these of the mark of an answer may differ, as where a model thinks or does not.
-"""
+"""Tokens of an answer's mark that are compared: later ones may differ, as where a model thinks."""
 
 _log = logging.getLogger("radixcache")
 
 
 class Built(NamedTuple):
-    """An engine, and what was made for it."""
+    """An engine and its parts."""
 
     engine: Engine
     tokenizer: Tokenizer | None
@@ -83,11 +83,11 @@ def model_path(args: EngineArgs) -> str:
 
 
 def build_engine(args: EngineArgs) -> Built:
-    """Load the model, and put an engine around it.
+    """Load the model and build an engine for it.
 
     Raises:
-        ModelError: no such model, or one that would be silently wrong over pages, or not exact, or
-            that cannot be shared out so.
+        ModelError: there is no such model, or it would be silently wrong over pages, or it is not
+            exact, or it cannot be split over so many ranks.
         InvalidRequest: the settings do not fit the model, or this machine.
         RanksLost: one of the model's processes ended as it was loaded.
     """
@@ -122,29 +122,41 @@ def build_engine(args: EngineArgs) -> Built:
                 f"{num_states:,}", f"{model.bytes_per_state:,}", max_num_seqs,
             )  # fmt: skip
         pool = model.allocate(num_pages, page_size, num_states)
-        scheduler = Scheduler(
-            cache, args.max_num_batched_tokens, max_num_seqs, args.schedule_policy, states,
-            STEP_SECONDS,
-        )  # fmt: skip
         explainer = Explainer(cache, marks=tokenizer.added if tokenizer else ())
         drafts = args.speculate == "auto" and states is None
-        explain_and_draft(scheduler, explainer, model.eos_token_ids if drafts else None)
-        engine = Engine(
-            model,
-            pool,
-            cache,
-            scheduler,
-            tokenizer.decode if tokenizer else None,
-            args.seed,
-            partial(tokenizer.encode, special=False) if tokenizer else None,
-            grammars,
-        )
-        engine.capture_graphs()
-        params = _default_params(model.generation_config)
-        offload = open_offload(args, model_path(args), model, cache, pool)
+        proposer, on_publish = explain_and_draft(explainer, model.eos_token_ids if drafts else None)
+        kept = None
+        if kind.full_prompt_hits and states is None:  # a recurrent model's next token needs a state
+            kept = PromptLogitsCache(model.vocab_size)
+        tiers = args.host_memory, args.kv_dir, args.kv_dir_size
+        offload = open_offload(model_path(args), model, cache, pool, *tiers)
         if offload is not None:
-            engine.scheduler.loads, explainer.cost = offload.loads, offload.loads.cost
+            explainer.cost = offload.loads.cost
         try:
+            scheduler = Scheduler(
+                cache,
+                args.max_num_batched_tokens,
+                max_num_seqs,
+                args.schedule_policy,
+                states,
+                loads=NO_LOADS if offload is None else offload.loads,
+                logits_cache=kept,
+                proposer=proposer,
+                on_publish=on_publish,
+                step_seconds=STEP_SECONDS,
+            )
+            engine = Engine(
+                model,
+                pool,
+                cache,
+                scheduler,
+                tokenizer.decode if tokenizer else None,
+                args.seed,
+                partial(tokenizer.encode, special=False) if tokenizer else None,
+                grammars,
+            )
+            engine.capture_graphs()
+            params = _default_params(model.generation_config)
             publisher = None if events is None else KVEventPublisher(cache, events)
         except BaseException:
             if offload is not None:
@@ -152,16 +164,16 @@ def build_engine(args: EngineArgs) -> Built:
             raise
         return Built(engine, tokenizer, grammars, explainer, publisher, params, offload)
     except BaseException:
-        model.close()  # or its ranks would live as long as the error's traceback
+        model.close()  # else its ranks would live as long as the error's traceback
         raise
 
 
 def _share_memory(args: EngineArgs, model: PagedModel) -> tuple[int, int]:
-    """KV pages and recurrent states that fit the memory; of pages no more than every sequence at
+    """How many KV pages and recurrent states fit the memory; no more pages than all sequences at
     full context would ever use.
 
     Raises:
-        InvalidRequest: it does not hold them.
+        InvalidRequest: the memory is too small.
     """
     page_size, max_num_seqs = args.page_size, args.max_num_seqs
     taken = bytes_beside_pages(
@@ -189,9 +201,9 @@ def _share_memory(args: EngineArgs, model: PagedModel) -> tuple[int, int]:
 
 
 def _answer_mark(tokenizer: Tokenizer) -> list[int]:
-    """The first tokens with which the chat template asks the model to speak."""
+    """The first tokens with which the chat template asks for an answer."""
     question = [{"role": "system", "content": "!"}, {"role": "user", "content": "?"}]
-    for messages in (question[1:], question):  # some templates want the one, some the other
+    for messages in (question[1:], question):  # templates may demand or refuse a system message
         with suppress(InvalidRequest):
             before, asked = (
                 tokenizer.encode(tokenizer.render_chat(messages, ask=ask)) for ask in (False, True)
@@ -226,7 +238,7 @@ def load(args: EngineArgs) -> PagedModel:
     if resolve_device(args.device).type != "cpu":
         return read()
     future: Future[PagedModel] = Future()
-    loading = partial(copy_context().run, read)  # so that who watches here hears of it
+    loading = partial(copy_context().run, read)  # so that progress is reported here
     thread = threading.Thread(target=answer, args=(future, loading), daemon=True)
     try:
         thread.start()
@@ -243,19 +255,20 @@ def load(args: EngineArgs) -> PagedModel:
 
 
 def explain_and_draft(
-    scheduler: Scheduler, explainer: Explainer, end_tokens: list[int] | None
-) -> None:
-    """Let `explainer` see what a scheduler admits and publishes, and draft from it, unless
-    `end_tokens`, the model's own, is None."""
+    explainer: Explainer, end_tokens: list[int] | None
+) -> tuple[DraftProposer | None, OnPublish]:
+    """A proposer that drafts from the texts of `explainer` (None without `end_tokens`, the model's
+    own), and the function that shows both each text before it is published."""
+    proposer = None
     if end_tokens is not None:
-        scheduler.proposer = DraftProposer(explainer.continuations, end_tokens)
-    scheduler.on_publish = partial(_before_publish, explainer, scheduler.proposer)
+        proposer = DraftProposer(explainer.continuations, end_tokens)
+    return proposer, partial(_before_publish, explainer, proposer)
 
 
 def _before_publish(
     explainer: Explainer, proposer: DraftProposer | None, sequence: Sequence, num_tokens: int
 ) -> None:
-    """Explain a request when it is admitted, and remember what is computed of it."""
+    """Explain a request when it is admitted, and remember the tokens that it computes."""
     request, lease = sequence.request, sequence.lease
     if request.explanation is None and lease is not None:
         hit = lease.num_tokens - sequence.num_recomputed
@@ -270,8 +283,8 @@ def _before_publish(
 def _default_params(config: Any) -> SamplingParams:
     """Sampling as the model's generation_config.json asks for it.
 
-    A model that says nothing is sampled at temperature 1, as in OpenAI's API and vLLM; where it
-    says ``"do_sample": false``, the likeliest token is taken.
+    Without it, the temperature is 1, as in OpenAI's API and vLLM; ``"do_sample": false`` takes the
+    likeliest token.
     """
     greedy = getattr(config, "do_sample", None) is False
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixcache.base import Tokens
-from radixcache.runtime.engine.request import Sequence
+from radixcache.runtime.request import Sequence
 from radixcache.runtime.spec_decode.proposer import NO_TOKENS
 from radixcache.states import SequenceStates
 

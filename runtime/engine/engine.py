@@ -15,30 +15,29 @@ from radixcache.base import CacheStats, PrefixCache, Tokens, TokensLike, as_toke
 from radixcache.errors import ContextExceeded, InvalidRequest, WrongThread
 from radixcache.kernels.upload import on_device, send
 from radixcache.runtime.engine.chunk import Chunk
-from radixcache.runtime.engine.logits_cache import PromptLogitsCache, prompt_key
 from radixcache.runtime.engine.model_runner import ModelRunner
 from radixcache.runtime.engine.output_processor import OutputProcessor
-from radixcache.runtime.engine.request import Request, Sequence
+from radixcache.runtime.engine.rows import Row
+from radixcache.runtime.engine.sampler import PendingStep, Sampler
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.model.cuda_graphs import CudaGraphRunner
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.request import Request, Sequence, prompt_key
 from radixcache.runtime.sampling.grammar import GrammarBackend
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sampling.penalties import PenaltyState
 from radixcache.runtime.sampling.prompt_logprobs import PromptLogprobs, ScoredPrompts, token_cost
-from radixcache.runtime.sampling.rows import Row
-from radixcache.runtime.sampling.sampler import PendingStep, Sampler
 from radixcache.runtime.spec_decode.proposer import NO_TOKENS
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def whole(method: _F) -> _F:
-    """A method of the engine's one thread that leaves nothing half done.
+    """Make a method of the engine's one thread leave nothing half done.
 
-    Whatever is raised in it, wherever that is, the engine recovers: at once, or, if that is cut off
-    too, when it is called next.
+    If anything is raised in it, the engine recovers: at once, or, if that is cut off too, at the
+    next call.
     """
 
     @wraps(method)
@@ -63,10 +62,10 @@ class _Forward(NamedTuple):
     """A step that is enqueued on the device up to its logits.
 
     Attributes:
-        ends: of `chunks`, those from whose logits a token is drawn.
-        hits: of prompts that are cached in full, with kept logits.
-        prefills: (position, tokens) of prompts, which tell what computing costs.
-        num_rows: tokens that it decodes or drafts, if it does nothing else.
+        ends: those of `chunks` from whose logits a token is drawn.
+        hits: chunks of prompts that are cached in full, with kept logits.
+        prefills: (position, tokens) of prompts, from which the cost of a token is measured.
+        num_rows: tokens that the step decodes or drafts; 0 if it prefills, too.
     """
 
     chunks: list[Chunk]
@@ -86,14 +85,17 @@ class _Step(NamedTuple):
 class Engine:
     """Runs requests in continuous batches over one model, one KV pool and one prefix cache.
 
-    It is for one thread at a time: another may take over when there is no work.
+    One thread uses it at a time: another may take over when there is no work.
 
     Args:
-        decode: token ids to text, with `special` that of special tokens too; None leaves the
-            outputs without text.
+        decode: token ids to text, with `special` including special tokens; None leaves the outputs
+            without text.
         encode: text to token ids, without special tokens; None refuses bad words.
-        seed: of the noise for requests without a seed of their own.
-        grammar_backend: for requests that ask for a structure.
+        seed: seeds the noise of requests without a seed of their own.
+        grammar_backend: compiles the structures that requests ask for.
+        sampler: draws the tokens; by default one with `seed`.
+        overlap: launch a step before the tokens of the one before it are read, where the device
+            and the model allow that.
     """
 
     def __init__(
@@ -106,6 +108,8 @@ class Engine:
         seed: int = 0,
         encode: Callable[[str], list[int]] | None = None,
         grammar_backend: GrammarBackend | None = None,
+        sampler: Sampler | None = None,
+        overlap: bool = True,
     ) -> None:
         self.model, self.kv_pool = model, kv_pool
         self.cache = cache
@@ -117,26 +121,24 @@ class Engine:
         self._decode = decode
         self._encode = encode
         self._grammar_backend = grammar_backend or GrammarBackend(None, model.vocab_size, ())
-        self.sampler = Sampler(model.device, seed, model.eos_token_ids)
+        self.sampler = sampler or Sampler(model.device, seed, model.eos_token_ids)
         self.output_processor = OutputProcessor(scheduler, model.eos_token_ids)
         self._scored = ScoredPrompts(model.vocab_size)
-        if cache.full_prompt_hits and scheduler.states is None:  # the next token wants a state
-            scheduler.kept = PromptLogitsCache(model.vocab_size)
         self._before_flushes = CacheStats()
         self._next_id = 0
         self._ahead: _Step | None = None
         # Of a recurrent model, one token too many would be in the state.
-        self._runs_ahead = model.can_overlap and scheduler.states is None
+        self.overlap = overlap and model.can_overlap and scheduler.states is None
         self._thread: int | None = None
         self._cut_off = False
-        """A call is under way, or was cut off before it could recover."""
+        """A call is under way, or was cut off before it recovered."""
         self._adding: Request | None = None
-        """A request that nobody has a hand on yet."""
+        """The request that is being added; it is aborted if that fails."""
         self.failed_step: list[Sequence] = []
-        """What was running when a step failed last: one of them may be the cause."""
+        """The sequences of the step that failed last: one of them may be the cause."""
 
     def capture_graphs(self) -> None:
-        """Capture what CUDA graphs there are to be; without this, each when it is first needed."""
+        """Capture all CUDA graphs now; otherwise each is captured when it is first needed."""
         if self.runner.graphs is not None:
             with on_device(self.model.device):
                 self.runner.graphs.capture()
@@ -145,13 +147,13 @@ class Engine:
     def step(self) -> list[Request]:
         """Run one step; returns the requests that got a token or failed.
 
-        Whatever is raised on the way, nothing is lost: the step is undone and its requests wait for
-        the next one, with the tokens that they had. The same noise is drawn again.
+        If anything is raised, the step is undone and its requests wait for the next one, with the
+        tokens that they had. The same noise is drawn again.
 
         Raises:
             WrongThread: another thread has work in the engine.
         """
-        began, loads = time.perf_counter(), self.scheduler.loads
+        began = time.perf_counter()
         with on_device(self.model.device):
             step = self._ahead or self._sample(self._launch())
             self._ahead = None
@@ -162,8 +164,7 @@ class Engine:
         seconds = time.perf_counter() - began
         prefills = step.prefills if step is not None else []
         self.scheduler.budget.note(prefills, seconds)
-        if loads is not None:
-            loads.note_step(sum(count - 1 for _, count in prefills), seconds)
+        self.scheduler.loads.note_step(sum(count - 1 for _, count in prefills), seconds)
         if step is not None and step.num_rows and self.scheduler.proposer is not None:
             self.scheduler.proposer.length.note_step(step.num_rows, seconds)
         changed = dict.fromkeys(self.scheduler.take_failed()) | self.output_processor.changed
@@ -172,7 +173,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is waiting or running, or has ended and no `step` has said so."""
+        """Whether a request is waiting or running, or has ended and `step` has not reported it."""
         return bool(self.scheduler.open or self.output_processor.changed or self._cut_off)
 
     def _enter(self) -> None:
@@ -185,7 +186,7 @@ class Engine:
             self._recover()
 
     def _recover(self) -> None:
-        """Bring everything back to between two steps; may be cut off, and called again."""
+        """Go back to the state between two steps; may be cut off, and called again."""
         self._cut_off = True
         self._ahead = None
         self.sampler.forget()
@@ -194,7 +195,7 @@ class Engine:
             for sequence in self._adding.sequences:
                 self.scheduler.finish(sequence, "abort")
             self._adding = None
-        for sequence in [*self.scheduler.open]:  # a token had come, and was not looked at
+        for sequence in [*self.scheduler.open]:  # its last token may be its end
             if len(sequence.generated):
                 self.output_processor.changed[sequence.request] = None
                 self.output_processor.end_if_done(sequence)
@@ -214,8 +215,8 @@ class Engine:
 
         Raises:
             InvalidRequest: the prompt is empty, it or the parameters have tokens that the model
-                does not know, or it does not fit the context (`ContextExceeded`) or, beside what is
-                pinned now, the KV pool; or the structure does not compile. The engine is as it was.
+                does not know, the request does not fit the context (`ContextExceeded`) or, beside
+                pinned pages, the KV pool; or the structure does not compile. Nothing has changed.
             WrongThread: another thread has work in the engine.
         """
         tokens = as_tokens(prompt_token_ids).copy()
@@ -241,7 +242,7 @@ class Engine:
 
     @whole
     def abort(self, request: Request) -> None:
-        """End what is not finished of a request; its pages are free again, or cached."""
+        """End the unfinished sequences of a request; their pages are freed, or stay cached."""
         for sequence in request.sequences:
             if sequence.finish_reason is None:
                 self.scheduler.finish(sequence, "abort")
@@ -250,15 +251,15 @@ class Engine:
 
     @whole
     def recover(self) -> None:
-        """Go back to between two steps, after a change of the cache from outside was cut off."""
+        """Recover after a change of the cache from outside was cut off."""
         self._recover()
 
     def match(self, prompt: TokensLike, namespace: Hashable = None) -> int:
-        """How many leading tokens a request would not compute if it came now. Changes nothing.
+        """How many leading tokens a request would not compute if it came now; changes nothing.
 
         All of them, if the prompt is cached in full and the logits at its end are kept.
         """
-        tokens, kept = as_tokens(prompt), self.scheduler.kept
+        tokens, kept = as_tokens(prompt), self.scheduler.logits_cache
         is_kept = kept is not None and prompt_key(tokens, namespace) in kept
         if is_kept and self.cache.cached_length(tokens, namespace) == len(tokens):
             return len(tokens)
@@ -271,24 +272,18 @@ class Engine:
             LeaseError: a request runs, or a prefix is pinned.
         """
         stats = self.cache.stats
-        self.cache.reset()
+        self.scheduler.reset()
         self._before_flushes += stats
-        if self.scheduler.kept is not None:
-            self.scheduler.kept.clear()
-        if self.scheduler.states is not None:
-            self.scheduler.states.index.clear()
-        if self.scheduler.proposer is not None:
-            self.scheduler.proposer.clear()
 
     @property
     def lifetime_stats(self) -> CacheStats:
-        """The cache's statistics as if nothing had ever zeroed them."""
+        """The cache's statistics since the engine was made, whatever zeroed them."""
         return self._before_flushes + self.cache.stats
 
     def check(self) -> None:
-        """Verify, between two calls, that leases and sequences agree, and the cache's invariants.
+        """Verify between two calls the cache's invariants, and that leases and sequences agree.
 
-        `AssertionError` names what broke. O(everything).
+        Raises `AssertionError`. O(everything).
         """
         self.cache.check()
         scheduler, waiting = self.scheduler, set(self.scheduler.waiting)
@@ -300,24 +295,23 @@ class Engine:
             assert sequence.finish_reason is None and computed <= len(sequence)
             assert (lease is not None) == (sequence in running), f"{sequence}: {lease}"
             assert computed <= (lease.capacity if lease else 0), f"{lease} for {computed} tokens"
-        leases = {sequence.lease for sequence in running} | {*self.cache._pins.values()}
+        leases = {sequence.lease for sequence in running} | {*self.cache.pins.leases.values()}
         assert leases == self.cache._leases.keys(), "leases of nobody"
         if scheduler.states is not None:
             scheduler.states.check(running)
-        if scheduler.loads is not None:
-            scheduler.loads.check(waiting)
+        scheduler.loads.check(waiting)
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of a prompt and its answer: of the model's context those that the KV memory holds
-        when nothing is pinned."""
+        """Tokens of a prompt and its answer at most: the model's context, or what the KV memory
+        holds when nothing is pinned."""
         return min(
             self.model.max_context, (self.kv_pool.num_pages - 1) * self.kv_pool.page_size + 1
         )
 
     def check_prompt(self, tokens: Tokens, *, answer: bool = True) -> None:
-        """Raises `InvalidRequest` for a prompt that no request can have; `ContextExceeded` if it is
-        too long, or leaves no room to answer where there is to be one. O(len(tokens)).
+        """Raise `InvalidRequest` for a prompt that no request can have; `ContextExceeded` if it is
+        too long, or leaves no room for an `answer`. O(len(tokens)).
         """
         length, vocab, context = len(tokens), self.model.vocab_size, self.model.max_context
         if not length:
@@ -360,12 +354,12 @@ class Engine:
         """
         if before is None:
             chunks = self.scheduler.schedule()
-        elif not self._runs_ahead or any(len(row.draft) for row in before.rows):
+        elif not self.overlap or any(len(row.draft) for row in before.rows):
             return None  # how much of the drafts is right is not known yet
         else:
             chunks = self.scheduler.schedule_ahead([row.sequence for row in before.rows])
         if not chunks:
-            if before is None and self.scheduler.loads is not None:
+            if before is None:
                 self.scheduler.loads.wait()
             return None
         hits = [chunk for chunk in chunks if not chunk.num_tokens]
@@ -376,9 +370,7 @@ class Engine:
             chunks, logits = self.runner.run(chunks, before)
         else:
             logits = torch.empty((0, self.model.vocab_size), device=self.model.device)
-        self.cache.commit()
-        if self.scheduler.states is not None:
-            self.scheduler.states.index.commit()
+        self.scheduler.commit()
         ends = [chunk for chunk in chunks if chunk.is_last]
         return _Forward(chunks, ends, hits, logits, prefills, drafted)
 
@@ -397,11 +389,11 @@ class Engine:
             ends = [ends[at] for at in kept]
             logits = logits[send(np.array(kept, np.int64), self.model.device)]
         may_keep = hits or any(not chunk.is_unread for chunk in ends)
-        if self.scheduler.kept is not None and may_keep:
+        if self.scheduler.logits_cache is not None and may_keep:
             prompts = [(c.sequence.request.prompt_key if c.ends_prompt else None) for c in ends]
             used = [chunk.sequence.request.prompt_key for chunk in hits]
             counts = [1 + len(chunk.draft) for chunk in ends]
-            cached = self.scheduler.kept.exchange(logits, prompts, counts, used)
+            cached = self.scheduler.logits_cache.exchange(logits, prompts, counts, used)
             logits = torch.cat([logits, *cached]) if cached else logits
         rows = [
             Row(chunk.sequence, chunk.draft[:count] if count else NO_TOKENS)

@@ -1,32 +1,33 @@
 """Clients take turns.
 
-Who has the fewest sequences running is admitted next; among equals, who had the fewest tokens
-computed, as in the Virtual Token Counter of Sheng et al. ("Fairness in Serving Large Language
-Models", OSDI 2024): who comes begins with the least count of those who are there. Nobody waits for
-what another client holds beyond its share: while one waits that has at least two fewer, the client
-with the most puts its newest sequence back, one in each step. That is cheap here, for what was
-computed stays cached.
+The client with the fewest running sequences is admitted next; among equals, the one for which the
+fewest tokens were computed, as in the Virtual Token Counter of Sheng et al. ("Fairness in Serving
+Large Language Models", OSDI 2024): a new client begins with the least count of those present. No
+client waits for what another holds beyond its share: while one waits that has at least two running
+sequences fewer, the client with the most has its newest sequence preempted, one in each step. That
+is cheap here, since what was computed stays cached.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from collections.abc import Sequence as List
 
-from radixcache.runtime.engine.request import Sequence
+from radixcache.runtime.request import Sequence
 
 
 class FairShares:
-    """Tokens computed for each client that is there; decoded ones count when they leave."""
+    """Counts the tokens computed for each client that is present; decoded ones count when their
+    sequence leaves."""
 
     def __init__(self) -> None:
         self._served: Counter[Hashable] = Counter()
         self._gone: Counter[Hashable] = Counter()
-        """The same for clients that had more than the least, should they come again."""
+        """The same for clients that left with more than the least, should they come back."""
 
     def come(self, client: Hashable) -> None:
-        """A client has a sequence; it may have others."""
+        """A client adds a sequence; it may have others."""
         if client in self._served:
             return
         if not self._served:
@@ -40,20 +41,41 @@ class FairShares:
         self._gone[client] = self._served.pop(client, 0)
 
     def keep(self, clients: Iterable[Hashable]) -> None:
-        """These are there, and no others."""
+        """Forget all other clients."""
         self._served = Counter({client: self._served[client] for client in clients})
 
     def note(self, client: Hashable, num_tokens: int) -> None:
-        """So many tokens were computed for a client."""
+        """`num_tokens` were computed for a client."""
         self._served[client] += num_tokens
 
-    def next(self, clients: Iterable[Hashable], running: Iterable[Sequence]) -> Hashable:
-        """Which of these clients is admitted next."""
-        slots = Counter(sequence.request.client for sequence in running)
-        return min(clients, key=lambda client: (slots[client], self._served[client]))
+    def in_turn(
+        self,
+        waiting: Iterable[Sequence],
+        running: Collection[Sequence],
+        order: Callable[[list[Sequence]], list[Sequence]],
+    ) -> Iterator[Sequence]:
+        """The waiting sequences in the order in which they should be admitted.
+
+        Args:
+            running: may grow between two sequences.
+            order: sorts the sequences of one client.
+        """
+        queues: dict[Hashable, list[Sequence]] = {}
+        for sequence in waiting:
+            queues.setdefault(sequence.request.client, []).append(sequence)
+        in_order: dict[Hashable, Iterator[Sequence]] = {}
+        while queues:
+            slots = Counter(sequence.request.client for sequence in running)
+            client = min(queues, key=lambda client: (slots[client], self._served[client]))
+            if client not in in_order:
+                in_order[client] = iter(order(queues[client]))
+            try:
+                yield next(in_order[client])
+            except StopIteration:
+                del queues[client]
 
     def victim(self, running: List[Sequence], waiting: Collection[Sequence]) -> Sequence | None:
-        """The running sequence whose place another client should have; None if all have a share.
+        """The running sequence to preempt for another client; None if each has its share.
 
         O(waiting + running) if there are several clients.
         """

@@ -10,7 +10,7 @@ import numpy as np
 
 from radixcache.base import Tokens, TokensLike
 from radixcache.errors import InvalidRequest
-from radixcache.runtime.engine.outputs import RequestOutput
+from radixcache.runtime.outputs import RequestOutput
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.tokens.conversation import Conversations
 from radixcache.runtime.tokens.history import TokenHistory, TokenisedText

@@ -9,8 +9,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from radixcache.errors import EngineStopped
-from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.worker import Job, News, Worker
+from radixcache.runtime.request import Request
 
 Add = Callable[[], list[Request]]
 """Adds a job's requests to the engine, on its thread."""

@@ -8,25 +8,15 @@ where the KV of all the prompt is cached, and goes in its turn where that is gon
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from radixcache.base import Tokens
+from radixcache.runtime.request import PromptKey
 
 if TYPE_CHECKING:  # the index benchmark runs the scheduler without it
     import torch
 
 PROMPT_LOGITS_BYTES = 1 << 26
 """Of float32 logits on the model's device: 131 prompts with a vocabulary of 128,000 tokens."""
-
-PromptKey = tuple[Hashable, bytes]
-"""A namespace, and a digest of a prompt in it."""
-
-
-def prompt_key(tokens: Tokens, namespace: Hashable) -> PromptKey:
-    """What stands for the prompt `tokens`: 256 bits of BLAKE2, which no other has. O(tokens)."""
-    return namespace, blake2b(tokens.tobytes(), digest_size=32).digest()
 
 
 class PromptLogitsCache:

@@ -10,10 +10,10 @@ from radixcache.base import Tokens
 from radixcache.kernels.attention import PagedBatch, SharedPrefix
 from radixcache.kernels.cascade import MIN_SAVED, group_by_prefix
 from radixcache.runtime.engine.chunk import Chunk
+from radixcache.runtime.engine.sampler import PendingStep
 from radixcache.runtime.model.cuda_graphs import CudaGraphRunner
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel, Unread
-from radixcache.runtime.sampling.sampler import PendingStep
 
 
 class ModelRunner:

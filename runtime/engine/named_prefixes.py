@@ -13,7 +13,7 @@ import numpy as np
 
 from radixcache.base import Tokens, TokensLike, as_tokens
 from radixcache.errors import InvalidRequest, PinError
-from radixcache.runtime.engine.request import Request
+from radixcache.runtime.request import Request
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.tokens.tokenizer import Message
 
@@ -47,7 +47,7 @@ class NamedPrefix:
 class NamedPrefixes:
     """The named prefixes of one engine. A prefix whose time is over is gone at the next call.
 
-    Each salt, and no salt, has names of its own, and `PrefixCache.pin_share` pages to pin. To pin
+    Each salt, and no salt, has names of its own, and `Pins.share` pages to pin. To pin
     one is `prepare`, steps of the engine until that request is finished, and `keep`, all on the
     engine's thread.
 
@@ -160,7 +160,8 @@ class NamedPrefixes:
         if any(prefix.yields for prefix in self._prefixes.values()):
             pool, cache = self._engine.kv_pool, self._engine.cache
             num_pages = -(-min(num_tokens, self._engine.model.max_context) // pool.page_size)
-            if num_pages + 1 + cache.pinned_pages > pool.num_pages:  # one for a branch in mid-page
+            taken = cache.pins.num_pages + 1  # one for a branch in mid-page
+            if num_pages + taken > pool.num_pages:
                 self.drop_yielding()
 
     def drop_yielding(self) -> bool:

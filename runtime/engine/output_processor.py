@@ -1,34 +1,32 @@
-"""Reads the tokens of a step: appends them to their sequences, and ends those that are done."""
+"""Appends the sampled tokens of a step to their sequences, and ends those that are done."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from math import inf
 
-from radixcache.runtime.engine.request import Request, Sequence
+from radixcache.runtime.engine.rows import by_sequence
+from radixcache.runtime.engine.sampler import PendingStep
 from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.request import Request, Sequence
 from radixcache.runtime.sampling.grammar import GrammarError
 from radixcache.runtime.sampling.penalties import NOTHING_LEFT
-from radixcache.runtime.sampling.rows import by_sequence
-from radixcache.runtime.sampling.sampler import PendingStep
 
 NOT_A_NUMBER = "the model's logits are not numbers: a weight is not, or the dtype is too narrow"
 """Why a sequence fails."""
 
 
 class OutputProcessor:
-    """What comes of tokens, on the engine's thread."""
+    """Appends tokens and detects stops, on the engine's thread."""
 
     def __init__(self, scheduler: Scheduler, eos_token_ids: Iterable[int]) -> None:
         self._scheduler = scheduler
         self._eos_token_ids = frozenset(eos_token_ids)
-        self.forces_tokens = True
-        """Tokens that a grammar leaves no choice of are computed in one step."""
         self.num_generated = 0
         """Tokens, since the engine was made."""
         self.changed: dict[Request, None] = {}
-        """Requests that `Engine.step` has yet to tell of: those of a step that failed after it had
-        read some of its tokens."""
+        """Requests that `Engine.step` has yet to report, also of a step that failed after some of
+        its tokens were read."""
 
     def finish(self, step: PendingStep) -> None:
         """Read the tokens of a step, and note the requests that got one."""
@@ -60,8 +58,7 @@ class OutputProcessor:
                 self._scheduler.proposer.learn(sequence, len(draft), accepted)
 
     def _can_go_on(self, sequence: Sequence, highest: float) -> bool:
-        """Whether a token may be appended that was drawn where this is the highest logit; the
-        sequence is ended if it is not."""
+        """Whether the drawn token may be appended, by the highest logit; else the sequence ends."""
         if sequence.finish_reason is not None:
             return False
         if not highest < inf:
@@ -81,11 +78,11 @@ class OutputProcessor:
         return False
 
     def _with_forced(self, sequence: Sequence, token: int) -> Iterator[int]:
-        """A token that was drawn and, once it is appended, those that must come behind it: the next
-        step computes all of them in one chunk."""
+        """The drawn token and, once it is appended, those that the grammar forces behind it: the
+        next step computes all of them in one chunk."""
         yield token
         grammar, request = sequence.grammar, sequence.request
-        if grammar is None or sequence.finish_reason is not None or not self.forces_tokens:
+        if grammar is None or sequence.finish_reason is not None:
             return
         if request.params.logprobs is not None or request.penalties is not None:
             return  # logits are asked for, or a token may be forbidden
@@ -95,7 +92,7 @@ class OutputProcessor:
                 break
 
     def end_if_done(self, sequence: Sequence) -> None:
-        """Look at a sequence's last token, which may be its end; again, if that was cut off."""
+        """End a sequence if its last token is its end; called again if this was cut off."""
         token = sequence.generated.item(-1)
         try:
             reason = self._end_reason(sequence, token)

@@ -1,8 +1,8 @@
-"""Which prompts are in prefill at the same time.
+"""Decides which prompts are in prefill at the same time.
 
-A prompt that does not end in one step leaves a part of the next ones to others. There are never
-many of them, so that each has a large part and the shortest end soon; and nobody computes what one
-of them is about to compute.
+A prompt that takes several steps shares them with others. Only a few such prompts run at a time, so
+that each has a large share and the shortest end soon; and no sequence computes what one of them is
+about to compute.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Callable, Collection, Hashable
 import numpy as np
 
 from radixcache.base import Tokens
-from radixcache.runtime.engine.request import Sequence
+from radixcache.runtime.request import Sequence
 
 Match = Callable[[Tokens, Hashable], int]
-"""How many leading tokens would not be computed."""
+"""The number of leading tokens that would not be computed."""
 
 
 def is_coming(sequence: Sequence, prompts: Collection[Sequence], match: Match) -> bool:
-    """Whether one of `prompts` in prefill is about to compute most of what a sequence lacks."""
+    """Whether one of the `prompts` in prefill will soon compute most of what a sequence lacks."""
     namespace = sequence.request.namespace
     for other in prompts:
         middle = (other.num_computed + len(sequence)) // 2 + 1
@@ -36,11 +36,11 @@ def may_begin(
     match: Match,
     room: Callable[[int], int] | None,
 ) -> bool:
-    """Whether a sequence may begin beside `prompts` that are in prefill and do not end: if it ends
-    in this step itself, or is less than half as long as what is left of each.
+    """Whether a sequence may begin beside `prompts` that go on after this step: if its own prefill
+    ends in this step, or is less than half as long as what is left of each of them.
 
     Args:
-        room: how many tokens behind so many the step can still take; None lets one of any size.
+        room: how many tokens after a given number the step can still take; None is no limit.
     """
     if is_coming(sequence, prompts, match):
         return False

@@ -1,13 +1,13 @@
 """Decides what the next step computes.
 
-Decodes come first, one token each, or more where a grammar leaves no choice; what is left of the
-step's budget (`step_budget.py`) goes to prefill chunks, of running sequences before waiting ones
-(`prefills.py`), and at last to drafts (`spec_decode`), for which nobody is preempted and nothing
-evicted. A prefill chunk is published while it is being scheduled, so that the next sequence in the
-same step can already use it. One of which another computes most of what it lacks, in a page that
-cannot be shared before it is written, waits for the next step, once; so does one whose very prompt
-ends in this step. Then it finds the logits kept, and a prompt that is cached in full while its
-logits are kept is admitted without any token to compute.
+Decodes come first, one token each, or more where a grammar leaves no choice; the rest of the step's
+budget (`step_budget.py`) goes to prefill chunks, of running sequences before waiting ones
+(`prefills.py`), and last to drafts (`spec_decode`), which preempt no sequence and evict no page. A
+prefill chunk is published while it is being scheduled, so that the next sequence of the same step
+can already share it. A sequence waits for the next step, once, if another one is computing most of
+what it lacks in a page that cannot be shared before it is written, or if the same prompt ends in
+this step: then its logits are kept, and a prompt that is cached in full and whose logits are kept
+is admitted without any token to compute.
 
 Clients share fairly (`fairness.py`). Among the requests of one client the longest cached prefix
 decides, as in Cao et al. ("Locality-aware Fair Scheduling in LLM Serving", 2025).
@@ -16,53 +16,58 @@ decides, as in Cao et al. ("Locality-aware Fair Scheduling in LLM Serving", 2025
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable
 from itertools import islice
 from math import inf
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from radixcache.base import PrefixCache, Tokens
 from radixcache.errors import OutOfPages
 from radixcache.lease import Lease
 from radixcache.runtime.engine.chunk import Chunk
 from radixcache.runtime.engine.fairness import FairShares
-from radixcache.runtime.engine.logits_cache import PromptKey, PromptLogitsCache
+from radixcache.runtime.engine.logits_cache import PromptLogitsCache
 from radixcache.runtime.engine.prefills import is_coming, may_begin
-from radixcache.runtime.engine.request import Request, Sequence
 from radixcache.runtime.engine.state_planner import StatePlanner
 from radixcache.runtime.engine.step_budget import StepBudget
+from radixcache.runtime.kv_offload.page_loader import NO_LOADS, PageLoader
+from radixcache.runtime.request import PromptKey, Request, Sequence
 from radixcache.runtime.spec_decode.proposer import MAX_DRAFT, NO_TOKENS, DraftProposer
-
-if TYPE_CHECKING:  # the index benchmark runs the scheduler without torch
-    from radixcache.runtime.kv_offload.loads import Loads
 
 Policy = Literal["lpm", "fcfs"]
 
+OnPublish = Callable[[Sequence, int], None]
+
 MAX_SKIPS = 64
-"""Later sequences of its client that may overtake a waiting one before it goes first; one that
+"""How often later sequences of its client may overtake a waiting one before it goes first; one that
 overtakes the client's oldest counts twice."""
 
 LOOK_AHEAD = 64
 """Waiting sequences of a client that are compared for the longest cached prefix in one step."""
 
 NO_ROOM = "the KV memory has no room for the request beside what is pinned"
-"""Why a request fails; not how many pages are pinned, which may be others'."""
+"""Why a request fails; without the number of pinned pages, which may belong to others."""
 
 DECODE_AHEAD = 128
-"""Tokens for which a decoding sequence reserves pages at a time, if there are enough."""
+"""Tokens for which a decoding sequence reserves pages at a time, where there are enough."""
 
 
 class Scheduler:
     """The waiting and the running sequences of one engine.
 
     Args:
-        cache: where sequences get their pages.
+        cache: gives sequences their pages.
         max_num_batched_tokens: tokens per step, decodes and prefill chunks together.
-        max_num_seqs: running sequences.
+        max_num_seqs: running sequences at most.
         policy: "lpm" admits the longest cached prefix first (SGLang's cache-aware
             order), with ageing; "fcfs" admits in order of arrival.
-        states: of a recurrent model.
-        step_seconds: that a step should take at most, as `StepBudget` measures.
+        states: plans the states of a recurrent model.
+        loads: loads pages from a tier below the cache's pool.
+        logits_cache: keeps the logits at the ends of prompts; without it, the last token of each
+            prompt is computed.
+        proposer: drafts tokens; not for a recurrent model, whose state would then hold them.
+        on_publish: called before the first n tokens of a sequence are published.
+        step_seconds: what a step should take at most, by what `StepBudget` measures.
     """
 
     def __init__(
@@ -72,39 +77,37 @@ class Scheduler:
         max_num_seqs: int,
         policy: Policy = "lpm",
         states: StatePlanner | None = None,
+        *,
+        loads: PageLoader = NO_LOADS,
+        logits_cache: PromptLogitsCache | None = None,
+        proposer: DraftProposer | None = None,
+        on_publish: OnPublish = lambda sequence, num_tokens: None,
         step_seconds: float | None = None,
     ) -> None:
         self.cache = cache
-        self.states = states
+        self.states, self.loads, self.on_publish = states, loads, on_publish
+        self.logits_cache, self.proposer = logits_cache, proposer
         self.max_num_batched_tokens = max_num_batched_tokens
         self.budget = StepBudget(step_seconds)
         self.max_num_seqs = max_num_seqs
         self.policy = policy
         self.open: dict[Sequence, None] = {}
-        """All that have not ended, in order of arrival: whatever is cut off, they go on."""
+        """All sequences that have not ended, in order of arrival; a failed step changes none."""
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        """In order of admission: under pressure the last one is put back first."""
-        self.loads: Loads | None = None
-        """Brings up pages from a tier below the cache's pool."""
-        self.kept: PromptLogitsCache | None = None
-        """Where the engine keeps logits; with None, each prompt's last token is computed."""
-        self.proposer: DraftProposer | None = None
-        """Drafts tokens; not for a recurrent model, whose state would have them in it."""
-        self.on_publish: Callable[[Sequence, int], None] | None = None
-        """Called before the cache hears of the first so many tokens of a sequence."""
-        self.on_no_room: Callable[[], bool] | None = None
-        """Called before a request fails for want of pages; says whether some were given up."""
+        """In order of admission: the last one is preempted first."""
+        self.on_no_room: Callable[[], bool] = lambda: False
+        """Called before a request fails for want of pages; returns whether it freed any."""
         self.num_preemptions = 0
         self._short_of_pages = False
         self._no_room = False
-        """Nobody could be admitted for want of pages, and nobody has come or ended since."""
+        """The last admission failed for want of pages; no sequence has come or ended since."""
         self._tried = 0
-        """`cache.changes` when that was: as long as it stays, nobody else is tried."""
+        """`cache.changes` at that admission: no other is tried before it changes."""
         self._lacks_pages = False
-        """A running sequence got none in the last step that was scheduled ahead."""
+        """A running sequence got no page in the last step that was scheduled ahead."""
         self._ahead = DECODE_AHEAD
-        """Fewer, since a reservation has failed, until somebody leaves."""
+        """Tokens to reserve at a time; fewer once a reservation failed, until a sequence leaves."""
         self._failed: list[Request] = []
         self._shares = FairShares()
 
@@ -118,8 +121,7 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """Choose the chunks of the next step, reserve their pages and publish their tokens."""
         chunks: list[Chunk] = []
-        if self.loads is not None:
-            self.loads.begin_step()
+        self.loads.begin_step()
         self._lacks_pages = False
         victim = self._victim()
         if victim is not None:
@@ -131,11 +133,11 @@ class Scheduler:
         return chunks
 
     def schedule_ahead(self, sampled: list[Sequence]) -> list[Chunk]:
-        """The chunks of a step behind one whose tokens, one for each of `sampled`, are not read.
+        """The chunks of the step after one whose tokens, one for each of `sampled`, are not read.
 
-        Those that may go on compute that token; prompts go on, and waiting sequences are admitted,
-        as in `schedule`. But nobody is preempted: there is no such step if somebody should be, nor
-        if a draft is expected.
+        The sequences that may go on compute that token; prompts go on, and waiting sequences are
+        admitted, as in `schedule`. No sequence is preempted: if one should be, or if a draft is
+        expected, the list is empty.
         """
         going_on = [
             s for s in sampled
@@ -150,8 +152,7 @@ class Scheduler:
                 self.reserve_decode(sequence)
         except OutOfPages:
             return []
-        if self.loads is not None:
-            self.loads.begin_step()
+        self.loads.begin_step()
         for sequence in going_on:
             sequence.num_computed += 1
         chunks = [Chunk(sequence, 1, is_unread=True) for sequence in going_on]
@@ -159,7 +160,7 @@ class Scheduler:
         return chunks
 
     def _fill(self, chunks: list[Chunk], sampled: Collection[Sequence] | None = None) -> None:
-        """Add chunks of running sequences, but of those `sampled`, and of waiting ones."""
+        """Add chunks of running sequences, without those `sampled`, and of waiting ones."""
         budget = self.budget
         budget.begin(self.max_num_batched_tokens - len(chunks), alone=len(self.open) == 1)
         skipped = {*(sampled or ())}
@@ -168,12 +169,12 @@ class Scheduler:
         rank = lambda s: (len(s.pending) > 1, s.in_prefill, s.in_prefill * len(s.pending))  # noqa: E731
         prompts = [sequence for sequence in going if sequence.in_prefill]
         share = 1
-        if prompts and not self._is_full:  # who waits, and not for these, has as much as they have
+        if prompts and not self._is_full:  # half for waiting prompts that these do not compute
             first = islice(self.waiting, LOOK_AHEAD)
             share += any(not is_coming(sequence, prompts, self.match) for sequence in first)
         parts = len(prompts) * share
         for sequence in sorted(going, key=rank):
-            if sequence.lease is None:  # put back a moment ago
+            if sequence.lease is None:  # preempted a moment ago
                 continue
             room, start = budget.tokens, None
             if sequence.in_prefill:
@@ -188,7 +189,7 @@ class Scheduler:
 
     @property
     def max_rows(self) -> int:
-        """Tokens that are sampled in one step at most, or drafted ones checked."""
+        """Rows of logits in one step at most: of tokens to sample and drafted ones to check."""
         return self.max_num_seqs + MAX_DRAFT * (self.proposer is not None)
 
     def _with_drafts(self, proposer: DraftProposer, chunks: list[Chunk]) -> list[Chunk]:
@@ -204,12 +205,12 @@ class Scheduler:
         return with_drafts
 
     def _reserve_draft(self, sequence: Sequence, count: int) -> int:
-        """For how many drafted tokens there are pages, of these that are free."""
+        """Reserve free pages for drafted tokens; returns for how many tokens there are pages."""
         lease, end = sequence.lease, sequence.num_computed + count
         assert lease is not None
         missing = -(-(end - lease.capacity) // self.cache.page_size)
-        # One page more, for one that may be copied; and one for the next token of everybody, since
-        # a draft that is refused keeps its pages.
+        # One more for a page that may be copied, and one for the next token of each sequence: a
+        # draft that is refused keeps its pages.
         if missing > 0 and not self.cache.would_evict(missing + 1 + len(self.running)):
             self.cache.reserve(lease, end)
         return min(count, lease.capacity - sequence.num_computed)
@@ -221,7 +222,7 @@ class Scheduler:
         return self._short_of_pages and bool(self.running)
 
     def _victim(self) -> Sequence | None:
-        """The running sequence whose place another client should have."""
+        """The running sequence to preempt for another client."""
         return self._shares.victim(self.running, self.waiting) if self._is_full else None
 
     def _schedule_running(
@@ -241,37 +242,39 @@ class Scheduler:
                     self._preempt(newest)
                     self._short_of_pages = True
                 elif chunks or len(self.running) > 1:
-                    return None  # the others go on and will free pages
-                elif not self._finds_room():
+                    return None  # the others will free pages
+                elif not self.on_no_room():
                     self.fail(sequence, NO_ROOM)
                     return None
 
     def _admit(self, chunks: list[Chunk]) -> None:
         """Add chunks of waiting sequences."""
         in_vain = self._no_room and self._tried == self.cache.changes and self.states is None
-        if in_vain and not (self.loads is not None and self.loads.pending):
+        if in_vain and not self.loads.pending:
             return
         budget, ending = self.budget, self._ending(chunks)
         prompts = [sequence for sequence in self.running if sequence.in_prefill]
-        for sequence in self._candidates():
+        for sequence in self._shares.in_turn(self.waiting, self.running, self._by_prefix):
             if not budget.room(0) or len(self.running) >= self.max_num_seqs:
                 break
-            if self.loads is not None:
-                if self.loads.waits(sequence):
-                    continue
-                budget.tokens = self.loads.charge(budget.tokens)
-            room = None if self.loads or sequence.num_skips >= MAX_SKIPS else budget.room
-            if prompts and not may_begin(sequence, prompts, self.match, room):
+            if self.loads.waits(sequence):
+                continue
+            any_size = self.loads is not NO_LOADS or sequence.num_skips >= MAX_SKIPS
+            room = None if any_size else budget.room
+            asks = prompts and not self.loads.has_read(sequence)
+            if asks and not may_begin(sequence, prompts, self.match, room):
                 continue
             lease = self._acquire(sequence)
-            if self.loads is not None and self.loads.begin(sequence, lease):
+            reads_more = self.loads.load(sequence, lease)
+            budget.tokens = self.loads.charge(budget.tokens)
+            if reads_more:
                 self._release(sequence)
                 continue
             missing = len(sequence) - lease.cached_tokens
-            is_twin = bool(ending and missing and sequence.is_fresh)
+            is_twin = ending and missing and sequence.is_fresh
             is_twin = is_twin and sequence.request.prompt_key in ending
-            if (2 * lease.next_step_tokens > missing or is_twin) and not sequence.has_waited:
-                sequence.has_waited = True
+            if (2 * lease.next_step_tokens > missing or is_twin) and not sequence.deferred:
+                sequence.deferred = True
                 self._release(sequence)
                 continue
             hit = sequence.num_computed = lease.cached_tokens
@@ -280,7 +283,7 @@ class Scheduler:
                 chunk = self._take(sequence, budget.room(hit))
             except OutOfPages:
                 self._release(sequence)
-                if not self.running and not self._finds_room():
+                if not self.running and not self.on_no_room():
                     self.waiting.remove(sequence)
                     self.fail(sequence, NO_ROOM)
                 self._no_room, self._tried = bool(self.running), self.cache.changes
@@ -296,8 +299,7 @@ class Scheduler:
                     weight = 1
             self.waiting.remove(sequence)
             self.running.append(sequence)
-            if self.loads is not None:
-                self.loads.forget(sequence)
+            self.loads.forget(sequence)
             sequence.request.note_admission()
             chunks.append(chunk)
             ending |= self._ending([chunk])
@@ -305,21 +307,21 @@ class Scheduler:
             prompts += [sequence] * sequence.in_prefill
 
     def _ending(self, chunks: list[Chunk]) -> set[PromptKey]:
-        """The prompts whose logits will be kept when these chunks have been computed."""
-        if self.kept is None:
+        """The prompts whose logits will be kept once these chunks are computed."""
+        if self.logits_cache is None:
             return set()
         return {chunk.sequence.request.prompt_key for chunk in chunks if chunk.ends_prompt}
 
     def _acquire(self, sequence: Sequence) -> Lease:
-        """What of the sequence need not be computed: all of a prompt whose logits are kept."""
+        """Lease the sequence's cached prefix: all of a prompt whose logits are kept."""
         request, end = sequence.request, len(sequence)
-        if sequence.scoring is not None:  # what has KV but no scores is computed again
+        if sequence.scoring is not None:  # tokens with KV but without scores are computed again
             end = sequence.scoring.recall()
         include_last = (
-            self.kept is not None
+            self.logits_cache is not None
             and sequence.is_fresh
             and end == len(sequence)
-            and request.prompt_key in self.kept
+            and request.prompt_key in self.logits_cache
         )
         lease = sequence.lease = self.cache.acquire(
             sequence.tokens, request.namespace, resumed=sequence.resumes, include_last=include_last
@@ -329,23 +331,10 @@ class Scheduler:
             self.states.find(sequence, lease)
         return lease
 
-    def _candidates(self) -> Iterator[Sequence]:
-        """Waiting sequences in the order in which they should be admitted: by clients in turn."""
-        waiting: dict[Hashable, list[Sequence]] = {}
-        for sequence in self.waiting:
-            waiting.setdefault(sequence.request.client, []).append(sequence)
-        in_order: dict[Hashable, Iterator[Sequence]] = {}
-        while waiting:
-            client = self._shares.next(waiting, self.running)
-            if client not in in_order:
-                in_order[client] = iter(self._by_prefix(waiting[client][:LOOK_AHEAD]))
-            try:
-                yield next(in_order[client])
-            except StopIteration:
-                del waiting[client]
-
     def _by_prefix(self, sequences: list[Sequence]) -> list[Sequence]:
-        """One client's, the longest cached prefix first, but before it who was overtaken often."""
+        """The sequences of one client in the order in which they should be admitted: those that
+        were overtaken often, then those with the longest cached prefixes."""
+        sequences = sequences[:LOOK_AHEAD]
         if self.policy != "lpm" or len(sequences) < 2:
             return sequences
 
@@ -357,19 +346,19 @@ class Scheduler:
         return sorted(sequences, key=rank)
 
     def match(self, tokens: Tokens, namespace: Hashable) -> int:
-        """Leading tokens that would not be computed: those with KV, up to a recurrent state."""
+        """Leading tokens that a sequence would not compute: those with KV, up to a state."""
         match = self.cache.match(tokens, namespace)
         return match if self.states is None else self.states.index.depth(tokens, namespace, match)
 
     def _take(self, sequence: Sequence, budget: int) -> Chunk:
-        """Make room for the next tokens of a sequence, and publish them or what came before.
+        """Reserve pages for the next tokens of a sequence, and publish those of a prefill chunk.
 
         A prefill chunk is published now, so that the next sequence of this step can share it.
-        Decoded tokens are published when the sequence leaves: nobody waits for them, and so most
+        Decoded tokens are published when the sequence leaves, since no other waits for them: most
         steps cost the cache nothing.
 
         Raises:
-            OutOfPages: nothing is taken.
+            OutOfPages: nothing has changed.
         """
         lease = sequence.lease
         assert lease is not None
@@ -379,11 +368,11 @@ class Scheduler:
         end = sequence.num_computed + len(tokens)
         if sequence.in_prefill or not len(tokens):
             self.cache.reserve(lease, end)
-            if self.on_publish is not None:
-                self.on_publish(sequence, end)
-            if end > lease.num_tokens or not len(tokens):  # else computed for its logits only
-                new = sequence.tokens[lease.num_tokens : end]
-                self.cache.publish(lease, new, written=not len(tokens))
+            self.on_publish(sequence, end)
+            if not len(tokens):
+                self.cache.touch(lease)
+            elif end > lease.num_tokens:  # else computed for its logits only
+                self.cache.publish(lease, sequence.tokens[lease.num_tokens : end])
             sequence.request.prefilled_tokens += len(tokens)
             self._shares.note(sequence.request.client, len(tokens))
         else:
@@ -393,10 +382,10 @@ class Scheduler:
         return Chunk(sequence, len(tokens), states)
 
     def reserve_decode(self, sequence: Sequence, count: int = 1) -> None:
-        """Pages for the next tokens of a sequence that decodes, and for more if there are enough.
+        """Reserve pages for the next tokens of a decoding sequence, and for more where they last.
 
         Raises:
-            OutOfPages: there are none.
+            OutOfPages: there are too few.
         """
         lease, end = sequence.lease, sequence.num_computed + count
         assert lease is not None
@@ -409,12 +398,8 @@ class Scheduler:
                 self._ahead = max(1, self._ahead // 8)
                 self.reserve_decode(sequence, count)
 
-    def _finds_room(self) -> bool:
-        """Whether pages were given up, before a sequence fails that has the engine for itself."""
-        return self.on_no_room is not None and self.on_no_room()
-
     def _preempt(self, sequence: Sequence) -> None:
-        """Preempt: pages go, what was computed stays cached, so resuming costs little."""
+        """Take a sequence's pages; what it computed stays cached, so resuming costs little."""
         self._leave(sequence)
         sequence.preemptions += 1
         self.num_preemptions += 1
@@ -422,7 +407,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def fail(self, sequence: Sequence, error: str, *, invalid: bool = False) -> None:
-        """End a sequence that cannot go on; `invalid` if that is due to what was asked for."""
+        """End a sequence that cannot go on; `invalid` if the request is to blame."""
         self._failed.append(sequence.request)
         sequence.request.error = error
         sequence.request.error_is_invalid = invalid
@@ -430,7 +415,7 @@ class Scheduler:
         sequence.request.note_end()
 
     def take_failed(self) -> list[Request]:
-        """The requests that turned out not to fit since the last call."""
+        """The requests that failed since the last call."""
         failed, self._failed = self._failed, []
         return failed
 
@@ -439,8 +424,7 @@ class Scheduler:
         assert sequence.lease is not None
         if len(sequence.unpublished):
             self._shares.note(sequence.request.client, len(sequence.unpublished))
-            if self.on_publish is not None:
-                self.on_publish(sequence, sequence.num_computed)
+            self.on_publish(sequence, sequence.num_computed)
             self.cache.publish(sequence.lease, sequence.unpublished, written=True)
         if self.states is not None:
             self.states.leave(sequence)
@@ -462,19 +446,38 @@ class Scheduler:
             self._leave(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
-        if self.loads is not None:
-            self.loads.forget(sequence)
+        self.loads.forget(sequence)
         self.open.pop(sequence, None)
         self._short_of_pages = self._no_room = False
         client = sequence.request.client
         if all(other.request.client != client for other in self.open):
             self._shares.leave(client)
 
-    def recover(self) -> list[Sequence]:
-        """A step or an `abort` was cut off, wherever it was: everybody open waits for another step.
+    def commit(self) -> None:
+        """The step that was scheduled last has run: its KV and its recurrent states are there."""
+        self.cache.commit()
+        if self.states is not None:
+            self.states.index.commit()
 
-        What the cache was told of the step is undone (`PrefixCache.recover`). May be cut off, too,
-        and called again. Returns those that were running.
+    def reset(self) -> None:
+        """Forget all KV, states, kept logits and texts to draft from.
+
+        Raises:
+            LeaseError: a request runs, or a prefix is pinned.
+        """
+        self.cache.reset()
+        if self.logits_cache is not None:
+            self.logits_cache.clear()
+        if self.states is not None:
+            self.states.index.clear()
+        if self.proposer is not None:
+            self.proposer.clear()
+
+    def recover(self) -> list[Sequence]:
+        """Let all open sequences wait for another step after a step or an `abort` was cut off.
+
+        What the step published is undone (`PrefixCache.recover`). This may be cut off, too, and
+        called again. Returns the sequences that were running.
         """
         running = [sequence for sequence in self.running if sequence.finish_reason is None]
         for sequence in self.open:
@@ -483,8 +486,7 @@ class Scheduler:
         self.cache.recover()
         if self.states is not None:
             self.states.recover()
-        if self.loads is not None:
-            self.loads.recover()
+        self.loads.recover()
         for sequence in [*self.open]:
             sequence.lease, sequence.num_computed = None, 0
             if sequence.finish_reason is not None:

@@ -1,4 +1,4 @@
-"""Plans the recurrent states of a step: from which slot a sequence goes on, and where one is kept.
+"""Plans which slot a sequence's recurrent state is read from, and where states are kept.
 
 A hybrid model's hit has two ends. KV is cached to token M; the deepest state at or below is after
 token C. The sequence goes on from C: what lies between is computed again, in place, over pages that
@@ -17,7 +17,7 @@ import numpy as np
 
 from radixcache.base import Tokens
 from radixcache.lease import Lease
-from radixcache.runtime.engine.request import Request, Sequence
+from radixcache.runtime.request import Request, Sequence
 from radixcache.states import Checkpoint, Key, Kind, SequenceStates, StateIndex
 
 MIN_RECOMPUTED = 16
@@ -29,7 +29,7 @@ AFTER_MARK = 16
 
 @dataclass(slots=True)
 class _Plan:
-    """Of one sequence, from its admission until it leaves.
+    """The plan of one sequence, from its admission until it leaves.
 
     Attributes:
         found: the checkpoint that the first chunk goes on from.
@@ -102,7 +102,7 @@ class StatePlanner:
         return [max(0, len(prompt) - 2)]
 
     def take(self, sequence: Sequence) -> None:
-        """A slot for a sequence that has none.
+        """Take a slot for a sequence that has none.
 
         Raises:
             OutOfPages: there is none.
@@ -112,7 +112,7 @@ class StatePlanner:
             plan.slot = self.index.take()
 
     def plan(self, sequence: Sequence, start: int, end: int) -> SequenceStates:
-        """What the step does that computes the tokens [start, end) of a sequence."""
+        """Which slots the step that computes tokens [start, end) of a sequence reads and writes."""
         plan, keeps = self._plans[sequence], []
         while plan.marks and plan.marks[-1][0] <= end:
             position, kind = plan.marks.pop()
@@ -126,7 +126,7 @@ class StatePlanner:
         return SequenceStates(read, plan.slot, tuple(keeps))
 
     def leave(self, sequence: Sequence) -> None:
-        """A sequence leaves after some steps: its state is a checkpoint from now on."""
+        """Keep the state of a sequence that leaves as a checkpoint."""
         plan = self._plans[sequence]
         if plan.begun and self._keeps:
             done, slot = sequence.tokens[: sequence.num_computed], plan.slot
@@ -134,7 +134,7 @@ class StatePlanner:
             self.index.give(slot, done, sequence.request.namespace, plan.keys)
 
     def release(self, sequence: Sequence) -> None:
-        """A sequence has left, or was not admitted after all."""
+        """Give back the slots of a sequence that has left, or was not admitted after all."""
         plan = self._plans.pop(sequence)
         if plan.slot >= 0:
             self.index.drop(plan.slot)
@@ -142,11 +142,11 @@ class StatePlanner:
             self.index.release(plan.found)
 
     def recover(self) -> None:
-        """Anything was cut off: nobody runs."""
+        """Forget all plans: a step was cut off, and no sequence runs."""
         self._plans.clear()
         self.index.recover()
 
     def check(self, running: Iterable[Sequence]) -> None:
-        """Verify between two steps that each slot is somebody's."""
-        assert self._plans.keys() == {*running}, "plans of nobody"
+        """Verify between two steps that each slot belongs to a sequence or a checkpoint."""
+        assert self._plans.keys() == {*running}, "plans without a sequence"
         self.index.check(plan.slot for plan in self._plans.values() if plan.slot >= 0)

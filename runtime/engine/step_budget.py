@@ -1,10 +1,10 @@
-"""How much of prompts one step may compute: tokens, and the time that they take.
+"""How many prompt tokens one step may compute, by the time that they take.
 
-Everybody else waits for the end of a step. So while others run or wait, a step takes as many tokens
-as were computed in a quarter of a second; a prompt that is alone, twice as many: who comes then
-waits for no more. What a token takes is measured, by how many are before it: attention over 16,000
-of them may take several times as long as all else (SmolLM2-135M on two cores: 0.7 ms a token at
-first, 4.6 ms behind 18,000).
+All other requests wait for the end of a step. So while others run or wait, a step takes as many
+tokens as a quarter of a second allows; a prompt that is alone, twice as many, so that a new request
+waits no longer than that. The time of a token is measured by how many are before it: attention over
+16,000 tokens may take several times as long as all else (SmolLM2-135M on two cores: 0.7 ms a token
+at first, 4.6 ms behind 18,000).
 """
 
 from __future__ import annotations
@@ -12,50 +12,50 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 STEP_SECONDS = 0.25
-"""Aimed at for a step while others run or wait."""
+"""The aim for a step while others run or wait."""
 
 _ALONE = 2
-"""Times as long, and with times as many tokens at least, if there is no other."""
+"""A step may take so many times as long, and as many tokens at least, for a prompt alone."""
 
 _FEWEST = 64
-"""Tokens of a step at least: in 32 each took a quarter longer, in 64 a tenth (the same machine)."""
+"""The fewest tokens of a step: in steps of 32 each took a quarter longer, of 64 a tenth."""
 
 _FIRST = 256
 """Tokens of a step before any was measured."""
 
 _DEEPER = 1.4
-"""Times as long may a token take with twice as many before it, until that is measured."""
+"""Until it is measured, a token takes so many times as long with twice as many before it."""
 
 _SHALLOW = 512
-"""Tokens before a token that do not matter."""
+"""The time of a token does not depend on fewer tokens before it."""
 
 
 class StepBudget:
-    """What the step that is being scheduled may still take, and what steps have taken.
+    """Counts what is left for the step that is being scheduled, and measures steps.
 
     Args:
-        aim: seconds of a step while others run or wait; None if time does not matter.
+        aim: seconds of a step while others run or wait; None does not limit time.
 
     Attributes:
-        tokens: that are left, of all kinds.
+        tokens: left in this step, of all kinds.
     """
 
     def __init__(self, aim: float | None = None) -> None:
         self.aim, self.tokens = aim, 0
         self._seconds = self._tokens = 0.0
-        """For tokens of prompts: the time that is left, and tokens that take longer but may be."""
+        """For prompt tokens: the time left, and the tokens allowed even if they take longer."""
         self._measured: dict[int, float] = {}
-        """Seconds of a token, by the number of bits of how many are before it."""
+        """Seconds of a token, by the bit length of the number of tokens before it."""
         self._is_warm = False
 
     def begin(self, tokens: int, *, alone: bool) -> None:
-        """A step is scheduled, which may take so many tokens."""
+        """Begin a step of at most `tokens`; `alone` if only one request is open."""
         times = _ALONE if alone else 1
         self.tokens, self._tokens = max(0, tokens), _FEWEST * times if self._measured else _FIRST
         self._seconds = (self.aim or 0.0) * times
 
     def room(self, position: int, parts: int = 1) -> int:
-        """Tokens behind `position` of a prompt that fit, if it has one of so many equal parts."""
+        """How many prompt tokens from `position` on fit into one of `parts` equal shares."""
         if self.aim is None:
             room = self.tokens
         else:
@@ -64,15 +64,15 @@ class StepBudget:
         return min(self.tokens, -(-min(room, self.tokens) // parts))
 
     def spend(self, tokens: int, position: int | None = None) -> None:
-        """The step computes so many tokens; of a prompt, if there is a `position`."""
+        """Take `tokens` from the budget: prompt tokens if they have a `position`."""
         self.tokens = max(0, self.tokens - tokens)
         if position is not None:
             self._tokens = max(0.0, self._tokens - tokens)
             self._seconds = max(0.0, self._seconds - tokens * self._token_seconds(position))
 
     def note(self, prefills: Sequence[tuple[int, int]], seconds: float) -> None:
-        """A step has computed (position, tokens) of these prompts in that time. The first is not
-        counted: libraries load their kernels in it."""
+        """Learn from a step that computed (position, tokens) of prompts in `seconds`. The first is
+        not counted: libraries load their kernels in it."""
         total = sum(count for _, count in prefills)
         if not self._is_warm or not total:
             self._is_warm |= bool(total)

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from radixcache.errors import EngineFailed, EngineStopped, RanksLost, WrongThread
 from radixcache.runtime.engine.named_prefixes import NamedPrefixes
-from radixcache.runtime.engine.outputs import RequestOutput
-from radixcache.runtime.engine.request import Request
+from radixcache.runtime.outputs import RequestOutput
+from radixcache.runtime.request import Request
 
 T = TypeVar("T")
 

@@ -25,7 +25,6 @@ from radixcache.pages import Pages
 from radixcache.runtime.config.sizes import format_memory
 from radixcache.runtime.kv_offload import files
 from radixcache.runtime.kv_offload.files import (
-    ABOUT,
     INDEX,
     PAGES,
     ROWS,
@@ -39,7 +38,7 @@ from radixcache.runtime.kv_offload.files import (
     write_all,
 )
 from radixcache.runtime.kv_offload.fingerprint import fingerprint
-from radixcache.runtime.kv_offload.session import RESPONSE
+from radixcache.runtime.kv_offload.notes import ABOUT, RESPONSE, AboutNote
 from radixcache.runtime.kv_offload.store import PageSource, Store
 from radixcache.runtime.model.kv_pool import KVPool, host_rows
 from radixcache.runtime.model.paged_model import PagedModel
@@ -158,7 +157,7 @@ class DiskStore(Store):
         self._writes: SimpleQueue[_Write | _Job | None] = SimpleQueue()
         self._writer = Thread(target=self._work, name="radixcache-kv-writer", daemon=True)
         self._writer.start()
-        self.note(ABOUT, json.dumps({"model": about, "page_bytes": self.page_bytes}))
+        self.note(ABOUT, json.dumps(AboutNote(about, self.page_bytes)._asdict()))
         self._readers = ThreadPoolExecutor(_READERS, "radixcache-kv-reader")
 
     # -- what the engine's thread calls -----------------------------------------------------------

@@ -32,11 +32,15 @@ import xxhash
 
 from radixcache.errors import InvalidRequest, RadixCacheError, first_sentence
 from radixcache.runtime.config.sizes import format_memory
-from radixcache.runtime.kv_offload.session import RESPONSE
+from radixcache.runtime.kv_offload.notes import (
+    ABOUT,
+    RESPONSE,
+    AboutNote,
+    read_prefixes,
+    read_texts,
+)
 
 PAGES, INDEX, LOCK = "pages.kv", "index.sqlite", "lock"
-ABOUT = "about"
-"""The note that says of what model the pages are."""
 
 ROWS = "select slot, parent, key, tokens, checksum from pages"
 
@@ -329,19 +333,18 @@ def _look(folder: Path) -> Contents | None:
             ((pages, tokens),) = index.execute(
                 "select count(*), coalesce(sum(length(tokens)) / 4, 0) from pages"
             )
-        about = json.loads(notes[ABOUT])
-        _, texts, turns = json.loads(notes.get("texts", '["", [], []]'))
+        about, known = AboutNote(**json.loads(notes[ABOUT])), read_texts(notes)
         responses = [name for name in notes if name.startswith(RESPONSE)]
-        prefixes = [name for name, *_ in json.loads(notes.get("prefixes", "[]"))]
-        slots = (folder / PAGES).stat().st_size // about["page_bytes"]
+        prefixes = [prefix.name for prefix in read_prefixes(notes)]
+        slots = (folder / PAGES).stat().st_size // about.page_bytes
     except (sqlite3.Error, OSError, KeyError, ValueError, TypeError) as error:
         reason = first_sentence(error)
         if isinstance(error, sqlite3.Error) and not is_passing(error):
             reason += "; the next start begins it anew"
         raise InvalidRequest(f"{folder} cannot be read: {reason}") from None
     return Contents(
-        folder, about["model"], about["page_bytes"], slots, pages, tokens, len(texts), len(turns),
-        len(responses), prefixes,
+        folder, *about, slots, pages, tokens, len(known.texts), len(known.turns), len(responses),
+        prefixes,
     )  # fmt: skip
 
 

@@ -13,24 +13,26 @@ many is decided the other way, so that what was measured does not grow old.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
+from collections.abc import Collection
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
 
-from radixcache.base import PrefixCache
 from radixcache.errors import OutOfPages
 from radixcache.lease import Lease
-from radixcache.runtime.kv_offload.store import PrefillTime, Rate, Store
+from radixcache.radix import RadixCache
+from radixcache.runtime.kv_offload.page_loader import PageLoader
+from radixcache.runtime.kv_offload.store import PrefillTime, Store
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.stored import LoadCost, Medium, StoredPage
 from radixcache.tier import LowerTier
 
 if TYPE_CHECKING:
-    from radixcache.runtime.engine.request import Sequence
+    from radixcache.runtime.request import Sequence
 
 _TRIES = 3
 """Loads in whose time the pool lost what they go on from; then the request is computed."""
@@ -50,27 +52,11 @@ _WAIT = 0.005
 """Seconds for which an engine that has nothing to compute waits for a load at a time."""
 
 
-class Level:
-    """A tier, and the store that reads its pages.
-
-    Attributes:
-        copying: bytes of them into the pool.
-    """
-
-    def __init__(self, tier: LowerTier, store: Store) -> None:
-        self.tier, self.store, self.copying = tier, store, Rate()
-
-    def load_seconds(self, num_bytes: int) -> float | None:
-        """As measured; None before anything was."""
-        read, copy = self.store.read_seconds(num_bytes), self.copying.seconds(num_bytes)
-        return None if read is None or copy is None else read + copy
-
-
 @dataclass
 class _Load:
     """Pages on their way, from index `first` of the page table, for the prefix of `end` tokens."""
 
-    level: Level
+    tier: LowerTier[Store]
     pages: list[StoredPage]
     first: int
     end: int
@@ -78,20 +64,21 @@ class _Load:
     began: float
 
 
-class Loads:
+class Loads(PageLoader):
     """The loads of one engine.
 
     Args:
-        cache: below whose pool the tiers are.
-        levels: where the pages are; what is in two of them comes from the first.
+        cache: whose lower tiers have the pages; what is in two of them comes from the first.
         pool: where they go.
 
     Attributes:
         computing: prompt tokens.
     """
 
-    def __init__(self, cache: PrefixCache, levels: Items[Level], pool: KVPool) -> None:
-        self.levels, self.computing = levels, PrefillTime()
+    def __init__(self, cache: RadixCache, pool: KVPool) -> None:
+        assert cache.lower is not None
+        self.computing = PrefillTime()
+        self._tiers: list[LowerTier[Store]] = [*cache.lower.chain()]
         self._cache, self._pool = cache, pool
         self._loads: dict[Sequence, _Load] = {}
         self._tries: dict[Sequence, int] = {}
@@ -107,53 +94,57 @@ class Loads:
         """Of all stores, when the step began: a load evicts as much as computing does."""
 
     @property
-    def pending(self) -> bool:
-        """Whether anything is being read, for whoever waits or has gone."""
+    def pending(self) -> bool:  # type: ignore[override]
         return bool(self._loads or self._left)
 
     def begin_step(self) -> None:
-        """A step is being scheduled."""
         self._step_is_full = False
         for load in [load for load in self._left if load.rows.done()]:
             self._left.remove(load)
-            load.level.tier.end_load(load.pages)
+            load.tier.end_load(load.pages)
             self._num_ended += 1
 
     def waits(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence's pages are on their way; publishes those that have come."""
         load = self._loads.get(sequence)
         if load is None:
             return self._looked.get(sequence) == self._num_ended
-        if not load.rows.done() or self._step_is_full:
-            return True
-        start, loaded = self._publish(sequence, load)
-        tier = self._loads.pop(sequence).level.tier
-        tier.end_load(load.pages, start + loaded - load.first * self._pool.page_size)
+        return not load.rows.done() or self._step_is_full
+
+    def has_read(self, sequence: Sequence) -> bool:
+        return sequence in self._loads and not self.waits(sequence)
+
+    def load(self, sequence: Sequence, lease: Lease) -> bool:
+        if self.has_read(sequence):
+            self._end(sequence, lease)
+        return self._begin(sequence, lease)
+
+    def _end(self, sequence: Sequence, lease: Lease) -> None:
+        """Bring what was read for a sequence into its lease."""
+        load, start = self._loads[sequence], lease.num_tokens
+        self._copy_in(sequence, lease, load)
+        loaded = lease.num_tokens - start
+        end = lease.num_tokens if loaded else 0
+        load.tier.end_load(load.pages, end - load.first * self._pool.page_size)
+        del self._loads[sequence]
         self._num_ended += 1
         if loaded:
             self._tries.pop(sequence, None)
             seconds = perf_counter() - load.began
-            sequence.note_load(tier.medium, start, start + loaded, seconds)
-            self._cache.stats.loaded_tokens += loaded
-        return False
+            sequence.note_load(load.tier.medium, start, end, seconds)
 
-    def begin(self, sequence: Sequence, lease: Lease) -> bool:
-        """Begin to read what a tier has beyond the lease; False if there is nothing that pays.
-
-        True means: release the lease, and come again in a later step.
-        """
+    def _begin(self, sequence: Sequence, lease: Lease) -> bool:
+        """Begin to read what a tier has beyond the lease; False if there is nothing that pays."""
         start, size = lease.num_tokens, self._pool.page_size
         if sequence.request.namespace is not None or sequence.scoring is not None:
             return False
-        tier, pages, end = self.levels[0].tier.search(sequence.tokens[:-1], start)
-        (level,) = (level for level in self.levels if level.tier is tier)
+        tier, pages, end = self._tiers[0].search(sequence.tokens[:-1], start)
         if not pages or self._tries.get(sequence, 0) == _TRIES:
             return False
-        store, page_bytes = level.store, self._pool.page_bytes
+        store, page_bytes = tier.store, self._pool.page_bytes
         first, most = start // size, max(1, store.most_bytes // page_bytes)
         if len(pages) > most:
             pages, end = pages[:most], (first + most) * size
-        if not self._is_to_be_loaded(level, len(pages), end - start):
+        if not self._is_to_be_loaded(tier, len(pages), end - start):
             return False
         for load in self._left:  # what it has begun is not read again
             same = sum(a is b for a, b in zip(load.pages, pages, strict=False))
@@ -163,26 +154,26 @@ class Loads:
                 self._loads[sequence] = load
                 return True
         is_coming = pages[0].readers > 0  # with another
-        loading = sum(load.level is level for load in self._loads.values())
+        loading = sum(load.tier is tier for load in self._loads.values())
         if loading < store.most_loading and not is_coming:
             if store.in_stream:
                 self._wait_for(store.read_seconds(len(pages) * page_bytes))
             rows = store.read(pages)
-            self._loads[sequence] = _Load(level, pages, first, end, rows, perf_counter())
+            self._loads[sequence] = _Load(tier, pages, first, end, rows, perf_counter())
             self._tries[sequence] = self._tries.get(sequence, 0) + 1
-            level.tier.begin_load(pages)
+            tier.begin_load(pages)
         else:
             self._looked[sequence] = self._num_ended
         return True
 
     def cost(self, medium: Medium, num_pages: int, num_tokens: int) -> LoadCost:
         """Of loading so many pages, and of computing so many tokens instead."""
-        (level,) = (level for level in self.levels if level.tier.medium == medium)
-        load = level.load_seconds(num_pages * self._pool.page_bytes)
+        (tier,) = (tier for tier in self._tiers if tier.medium == medium)
+        load = tier.store.load_seconds(num_pages * self._pool.page_bytes)
         return LoadCost(load, self.computing.seconds(num_tokens))
 
-    def _is_to_be_loaded(self, level: Level, num_pages: int, num_tokens: int) -> bool:
-        load, compute = cost = self.cost(level.tier.medium, num_pages, num_tokens)
+    def _is_to_be_loaded(self, tier: LowerTier[Store], num_pages: int, num_tokens: int) -> bool:
+        load, compute = cost = self.cost(tier.medium, num_pages, num_tokens)
         if load is None or compute is None:
             return True
         if cost.pays and (self.computing.knows(num_tokens) or load * _SHORT < compute):
@@ -195,46 +186,35 @@ class Loads:
         self._uncharged += seconds or 0.0
 
     def charge(self, budget: int) -> int:
-        """What is left of the tokens that a step may compute: half of them at least, so that
-        requests go on."""
+        """At least half of `budget` is left, so that requests go on."""
         token = self.computing.seconds(1)
         cost = 0 if token is None else int(self._uncharged / token)
         self._uncharged = 0.0
         return budget - min(cost, budget // 2)
 
-    def _publish(self, sequence: Sequence, load: _Load) -> tuple[int, int]:
-        """Let the cache have what was read; returns from where on, and how many tokens, are new to
-        it."""
+    def _copy_in(self, sequence: Sequence, lease: Lease, load: _Load) -> None:
+        """Copy into the pool what was read beyond the lease, and lengthen the lease by it."""
         begun, size, rows = perf_counter(), self._pool.page_size, load.rows.result()
         saving = self._all_saving()
         end = min(load.end, (load.first + len(rows)) * size)
-        if end <= load.first * size or not load.level.tier.holds(load.pages[0]):
-            return 0, 0
-        lease = self._cache.acquire(sequence.tokens[: end + 1])
-        try:
-            start = lease.num_tokens
-            if start // size < load.first or start >= end:  # what it goes on from is gone
-                return 0, 0
+        start = lease.num_tokens
+        if not load.first * size <= start // size * size <= start < end:
+            return  # what the pages go on from is gone, or all of them are there
+        if not load.tier.holds(load.pages[0]):
+            return
+        with suppress(OutOfPages):
             self._cache.reserve(lease, end)
             table = lease.page_table[start // size : -(-end // size)]
             skipped, copies = start // size - load.first, perf_counter()
             rows = rows[skipped : skipped + len(table)]
             self._pool.write_pages(table, rows)
-            load.level.copying.note(rows.nbytes, perf_counter() - copies)
-            lease.used = True  # it counts in no statistics
-            self._cache.publish(lease, sequence.tokens[start:end], written=True)
+            load.tier.store.copying.note(rows.nbytes, perf_counter() - copies)
+            self._cache.load(lease, sequence.tokens[start:end])
             self._step_is_full = True
             self._wait_for(perf_counter() - begun)
             self._saving += self._all_saving() - saving  # which is in that time
-            return start, lease.num_tokens - start
-        except OutOfPages:
-            return 0, 0
-        finally:
-            if not self._cache.broken:  # else that is what is told
-                self._cache.release(lease)
 
     def forget(self, sequence: Sequence) -> None:
-        """A sequence was admitted, or has ended."""
         self._tries.pop(sequence, None)
         self._looked.pop(sequence, None)
         if sequence in self._loads:
@@ -242,14 +222,12 @@ class Loads:
             self._num_ended += 1
 
     def recover(self) -> None:
-        """Anything was cut off."""
         self._looked.clear()  # a load may have ended, and nobody counted it
         loads = [*self._loads.values(), *self._left]
-        for level in self.levels:
-            level.tier.recover([load.pages for load in loads if load.level is level])
+        for tier in self._tiers:
+            tier.recover([load.pages for load in loads if load.tier is tier])
 
     def note_step(self, num_tokens: int, seconds: float) -> None:
-        """A step has taken so long, which prefilled so many tokens; few tell little."""
         saving = self._all_saving()
         seconds -= self._seconds + saving - self._saving
         self._seconds, self._saving = 0.0, saving
@@ -257,17 +235,14 @@ class Loads:
             self.computing.note(num_tokens, seconds)
 
     def _all_saving(self) -> float:
-        return sum(level.store.saving for level in self.levels)
+        return sum(tier.store.saving for tier in self._tiers)
 
     def wait(self) -> None:
-        """Until a load has ended, but not for long: nothing is to be computed before."""
         loads = [*self._loads.values(), *self._left]
         wait([load.rows for load in loads], _WAIT, "FIRST_COMPLETED")
 
-    def check(self, waiting: set[Sequence]) -> None:
-        """Verify between two steps that each load is somebody's."""
-        assert {*self._loads, *self._tries, *self._looked} <= waiting, "loads of nobody"
-        tiers = (level.tier for level in self.levels)
-        readers = sum(page.readers for tier in tiers for page in tier.in_order())
+    def check(self, waiting: Collection[Sequence]) -> None:
+        assert {*self._loads, *self._tries, *self._looked} <= {*waiting}, "loads of nobody"
+        readers = sum(page.readers for tier in self._tiers for page in tier.in_order())
         loads = [*self._loads.values(), *self._left]
         assert readers <= sum(len(load.pages) for load in loads), "pages are read by nobody"

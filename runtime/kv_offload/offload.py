@@ -12,7 +12,7 @@ from radixcache.radix import RadixCache
 from radixcache.runtime.config.sizes import format_memory, parse_memory
 from radixcache.runtime.kv_offload import session
 from radixcache.runtime.kv_offload.host import HostStore
-from radixcache.runtime.kv_offload.loads import Level, Loads
+from radixcache.runtime.kv_offload.loads import Loads
 from radixcache.runtime.kv_offload.store import Store
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
@@ -21,7 +21,6 @@ from radixcache.runtime.tokens.conversation import Conversations
 from radixcache.tier import LowerTier
 
 if TYPE_CHECKING:  # imports xxhash and sqlite3
-    from radixcache.runtime.engine.args import EngineArgs
     from radixcache.runtime.kv_offload.disk import DiskStore
 
 
@@ -45,27 +44,26 @@ class Offload:
     ) -> None:
         self._cache, self._pool, self.disk = cache, pool, disk
         self._process = os.getpid()
-        self.levels: list[Level] = []
+        self.tiers: list[LowerTier[Store]] = []
         stores: list[Store] = [store for store in (disk, host) if store is not None]
         for store in stores:
-            below = self.levels[0].tier if self.levels else None
+            below = self.tiers[0] if self.tiers else None
             tier = LowerTier(store.num_slots, pool.page_size, store, store.medium, below)
             tier.restore(store.stored())
-            self.levels.insert(0, Level(tier, store))
-        cache.lower = self.levels[0].tier
+            self.tiers.insert(0, tier)
+        cache.lower = self.tiers[0]
         if host is not None and disk is not None:
             disk.source = host
-        self.loads = Loads(cache, self.levels, pool)
+        self.loads = Loads(cache, pool)
 
     def describe(self) -> list[str]:
         """Where, how much room, what is there, and what found no room below; a line for each."""
         lines = []
-        for tier, store in ((level.tier, level.store) for level in self.levels):
-            gone = ""
+        for tier in self.tiers:
+            store, room, gone = tier.store, tier.num_slots * tier.page_size, ""
             if tier.num_evicted and tier.below is None:
                 gone = f" ({tier.num_evicted:,} pages had no room)"
             size = format_memory(tier.num_slots * store.page_bytes)
-            room = tier.num_slots * tier.page_size
             lines += [f"KV {store.place} ({size}): {tier.num_tokens:,} of {room:,} tokens{gone}"]
         return lines
 
@@ -86,48 +84,52 @@ class Offload:
                 self.disk.is_closing = True
                 session.save(self.disk, turns, prefixes)
                 self._cache.recover()
-                for level in self.levels[:-1]:  # what was used last is written last
-                    level.tier.recover([])  # nobody waits for a load any more
-                    level.tier.evict_all()
-                self.disk.source, self._cache.lower = self._pool, self.levels[-1].tier
-                for namespace, name in self._cache.pins:
+                for tier in self.tiers[:-1]:  # what was used last is written last
+                    tier.recover([])  # nobody waits for a load any more
+                    tier.evict_all()
+                self.disk.source, self._cache.lower = self._pool, self.tiers[-1]
+                for namespace, name in [*self._cache.pins]:
                     self._cache.unpin(name, namespace)
                 self._cache.evict(self._cache.pool.num_pages)
         finally:
-            for level in reversed(self.levels):  # a device that was lost closes no host memory
-                level.store.close(level.tier.in_order())
+            for tier in reversed(self.tiers):  # a device that was lost closes no host memory
+                tier.store.close(tier.in_order())
 
 
 def open_offload(
-    args: EngineArgs, name_or_path: str, model: PagedModel, cache: object, pool: KVPool
+    name_or_path: str,
+    model: PagedModel,
+    cache: object,
+    pool: KVPool,
+    host_memory: int | str | None,
+    kv_dir: str | Path | None,
+    kv_dir_size: int | str | None,
 ) -> Offload | None:
-    """What `host_memory` or `kv_dir` asks for.
+    """The tiers that the engine's arguments `host_memory` and `kv_dir` ask for; None for none.
 
     Raises:
         InvalidRequest: the model has recurrent states, the memory cannot be had or holds no page,
             or the folder cannot be used.
     """
-    settings = {"host_memory": args.host_memory, "kv_dir": args.kv_dir}
-    asked = [name for name, value in settings.items() if value is not None]
-    if not asked:
+    if host_memory is None and kv_dir is None:
         return None
     if model.bytes_per_state:
+        asked = "kv_dir" if host_memory is None else "host_memory"
         raise InvalidRequest(
-            f"{asked[0]} is not for model type {model.model_type!r}: its recurrent states are not "
-            "kept"
+            f"{asked} is not for model type {model.model_type!r}: its recurrent states are not kept"
         )
     assert isinstance(cache, RadixCache)
     host = disk = None
-    if args.host_memory is not None:
+    if host_memory is not None:
         report("pinning host memory", 1.0)
-        host = HostStore(args.host_memory, pool)
+        host = HostStore(host_memory, pool)
     try:
-        if args.kv_dir is not None:
+        if kv_dir is not None:
             from radixcache.runtime.kv_offload.disk import open_disk
 
             report("reading the KV directory", 1.0)
-            assert args.kv_dir_size is not None
-            folder, size = Path(args.kv_dir).expanduser(), parse_memory(args.kv_dir_size)
+            assert kv_dir_size is not None
+            folder, size = Path(kv_dir).expanduser(), parse_memory(kv_dir_size)
             disk = open_disk(folder, size, model, name_or_path, pool)
         return Offload(cache, pool, host, disk)
     except BaseException:

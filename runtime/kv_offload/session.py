@@ -19,6 +19,15 @@ import numpy as np
 
 from radixcache.base import Tokens
 from radixcache.errors import RadixCacheError
+from radixcache.runtime.kv_offload.notes import (
+    PREFIXES,
+    TEXTS,
+    PrefixNote,
+    TextNote,
+    TextsNote,
+    read_prefixes,
+    read_texts,
+)
 from radixcache.runtime.tokens.conversation import Conversations
 from radixcache.runtime.tokens.history import TokenisedText
 from radixcache.runtime.tokens.tokenizer import Message
@@ -29,9 +38,6 @@ if TYPE_CHECKING:  # imports xxhash and sqlite3
 
 _log = logging.getLogger("radixcache")
 
-RESPONSE = "response "
-"""How the names of the notes begin that are a server's stored responses: see `ResponseStore`."""
-
 Prefix = tuple[str, Tokens, float | None, list[Message] | None]
 """A name, its tokens, how many seconds it is still pinned (None is for good), its messages."""
 
@@ -40,16 +46,16 @@ def save(store: DiskStore, turns: Conversations | None, prefixes: Iterable[Prefi
     """Keep them for the next process."""
     now = time.time()
     pinned = [
-        (name, tokens.tolist(), left and now + left, messages)
+        PrefixNote(name, tokens.tolist(), left and now + left, messages)
         for name, tokens, left, messages in prefixes
     ]
-    store.note("prefixes", json.dumps(pinned))
+    store.note(PREFIXES, json.dumps(pinned))
     if turns is not None:
         texts = [
-            (text.text, text.tokens.tolist(), text.cuts.tolist(), text.num_generated)
+            TextNote(text.text, text.tokens.tolist(), text.cuts.tolist(), text.num_generated)
             for text in turns.history.texts()
         ]
-        store.note("texts", json.dumps([_name_of(turns), texts, turns.kept()]))
+        store.note(TEXTS, json.dumps(TextsNote(_digest(turns), texts, turns.kept())))
 
 
 def restore(store: DiskStore, turns: Conversations | None, pin: Callable[..., object]) -> None:
@@ -59,24 +65,24 @@ def restore(store: DiskStore, turns: Conversations | None, pin: Callable[..., ob
         pin: as `LLM.pin_prefix`, and takes `messages`.
     """
     notes = store.notes()
-    tokenizer, texts, kept = json.loads(notes.get("texts", '["", [], []]'))
-    if turns is not None and tokenizer and tokenizer == _name_of(turns):
-        for text, tokens, cuts, num_generated in texts:
+    known = read_texts(notes)
+    if turns is not None and known.tokenizer and known.tokenizer == _digest(turns):
+        for text, tokens, cuts, num_generated in known.texts:
             ids, places = np.array(tokens, np.int32), np.array(cuts, np.int64).reshape(-1, 2)
             turns.history.add(TokenisedText(text, ids, places, num_generated))
-        for raw, (content, reasoning, calls) in kept:
+        for raw, (content, reasoning, calls) in known.turns:
             message = ParsedMessage(content, reasoning, tuple(Call(*call) for call in calls))
             turns.keep(message, raw)
-    for name, tokens, until, messages in json.loads(notes.get("prefixes", "[]")):
-        left = None if until is None else until - time.time()
+    for prefix in read_prefixes(notes):
+        left = None if prefix.expires is None else prefix.expires - time.time()
         if left is None or left > 0:
             try:
-                pin(name, tokens, lifetime=left, messages=messages)
+                pin(prefix.name, prefix.tokens, lifetime=left, messages=prefix.messages)
             except RadixCacheError as error:
-                _log.warning("the prefix %r is not pinned again: %s", name, error)
+                _log.warning("the prefix %r is not pinned again: %s", prefix.name, error)
 
 
-def _name_of(turns: Conversations) -> str:
-    """Of another tokenizer, texts have other tokens, though the KV of tokens be the same."""
+def _digest(turns: Conversations) -> str:
+    """Names the tokenizer: with another one, texts have other tokens."""
     serialised = turns.history.tokenizer.serialised
     return "" if serialised is None else blake2b(serialised.encode()).hexdigest()

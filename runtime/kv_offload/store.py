@@ -83,6 +83,7 @@ class Store(ABC):
         most_bytes: that are read for a request at a time, and copied into the pool in one step.
         most_loading: requests whose pages are read at the same time.
         in_stream: steps wait for what is read; else threads read.
+        copying: rate at which its rows are copied into the pool.
         saving: seconds that the engine's thread has spent on `save`.
         place: where it is, for people.
     """
@@ -95,7 +96,8 @@ class Store(ABC):
 
     def __init__(self, pool: KVPool, num_slots: int) -> None:
         self._pool, self.num_slots, self.page_bytes = pool, num_slots, pool.page_bytes
-        self.counters, self.reading, self.saving = Counters(), Rate(), 0.0
+        self.counters, self.saving = Counters(), 0.0
+        self.reading, self.copying = Rate(), Rate()
         self._lock = Lock()
 
     def stored(self) -> list[StoredPage]:
@@ -121,6 +123,11 @@ class Store(ABC):
     def read_seconds(self, size: int) -> float | None:
         """How long it takes to read so many bytes, as measured; None before anything was."""
         return self.reading.seconds(size)
+
+    def load_seconds(self, size: int) -> float | None:
+        """How long it takes to read so many bytes and to copy them into the pool, as measured."""
+        read, copy = self.read_seconds(size), self.copying.seconds(size)
+        return None if read is None or copy is None else read + copy
 
     def _count(self, **more: int) -> None:
         with self._lock:

@@ -35,7 +35,7 @@ def cpu_quota() -> float | None:
         else:
             names = "cpu.cfs_quota_us", "cpu.cfs_period_us"
             quota, period = (_text(folder / name) for name in names)
-        if quota.isdecimal() and int(period or 0) > 0:  # "max" and -1 are none
+        if quota.isdecimal() and period.isdecimal() and int(period) > 0:  # "max" and -1 are none
             quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
 
@@ -51,16 +51,21 @@ def _memory() -> Iterator[tuple[int, int]]:
         used = _text(folder / usage)
         if sizes and used.isdecimal():
             lines = (line.split() for line in _text(folder / "memory.stat").splitlines())
-            counts = {line[0]: int(line[1]) for line in lines if len(line) == 2}
+            counts = {
+                line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdecimal()
+            }
             kept = sum(counts.get(f"{stats}{kind}_file", 0) for kind in ("inactive", "active"))
             yield min(sizes), int(used) - kept
 
 
 def _groups(controller: str) -> Iterator[tuple[int, Path]]:
     """(version, folder) of each group that the process is in, and of their ancestors."""
-    groups = [line.split(":", 2) for line in _text(ROOT / "proc/self/cgroup").splitlines()]
+    lines = _text(ROOT / "proc/self/cgroup").splitlines()
+    groups = [line.split(":", 2) for line in lines if line.count(":") >= 2]
     for line in _text(ROOT / "proc/self/mountinfo").splitlines():
         mount, _, kind = (part.split() for part in line.partition(" - "))
+        if len(mount) < 5:
+            continue
         if kind[:1] == ["cgroup"] and controller in kind[-1].split(","):
             version, name = 1, controller
         elif kind[:1] == ["cgroup2"]:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from radixcache.errors import EngineStopped
 from radixcache.runtime.engine.listeners import AsyncJob, deliver_to
-from radixcache.runtime.engine.outputs import Delta, RequestOutput
-from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.worker import News, Worker
+from radixcache.runtime.outputs import Delta, RequestOutput
+from radixcache.runtime.request import Request
 from radixcache.runtime.server.http.errors import ApiError, as_api_error
 from radixcache.runtime.server.observe.metrics import Metrics
 from radixcache.runtime.server.observe.request_log import jobs_of_task

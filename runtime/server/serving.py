@@ -110,7 +110,7 @@ class Backend:
     @property
     def caches(self) -> bool:
         """Whether what is computed stays for others."""
-        return self.llm.cache.granularity > 0
+        return self.llm.cache.caches
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -12,16 +12,14 @@ from __future__ import annotations
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from radixcache.base import Tokens
+from radixcache.runtime.request import Sequence
 from radixcache.runtime.spec_decode.draft_length import SOURCES, DraftLength, Source
 from radixcache.runtime.spec_decode.suffix_index import MAX_MATCH, Segment, SuffixIndex
-
-if TYPE_CHECKING:
-    from radixcache.runtime.engine.request import Sequence
 
 MAX_DRAFT = 32
 """Tokens of a sequence in one step."""
@@ -49,7 +47,7 @@ Continue = Callable[[Tokens, Hashable, int], list[Tokens]]
 """Up to so many tokens that came after all of a text in a namespace, once or several times."""
 
 
-class DraftState:
+class _State:
     """What is known of one sequence; whatever is cut off, it is at worst a worse draft."""
 
     __slots__ = (
@@ -91,6 +89,7 @@ class DraftProposer:
     def __init__(self, continue_text: Continue, end_tokens: list[int]) -> None:
         self._continue, self._end_tokens = continue_text, frozenset(end_tokens)
         self.length = DraftLength()
+        self._states: WeakKeyDictionary[Sequence, _State] = WeakKeyDictionary()
         self.num_drafts: Counter[Source] = Counter()
         self.num_draft_tokens: Counter[Source] = Counter(dict.fromkeys(SOURCES, 0))
         self.num_accepted_tokens: Counter[Source] = Counter(dict.fromkeys(SOURCES, 0))
@@ -98,6 +97,12 @@ class DraftProposer:
         self._cost = 1e-5
         """Seconds that a look-up takes."""
         self.clear()
+
+    def _state(self, sequence: Sequence) -> _State:
+        state = self._states.get(sequence)
+        if state is None:
+            state = self._states[sequence] = _State()
+        return state
 
     def clear(self) -> None:
         """Forget all texts."""
@@ -108,7 +113,7 @@ class DraftProposer:
 
         A few tokens of a prompt wait until they are needed, or with them what is generated.
         """
-        state, lease = sequence.draft_state, sequence.lease
+        state, lease = self._state(sequence), sequence.lease
         if state.num_indexed is None:  # what is cached was indexed as it was computed
             state.num_indexed = lease.num_tokens if lease is not None else 0
         waits = sequence.num_computed < num_tokens < state.num_indexed + 512
@@ -144,7 +149,7 @@ class DraftProposer:
         offers: list[tuple[float, int]] = []
         for at, sequence in enumerate(sequences):
             found.append(draft := self._look_up(sequence, MAX_DRAFT))
-            state = sequence.draft_state
+            state = self._state(sequence)
             chances = self._chances(sequence, len(draft), threshold)
             state.is_idle = sum(chances) - threshold * len(chances) <= least_gain
             if not state.is_idle:
@@ -179,13 +184,13 @@ class DraftProposer:
         """Those that are looked up in this step: for which something was found the last time, and
         of the others as many as there is time for, in turns."""
         for sequence in sequences:
-            if sequence.draft_state.paths is None:
+            if self._state(sequence).paths is None:
                 self._find_paths(sequence)
         number = max(1, int(LOOK_UP_SHARE * min(self.length.step_seconds / self._cost, 1e9)))
         if number >= len(sequences):
             return sequences
-        idle = [sequence for sequence in sequences if sequence.draft_state.is_idle]
-        busy = [sequence for sequence in sequences if not sequence.draft_state.is_idle]
+        idle = [sequence for sequence in sequences if self._state(sequence).is_idle]
+        busy = [sequence for sequence in sequences if not self._state(sequence).is_idle]
         number = min(len(idle), max(1, number - len(busy)))
         self._turn += number
         start = self._turn % max(1, len(idle))
@@ -203,19 +208,19 @@ class DraftProposer:
         return gain > len(sequences) / 2
 
     def _chances(self, sequence: Sequence, count: int, least: float) -> list[float]:
-        state = sequence.draft_state
+        state = self._state(sequence)
         kind = state.source, sequence.request.params.temperature > 0
         return self.length.chances(kind, state.match, count, least)
 
     def _find_paths(self, sequence: Sequence) -> None:
-        state, room = sequence.draft_state, sequence.max_tokens - len(sequence.generated)
+        state, room = self._state(sequence), sequence.max_tokens - len(sequence.generated)
         state.paths = self._continue(sequence.tokens, sequence.request.namespace, room)
         state.path_start = len(sequence)
         state.is_idle = not state.paths
 
     def _look_up(self, sequence: Sequence, count: int) -> list[int]:
         """What may come next, and never more than the sequence may say before its last token."""
-        request, length, state = sequence.request, len(sequence), sequence.draft_state
+        request, length, state = sequence.request, len(sequence), self._state(sequence)
         count = min(count, sequence.max_tokens - len(sequence.generated) - 1)
         if count < 1 or sequence.scoring is not None:
             return []
@@ -250,7 +255,7 @@ class DraftProposer:
 
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Of a sequence's last draft, so many tokens were computed, and so many accepted."""
-        state, params = sequence.draft_state, sequence.request.params
+        state, params = self._state(sequence), sequence.request.params
         kind = state.source, params.temperature > 0
         self.length.learn(kind, state.match, accepted, accepted < drafted)
         self.num_drafts[state.source] += 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+from radixcache.runtime.tokens.tool_calls import MAX_DEPTH
+
 
 class MendedJson:
     """One object, whose strings have control characters escaped and whose missing brackets come.
@@ -53,7 +55,7 @@ class MendedJson:
         before = ""
         if sign in "{[":
             self._missing.append("}" if sign == "{" else "]")
-        elif sign in "]}" and sign in reversed(self._missing):
+        elif sign in "]}" and sign in self._missing[-MAX_DEPTH:]:  # deeper, none is read
             while (last := self._missing.pop()) != sign:
                 before += last
             self.done = not self._missing

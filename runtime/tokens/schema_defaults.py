@@ -80,7 +80,11 @@ def _complete(schema: Any, closes: bool) -> Any:
     closes = closes and {"patternProperties", "unevaluatedProperties"}.isdisjoint(found)
     named, required = found.get("properties"), found.get("required")
     required = required if isinstance(required, list) else []
-    if closes and isinstance(named, dict) and all(name in named for name in required):
+    if (
+        closes
+        and isinstance(named, dict)
+        and all(isinstance(name, str) and name in named for name in required)
+    ):
         found.setdefault("additionalProperties", False)
     return found
 

@@ -34,9 +34,12 @@ _Reading = Generator[None, None, Any]
 _THINK = shape(THINK)
 _ODD_HEAD = 32
 _ODD = re.compile(
-    r'\{\s*"(?:(?:arguments|parameters|type|function|id)"|name"\s*:\s*"[^"]{0,256}(?:"|\Z))'
+    r'\{\s{0,8}"(?:(?:arguments|parameters|type|function|id)"|'
+    r'name"\s{0,8}:\s{0,8}"[^"]{0,256}(?:"|\Z))'
 )
 """How an object begins that may be a call, after so many characters."""
+_READ_AGAIN = 1 << 19
+"""Characters of objects that were no calls after all: more, and only plain calls are found."""
 
 
 class MessageParser:
@@ -63,10 +66,13 @@ class MessageParser:
         self._thinking = thinking
         self._schemas = schemas or {}
         self._held = ""
+        self._space = ""
+        """Before the mark that has come: it is content again where the mark begins no call."""
         self._pieces: list[ParsedDelta] = []
         self._parsed: list[ParsedDelta] = []
         self._num_calls = 0
         self._after_mark = False
+        self._patience = _READ_AGAIN
         self._ended = self._cut = False
         self._reading = self._read()
 
@@ -116,7 +122,7 @@ class MessageParser:
             yield from self._calls(calls, 2)
         while (yield from self._until(calls.opener, "content")):
             if not (yield from self._calls(calls, 0)):
-                self._give("content", self._take(len(calls.opener)))
+                self._give("content", self._space + self._take(len(calls.opener)))
 
     def _calls(self, calls: ToolFormat, head: int) -> _Reading:
         """Calls one after the other, the first behind `calls.heads[head]`; whether there was one.
@@ -157,20 +163,23 @@ class MessageParser:
 
     def _odd_call(self, calls: ToolFormat, head: int) -> _Reading:
         """A call that is an object with other keys, or in another order: it comes as a whole."""
-        if not calls.begins or not (found := (yield from self._match(calls.begins[head]))):
+        if not calls.begins or self._patience < 0:
+            return False
+        if not (found := (yield from self._match(calls.begins[head]))):
             return False
         mended, text, at = MendedJson(calls.mark), "", found.end()
         while True:
             piece, taken = mended.feed(self._held[at:], self._ended and not self._cut)
             text, at = text + piece, at + taken
-            if mended.done or self._ended:
-                break
             if len(text) > _ODD_HEAD and not _ODD.match(text):
                 return False
+            if mended.done or self._ended:
+                break
             yield
         name, arguments = called_by(read_object(text) or {})
         known = name in self._schemas if calls.bare and head == 2 else is_name(name)
         if not known or arguments is None:
+            self._patience -= len(text)
             return False
         self._take(at)
         self._call(name)
@@ -215,7 +224,9 @@ class MessageParser:
             self._trim()
             at = self._held.find(mark)
             if at >= 0:
-                self._give(kind, self._take(at).rstrip())
+                before = self._take(at)
+                self._give(kind, before.rstrip())
+                self._space = before[len(before.rstrip()) :]
                 return True
             if self._ended:
                 self._give(kind, self._take(len(self._held)))

@@ -10,7 +10,7 @@ from radixcache import LLM
 from radixcache.runtime.engine.build import explain_and_draft
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer
-from radixcache.runtime.engine.request import Sequence
+from radixcache.runtime.request import Sequence
 from radixcache.runtime.spec_decode.draft_length import DraftLength, Kind
 from radixcache.runtime.spec_decode.proposer import DraftProposer
 
@@ -67,7 +67,8 @@ def drafting_llm() -> LLM:
 def speculate(engine: Engine, num_tokens: int = 4000) -> DraftProposer:
     """Let an engine draft as an `LLM` does, however much it costs."""
     explainer = Explainer(engine.cache, num_tokens)
-    explain_and_draft(engine.scheduler, explainer, engine.model.eos_token_ids)
+    scheduler, ends = engine.scheduler, engine.model.eos_token_ids
+    scheduler.proposer, scheduler.on_publish = explain_and_draft(explainer, ends)
     return draft_always(engine)
 
 

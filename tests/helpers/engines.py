@@ -20,12 +20,13 @@ from radixcache import HashBlockCache, NoCache, PagePool, PrefixCache, RadixCach
 from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.engine.engine import Engine
-from radixcache.runtime.engine.request import Request
+from radixcache.runtime.engine.logits_cache import PromptLogitsCache
 from radixcache.runtime.engine.scheduler import Policy, Scheduler
 from radixcache.runtime.engine.state_planner import StatePlanner
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.transformers_loading import load_transformers
+from radixcache.runtime.request import Request
 from radixcache.states import StateIndex
 from tests.helpers.models import MULTIMODAL
 
@@ -76,8 +77,18 @@ def make_engine(
     model = paged_model(path, layers)
     prefix_cache = CACHES[cache](PagePool(num_pages, page_size))
     states = StatePlanner(StateIndex(num_states), cache != "none") if num_states else None
-    scheduler = Scheduler(prefix_cache, max_num_batched_tokens, max_num_seqs, policy, states)
+    kept = logits_cache(prefix_cache, model.vocab_size, states)
+    scheduler = Scheduler(
+        prefix_cache, max_num_batched_tokens, max_num_seqs, policy, states, logits_cache=kept
+    )
     return Engine(model, model.allocate(num_pages, page_size, num_states), prefix_cache, scheduler)
+
+
+def logits_cache(
+    cache: PrefixCache, vocab_size: int, states: object = None
+) -> PromptLogitsCache | None:
+    """Where an engine over `cache` keeps logits, as `build_engine` has it."""
+    return PromptLogitsCache(vocab_size) if cache.full_prompt_hits and states is None else None
 
 
 def run(

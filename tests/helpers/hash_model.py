@@ -22,7 +22,7 @@ from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.engine.state_planner import StatePlanner
 from radixcache.runtime.model.paged_model import Unread
 from radixcache.states import StateIndex
-from tests.helpers.engines import CACHES
+from tests.helpers.engines import CACHES, logits_cache
 
 VOCAB = 29
 Ints = NDArray[np.integer]
@@ -144,8 +144,16 @@ def hash_engine(
     pool: Any = HashPool(num_pages, page_size, num_states)
     index = CACHES[cache](PagePool(num_pages, page_size))
     states = StatePlanner(StateIndex(num_states), cache != "none") if num_states else None
-    scheduler = Scheduler(index, max_num_batched_tokens, max_num_seqs, states=states)
+    kept = logits_cache(index, model.vocab_size, states)
+    scheduler = Scheduler(
+        index, max_num_batched_tokens, max_num_seqs, states=states, logits_cache=kept
+    )
     return Engine(model, pool, index, scheduler, **options)
+
+
+def force_no_tokens(engine: Engine) -> None:
+    """Let an engine compute each token that a grammar leaves no choice of in a step of its own."""
+    engine.output_processor._with_forced = lambda sequence, token: iter([token])  # type: ignore
 
 
 def assert_cached_is_computed(engine: Engine) -> None:

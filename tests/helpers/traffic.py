@@ -9,7 +9,7 @@ from typing import Any
 
 from radixcache import SamplingParams
 from radixcache.runtime.engine.engine import Engine
-from radixcache.runtime.engine.request import Request
+from radixcache.runtime.request import Request
 from tests.helpers.engines import assert_no_page_is_lost
 
 Asked = tuple[list[int], SamplingParams, str | None]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ class Machine:
         self.pool = PagePool(num_pages, page_size)
         self.cache = kind(self.pool)
         if budget is not None:
-            self.cache.pin_budget = budget
+            self.cache.pins.budget = budget
         self.model = MODELS[kind](num_pages, page_size)
         self.kv = KV(num_pages, page_size)
         self.counts = Counter[str]() if counts is None else counts
@@ -161,7 +162,9 @@ class Machine:
         self.never_more_than(wanted + copied)
         return True
 
-    def publish(self, request: Request, tokens: list[int], written: bool) -> None:
+    def publish(
+        self, request: Request, tokens: list[int], written: bool, loaded: bool = False
+    ) -> None:
         lease, start = self.leases[request], len(request.tokens)
         if not tokens or not self.make_room(request, start + len(tokens)):
             return
@@ -172,10 +175,14 @@ class Machine:
                 self.cache.publish(lease, tokens, written=written)
             return
         table = lease.page_table.copy()
+        publish: Callable[[Any, Any], None] = partial(self.cache.publish, written=written)
+        if loaded:
+            assert isinstance(self.cache, RadixCache)
+            publish = self.cache.load
         if written and self.model.follows_flight(request, tokens):
-            self.cache.publish(lease, tokens, written=True)
+            publish(lease, tokens)
             return
-        if not request.used:
+        if not request.used and not loaded:
             self.admit(request)
         if not written:
             if request.back is None:
@@ -187,7 +194,12 @@ class Machine:
         if written:
             self.write(request, start)
         self.model.publish(request, start, written)
-        self.cache.publish(lease, tokens, written=written)
+        publish(lease, tokens)
+        if loaded:
+            assert isinstance(self.model, TreeModel)
+            self.model.note_use(request)
+            request.cached = len(request.tokens)
+            self.stats.loaded_tokens += len(tokens)
         self.counts["tables repointed"] += bool((lease.page_table != table).any())
         self.counts["published as written"] += written
 
@@ -204,11 +216,11 @@ class Machine:
     def publish_nothing(self, request: Request) -> None:
         """A hit of the whole prompt is used from now on; any other has something to publish."""
         whole = request.cached == len(request.prompt)
-        if request.publishing or not whole:
+        if not whole:
             with pytest.raises(LeaseError):
-                self.cache.publish(self.leases[request], [], written=True)
+                self.cache.touch(self.leases[request])
             return
-        self.cache.publish(self.leases[request], [], written=True)
+        self.cache.touch(self.leases[request])
         if not request.used:
             self.admit(request)
 
@@ -231,7 +243,7 @@ class Machine:
             loaded = np.concatenate([store.slots[page.slot] for page in pages])
             names = names_of(None, request.prompt)[first * self.page_size : end]
             assert loaded[: len(names)].tolist() == names
-            self.publish(request, request.prompt[start:end], True)
+            self.publish(request, request.prompt[start:end], True, loaded=not request.used)
             self.counts[f"loads from tier {self.stores.index(store)}"] += 1
         tier.end_load(pages, loads * (len(request.tokens) - first * self.page_size))
 
@@ -354,12 +366,12 @@ class Machine:
     def pin(self, name: str, namespace: Hashable, tokens: list[int]) -> None:
         """What is cached and written stays; within the budget, and the share of a namespace."""
         size = self.cache.granularity
-        whole = tokens[: len(tokens) // size * size] if size else []
+        whole = tokens[: len(tokens) // size * size] if self.cache.caches else []
         may = len(whole) > 0 and self.model.written(namespace, whole) == len(whole)
         pages = self.table(namespace, whole) if may else []
         may &= (namespace, name) not in self.pins
-        may &= len({*pages, *self.pinned(namespace)}) <= (self.cache.pin_budget + 1) // 2
-        may &= len({*pages, *self.pinned(*NAMESPACES)}) <= self.cache.pin_budget
+        may &= len({*pages, *self.pinned(namespace)}) <= (self.cache.pins.budget + 1) // 2
+        may &= len({*pages, *self.pinned(*NAMESPACES)}) <= self.cache.pins.budget
         if not may:
             self.counts["pins refused"] += 1
             before = self.seen()
@@ -455,7 +467,7 @@ class Machine:
     def seen(self) -> object:
         """What a call that is refused must leave alone."""
         leases = [(lease.num_tokens, lease.page_table.tolist()) for lease in self.leases.values()]
-        return self.pool.refs.tolist(), leases, self.cache.pins, vars(self.cache.stats).copy()
+        return self.pool.refs.tolist(), leases, {**self.cache.pins}, vars(self.cache.stats).copy()
 
     def pinned(self, *namespaces: Hashable) -> set[int]:
         pins = [pin for (namespace, _), pin in self.pins.items() if namespace in namespaces]
@@ -476,9 +488,9 @@ class Machine:
         assert cache.stats == self.stats
         assert cache.idle == (not model.holds) and cache.in_flight == bool(self.flight)
         assert cache.pins == {key: len(pin.tokens) for key, pin in self.pins.items()}
-        assert cache.pinned_pages == len(self.pinned(*NAMESPACES))
+        assert cache.pins.num_pages == len(self.pinned(*NAMESPACES))
         for namespace in NAMESPACES:
-            assert cache.pinned_pages_of(namespace) == len(self.pinned(namespace))
+            assert cache.pins.num_pages_of(namespace) == len(self.pinned(namespace))
         for pin in self.pins.values():
             assert model.cached(pin.namespace, pin.tokens) == len(pin.tokens)
         held = self.pinned(*NAMESPACES)

@@ -300,9 +300,12 @@ class TreeModel(Model):
     def release(self, request: Request) -> None:
         super().release(request)
         if request.used:
-            self.clock += 1
-            for name in request.names:
-                self.positions[name].last_use = self.clock
+            self.note_use(request)
+
+    def note_use(self, request: Request) -> None:
+        self.clock += 1
+        for name in request.names:
+            self.positions[name].last_use = self.clock
 
     def evict(self, count: int) -> int | None:
         return None

@@ -262,7 +262,10 @@ def test_both_tiers_hold_what_one_lru_cache_of_both_sizes_would(seed: int) -> No
         hits += hit
         tier.begin_load(stored)
         cache.reserve(lease, 1)
-        cache.publish(lease, [] if lease.num_tokens else [token], written=True)
+        if lease.num_tokens:
+            cache.touch(lease)
+        else:
+            cache.publish(lease, [token], written=True)
         tier.end_load(stored, len(stored))
         cache.release(lease)
         cache.check()

@@ -95,6 +95,6 @@ def test_an_empty_salt_is_none_in_every_cache(kind: Callable[[PagePool], PrefixC
     put(cache, TOKENS, "")
     assert cache.match(TOKENS) == cache.match(TOKENS, "") == 8
     cache.pin("a", TOKENS[:8], "")
-    assert cache.pins == {(None, "a"): 8} and cache.pinned_pages_of("") == 4
+    assert cache.pins == {(None, "a"): 8} and cache.pins.num_pages_of(None) == 4
     cache.unpin("a")
     assert cache.match(TOKENS, "b") == 0

@@ -11,7 +11,7 @@ import pytest
 from radixcache import LLM, SamplingParams
 from radixcache.errors import ContextExceeded
 from radixcache.runtime.cli import main
-from radixcache.runtime.engine.outputs import MIN_REPEATED, MIN_REPEATS, find_repetition
+from radixcache.runtime.outputs import MIN_REPEATED, MIN_REPEATS, find_repetition
 from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.serving import Backend
 from radixcache.runtime.server.settings import read_settings

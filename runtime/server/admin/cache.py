@@ -76,7 +76,7 @@ async def view_cache(
     def look() -> tuple[str, dict[str, Any], list[RecentRequest], Picture | None]:
         stats = _statistics(backend)
         # Between steps only pins, flushes and aborts change anything, and these the rest tells.
-        tag = f'"{_digest((backend.created, worker.num_steps, stats, cache.pins, wanted))}"'
+        tag = f'"{_digest((backend.created, worker.num_steps, stats, {**cache.pins}, wanted))}"'
         picture = None if tag == if_none_match else cache.outline().draw(wanted)
         return tag, stats, [*backend.metrics.recent], picture
 
@@ -116,7 +116,7 @@ def _statistics(backend: Backend) -> dict[str, Any]:
         "hit_rate": cache.stats.hit_rate,
         "pages": cache.pool.num_pages,
         "free_pages": cache.pool.num_free,
-        "pinned_pages": cache.pinned_pages,
+        "pinned_pages": cache.pins.num_pages,
         "tiers": [
             {"medium": tier.medium, "pages": tier.num_slots, "used_pages": len(tier)}
             for tier in ([] if cache.lower is None else cache.lower.chain())
@@ -197,7 +197,7 @@ async def list_prefixes(backend: BackendDep) -> CachePrefixList:
     """All pinned prefixes."""
     llm = backend.llm
     prefixes, pinned = await backend.jobs.call(
-        lambda: (llm.prefixes.list(), llm.cache.pinned_pages)
+        lambda: (llm.prefixes.list(), llm.cache.pins.num_pages)
     )
     return CachePrefixList(
         data=[
@@ -205,7 +205,7 @@ async def list_prefixes(backend: BackendDep) -> CachePrefixList:
             for prefix in prefixes
         ],
         pinned_pages=pinned,
-        budget_pages=llm.cache.pin_budget,
+        budget_pages=llm.cache.pins.budget,
     )
 
 

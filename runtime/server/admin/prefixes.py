@@ -46,12 +46,12 @@ async def list_prefixes(backend: BackendDep, cache_salt: CacheSalt = None) -> Pr
     """The pinned prefixes of a salt."""
     llm = backend.llm
     prefixes, pinned = await backend.jobs.call(
-        lambda: (llm.prefixes.list(), llm.cache.pinned_pages_of(cache_salt))
+        lambda: (llm.prefixes.list(), llm.cache.pins.num_pages_of(cache_salt))
     )
     return PrefixList(
         data=[describe(prefix) for prefix in prefixes if prefix.cache_salt == cache_salt],
         pinned_pages=pinned,
-        budget_pages=llm.cache.pin_share,
+        budget_pages=llm.cache.pins.share,
     )
 
 

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from radixcache.base import Tokens, as_tokens
 from radixcache.errors import EngineStopped, InvalidRequest
 from radixcache.nodes import common_length
-from radixcache.runtime.engine.outputs import RequestOutput
+from radixcache.runtime.outputs import RequestOutput
 from radixcache.runtime.server.api.chat_turn import begin, turn_of
 from radixcache.runtime.server.api.content_blocks import BlockExchange, Part, Step
 from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE, event

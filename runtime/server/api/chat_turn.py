@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from radixcache.errors import InvalidRequest
-from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestOutput
+from radixcache.runtime.outputs import CompletionOutput, Delta, RequestOutput
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sampling.structured_outputs import StructuredOutputsParams
 from radixcache.runtime.server.http.bodies import on_thread

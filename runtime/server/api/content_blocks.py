@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from radixcache.runtime.engine.outputs import RequestOutput
+from radixcache.runtime.outputs import RequestOutput
 from radixcache.runtime.server.api.chat_turn import Answers
 from radixcache.runtime.server.api.generation import JSON, B, Exchange, extension
 from radixcache.runtime.server.api.response_store import (

@@ -15,8 +15,8 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from radixcache.runtime.engine.explain import Loaded, Miss
-from radixcache.runtime.engine.outputs import Delta, RequestOutput, find_repetition
+from radixcache.runtime.explanation import Loaded, Miss
+from radixcache.runtime.outputs import Delta, RequestOutput, find_repetition
 from radixcache.runtime.server.http.errors import ApiError, as_api_error
 from radixcache.runtime.server.jobs import Job, Prefilled, PromptDelta
 from radixcache.runtime.server.protocol.openai import GenerationRequest

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestOutput
+from radixcache.runtime.outputs import CompletionOutput, Delta, RequestOutput
 from radixcache.runtime.server.api.chat_turn import Answers, begin, turn_of
 from radixcache.runtime.server.api.generation import (
     JSON,

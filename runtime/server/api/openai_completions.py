@@ -10,7 +10,7 @@ import numpy as np
 from fastapi import APIRouter, Request
 
 from radixcache.base import TokensLike, as_tokens
-from radixcache.runtime.engine.outputs import CompletionOutput, Delta, RequestOutput
+from radixcache.runtime.outputs import CompletionOutput, Delta, RequestOutput
 from radixcache.runtime.server.api.generation import (
     JSON,
     STREAM_RESPONSE,

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 
-from radixcache.runtime.engine.outputs import RequestOutput
+from radixcache.runtime.outputs import RequestOutput
 from radixcache.runtime.server.api.chat_turn import begin, turn_of
 from radixcache.runtime.server.api.content_blocks import BlockExchange, Part, Step
 from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE, event, usage

@@ -14,7 +14,7 @@ from fastapi import Depends, Request
 
 from radixcache.base import Tokens
 from radixcache.nodes import common_length
-from radixcache.runtime.kv_offload.session import RESPONSE
+from radixcache.runtime.kv_offload.notes import RESPONSE, ResponseNote
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.server.protocol.responses import split_system
 from radixcache.runtime.server.protocol.turn import Turn
@@ -101,15 +101,13 @@ class ResponseStore:
         for name, note in notes.items() if notes.get("serving") == str(now) else ():
             if not name.startswith(RESPONSE):
                 continue
-            messages, tools, template_kwargs, prompt, conversation, response = json.loads(note)
+            kept = ResponseNote(*json.loads(note))
+            tools = tuple(Tool(**tool) for tool in kept.tools)
             turn = Turn(
-                messages,
-                SamplingParams(),
-                tuple(Tool(**tool) for tool in tools),
-                template_kwargs=template_kwargs,
+                kept.messages, SamplingParams(), tools, template_kwargs=kept.template_kwargs
             )
-            tokens = np.array(prompt, np.int32)
-            entry = StoredResponse(turn, tokens, conversation, response)
+            tokens = np.array(kept.prompt, np.int32)
+            entry = StoredResponse(turn, tokens, kept.conversation, kept.response)
             self.keep(name.removeprefix(RESPONSE), entry, is_saved=True)
 
     def _save(self, name: str, entry: StoredResponse, text: str) -> Future[object] | None:
@@ -131,10 +129,12 @@ class ResponseStore:
 
 
 def _spell(entry: StoredResponse) -> str:
-    """All of it that lasts, as JSON."""
+    """The entry's `ResponseNote`."""
     turn, prompt = entry.turn, entry.prompt.tolist()
-    what = turn.messages, turn.tools, {**turn.template_kwargs}, prompt
-    return json.dumps((*what, entry.conversation, entry.response), default=vars)
+    tools, settings = [vars(tool) for tool in turn.tools], {**turn.template_kwargs}
+    return json.dumps(
+        ResponseNote(turn.messages, tools, settings, prompt, entry.conversation, entry.response)
+    )
 
 
 def _store_of(request: Request) -> ResponseStore:

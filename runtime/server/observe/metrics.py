@@ -16,7 +16,7 @@ from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
-from radixcache.runtime.engine.request import Request
+from radixcache.runtime.request import Request
 from radixcache.runtime.server.protocol.answers import RecentRequest
 from radixcache.runtime.spec_decode.draft_length import SOURCES
 from radixcache.runtime.spec_decode.proposer import DraftProposer
@@ -172,7 +172,7 @@ def engine_metrics(llm: LLM) -> list[Metric]:
     """The engine as it is, read on its thread; no counter ever goes back, not even at a flush.
     O(leased pages)."""
     engine, cache, scheduler = llm.engine, llm.cache, llm.engine.scheduler
-    stats, pool, kept = engine.lifetime_stats, cache.pool, scheduler.kept
+    stats, pool, kept = engine.lifetime_stats, cache.pool, scheduler.logits_cache
     leased, used = cache.leased_pages, pool.num_pages - pool.num_free
     counters: dict[str, tuple[str, float]] = {
         "requests_started": ("Requests that began to run.", stats.requests),
@@ -188,14 +188,14 @@ def engine_metrics(llm: LLM) -> list[Metric]:
         "evicted_pages": ("Pages evicted.", stats.evicted_pages),
         "copied_pages": ("Half-filled pages copied at a branch.", stats.copied_pages),
     }
-    lower, levels = [], [] if llm.offload is None else llm.offload.levels
-    if levels:
+    lower, tiers = [], [] if llm.offload is None else llm.offload.tiers
+    if tiers:
         help_text = "Hit tokens that came up from host memory or disk."
         counters["loaded_tokens"] = help_text, stats.loaded_tokens
-    for level in levels:
-        tier, medium = level.tier, level.tier.medium
+    for tier in tiers:
+        medium = tier.medium
         where = _MEDIA[medium]
-        for name, count in level.store.counters._asdict().items():
+        for name, count in tier.store.counters._asdict().items():
             counters[f"{medium}_{name}"] = (_LOWER[name].format(where), count)
         evicted = f"KV pages that {where} had no room for.", tier.num_evicted
         counters[f"{medium}_evicted_pages"] = evicted
@@ -217,7 +217,7 @@ def engine_metrics(llm: LLM) -> list[Metric]:
     )
     for reason, count in llm.explainer.missed_tokens.items():
         missed.add_metric([reason], count)
-    pages = {"used": used, "free": pool.num_free, "leased": leased, "pinned": cache.pinned_pages}
+    pages = {"used": used, "free": pool.num_free, "leased": leased, "pinned": cache.pins.num_pages}
     states = scheduler.states.index.counts if scheduler.states is not None else {}
     return [
         *(CounterMetricFamily(f"radixcache_{n}", t, value=v) for n, (t, v) in counters.items()),

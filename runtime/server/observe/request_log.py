@@ -9,20 +9,18 @@ import time
 from contextlib import suppress
 from contextvars import ContextVar
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from radixcache.runtime.engine.listeners import AsyncJob
 from radixcache.runtime.server.http.errors import as_api_error
-
-if TYPE_CHECKING:
-    from radixcache.runtime.server.jobs import Job
 
 REQUEST_ID = "X-Request-Id"
 
-jobs_of_task: ContextVar[list[Job]] = ContextVar("jobs_of_task")
+jobs_of_task: ContextVar[list[AsyncJob]] = ContextVar("jobs_of_task")
 """Where a task sets it, the jobs that it submits are listed: they are one HTTP request's."""
 
 _log = logging.getLogger(__name__)
@@ -50,7 +48,7 @@ class RequestLog:
         request_id = Headers(scope=scope).get(REQUEST_ID, "")
         if not re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", request_id):
             request_id = uuid4().hex
-        jobs: list[Job] = scope.setdefault("radixcache.jobs", [])  # a replica looks there, too
+        jobs: list[AsyncJob] = scope.setdefault("radixcache.jobs", [])  # a replica looks there, too
         jobs_of_task.set(jobs)
 
         async def send_with_id(message: Message) -> None:
@@ -73,7 +71,7 @@ class RequestLog:
 
 
 def _print_line(
-    scope: Scope, request_id: str, status: int, seconds: float, jobs: list[Job]
+    scope: Scope, request_id: str, status: int, seconds: float, jobs: list[AsyncJob]
 ) -> None:
     """`status` is 0 if the client was gone before there was an answer."""
     line: dict[str, Any] = {

@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from radixcache import __version__
-from radixcache.runtime.engine.request import Request
+from radixcache.runtime.request import Request
 
 CLOSE_SECONDS = 3.0
 """For a collector to take the last spans."""

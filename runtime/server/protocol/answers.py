@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from radixcache.runtime.engine.explain import Reason
+from radixcache.runtime.explanation import Reason
 from radixcache.runtime.server.protocol.fields import Body
 from radixcache.snapshot import Folded
 

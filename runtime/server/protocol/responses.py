@@ -40,6 +40,11 @@ JSON = dict[str, Any]
 SHELL = "local_shell"
 """What the model is told that the tool of this type is called."""
 
+HOSTED_CALLS = frozenset(
+    f"{kind}_call" for kind in ("web_search", "file_search", "code_interpreter", "image_generation")
+)
+"""Items of what OpenAI's servers ran."""
+
 _TEXTS = "input_text", "output_text", "reasoning_text", "summary_text", "text"
 
 
@@ -287,6 +292,16 @@ class ResponsesRequest(TurnRequest, StrictModel):
     metadata: Metadata | None = None
     prompt_cache_options: CacheOptions | None = None
     explain: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_hosted_calls(cls, data: Any) -> Any:
+        """Calls that OpenAI's servers ran have no effect, as their tools have none."""
+        if not isinstance(data, dict) or not isinstance(given := data.get("input"), list):
+            return data
+        kinds = ((item.get("type") if isinstance(item, dict) else None) for item in given)
+        pairs = zip(given, kinds, strict=True)
+        return {**data, "input": [item for item, kind in pairs if str(kind) not in HOSTED_CALLS]}
 
     @property
     def compared(self) -> str | None:

@@ -23,7 +23,7 @@ from radixcache import (
     StructuredOutputsParams,
 )
 from radixcache.runtime.engine.explain import Explainer
-from radixcache.runtime.engine.request import Request
+from radixcache.runtime.request import Request
 from radixcache.runtime.sampling.grammar import GrammarBackend
 from tests.helpers.drafts import speculate
 from tests.helpers.engines import assert_no_page_is_lost
@@ -120,7 +120,7 @@ class Run:
         if isinstance(self.engine.cache, RadixCache) and not states and rng.random() < 0.5:
             attach(self.engine, MemoryStore(self.engine.kv_pool), rng.choice([9, 200]))
         self.model: Any = self.engine.model
-        self.engine._runs_ahead = not states and rng.random() < 0.5
+        self.engine.overlap = not states and rng.random() < 0.5
         if states or rng.random() < 0.3:
             explainer = Explainer(self.engine.cache, 400)
             self.engine.scheduler.on_publish = lambda s, n: explainer.remember(s.tokens[:n])

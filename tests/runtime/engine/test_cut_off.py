@@ -66,11 +66,12 @@ def test_a_cache_cut_off_half_way_says_so_until_it_recovers(
 
 
 CHANGES: dict[str, tuple[Any, ...]] = {
-    "acquire": ([1],), "reserve": (None, 1), "publish": (None, [1]), "commit": (), "rollback": (),
-    "release": (None,), "evict": (1,), "pin": ("a", [1]), "unpin": ("a",), "reset": (),
+    "acquire": ([1],), "reserve": (None, 1), "publish": (None, [1]), "touch": (None,),
+    "commit": (), "rollback": (), "release": (None,), "evict": (1,),
+    "pin": ("a", [1]), "unpin": ("a",), "reset": (),
 }  # fmt: skip
 LOOKS: dict[str, tuple[Any, ...]] = {
-    "match": ([1, 2],), "cached_length": ([1],), "would_evict": (1,), "pinned_pages_of": (None,),
+    "match": ([1, 2],), "cached_length": ([1],), "would_evict": (1,),
     "pinned_pages_beside": ([1],), "outline": (), "snapshot": (),
 }  # fmt: skip
 
@@ -94,7 +95,7 @@ def test_while_a_cache_is_broken_it_refuses_changes_and_answers_the_rest(
 
     cache.events.append(fail)
     with pytest.raises(MemoryError):  # of `NoCache` nothing is ever evicted
-        cache.evict(1) if cache.granularity else cache.reset()
+        cache.evict(1) if cache.caches else cache.reset()
     for name, arguments in CHANGES.items():
         with pytest.raises(CacheBroken):
             getattr(cache, name)(*arguments)
@@ -115,14 +116,14 @@ def test_recovery_keeps_what_was_written_and_what_is_pinned(kind: type[RadixCach
         if lease is done:
             cache.commit()
     cache.release(done)
-    if cache.granularity:
+    if cache.caches:
         cache.pin("kept", range(8))
     cache.recover()
     cache.check()
     assert going.released and not cache.broken
-    assert cache.cached_length(range(8)) == (8 if cache.granularity else 0)
+    assert cache.cached_length(range(8)) == (8 if cache.caches else 0)
     assert cache.cached_length(range(8, 20)) == 0
-    assert cache.pins == ({(None, "kept"): 8} if cache.granularity else {})
+    assert cache.pins == ({(None, "kept"): 8} if cache.caches else {})
 
 
 def test_a_second_thread_is_refused_in_one_sentence() -> None:

@@ -13,8 +13,8 @@ import pytest
 
 from radixcache import InvalidRequest, SamplingParams
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
-from radixcache.runtime.engine.request import Request
 from radixcache.runtime.model.decoder import Decoder
+from radixcache.runtime.request import Request
 from tests.helpers.cover import covering, seeds
 from tests.helpers.engines import (
     Layers,
@@ -83,7 +83,7 @@ def test_greedy_tokens_equal_plain_transformers_cold_and_warm_with_any_cache_and
     longest = max(map(len, asked)) + NEW_TOKENS
     num_pages = -(-longest // page_size) + 3 if tight else 512
     engine = make_engine(path, mode, page_size, num_pages, chunk, layers=layers)
-    engine._runs_ahead = ahead
+    engine.overlap = ahead
     by_transformers = layers == "stock" or family in ("gemma3_text", "deepseek_v3")
     assert isinstance(engine.model, Decoder) is not by_transformers
     for _ in range(2):
@@ -150,7 +150,7 @@ def test_random_arrivals_aborts_and_failures_lose_nothing(
     """Requests come, hang up and meet failing steps; the rest get the tokens they would get."""
     rng, path = random.Random(seed), model_path(folder, family)
     engine = make_engine(path, mode, page_size=4, num_pages=35, max_num_batched_tokens=20)
-    engine._runs_ahead = ahead
+    engine.overlap = ahead
 
     def ask(_: object) -> Asked:  # part of a known prompt, and something new
         known = rng.choice(prompts(250))
@@ -208,7 +208,7 @@ def test_pinned_pages_count_when_a_request_comes(folder: Path, mode: str) -> Non
     path, pinned = model_path(folder, "llama"), list(range(40))
     engine = make_engine(path, mode, page_size=4, num_pages=20)
     run(engine, [pinned], SamplingParams(temperature=0, max_tokens=1))
-    engine.cache.pin_budget = 20
+    engine.cache.pins.budget = 20
     engine.cache.pin("system", pinned)
     other = prompts(250)[0][:20]
     # What goes on from the prefix shares its pages, but for one that it goes on from in mid-page.
@@ -227,7 +227,7 @@ def test_a_request_that_pins_leave_no_room_for_fails_alone(folder: Path) -> None
     path = model_path(folder, "llama")
     engine = make_engine(path, page_size=4, num_pages=20)
     run(engine, [list(range(40))], SamplingParams(temperature=0, max_tokens=1))
-    engine.cache.pin_budget = 20
+    engine.cache.pins.budget = 20
     big, small = prompts(250)[0], prompts(250)[3]
     failing = engine.add_request(big, GREEDY)
     engine.cache.pin("system", list(range(40)))  # only now

@@ -21,7 +21,8 @@ from radixcache import (
 )
 from radixcache.base import as_tokens
 from radixcache.events import Evicted, Stored
-from radixcache.runtime.engine.explain import Explainer, Miss, find_rejoin, table_of
+from radixcache.runtime.engine.explain import Explainer, find_rejoin, table_of
+from radixcache.runtime.explanation import Miss
 
 SEED = 20_261_120
 NAMESPACES: tuple[Hashable, ...] = (None, "a", "b")

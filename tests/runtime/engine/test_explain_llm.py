@@ -20,8 +20,9 @@ from radixcache import (
     SamplingParams,
 )
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
-from radixcache.runtime.engine.explain import Explainer, Miss
-from radixcache.runtime.engine.request import Request
+from radixcache.runtime.engine.explain import Explainer
+from radixcache.runtime.explanation import Miss
+from radixcache.runtime.request import Request
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.helpers.engines import finish
 from tests.helpers.models import BYTES_PER_TOKEN

@@ -20,11 +20,11 @@ from radixcache import (
 )
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.engine.engine import Engine
-from radixcache.runtime.engine.request import Request
+from radixcache.runtime.request import Request
 from radixcache.runtime.sampling.grammar import GrammarBackend
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.helpers.engines import assert_no_page_is_lost, finish
-from tests.helpers.hash_model import HashModel, hash_engine, logits_after
+from tests.helpers.hash_model import HashModel, force_no_tokens, hash_engine, logits_after
 from tests.helpers.schemas import random_schema
 
 SEED = 20_261_122
@@ -68,7 +68,8 @@ def make_engine(*, forces: bool = True, num_pages: int = 1000, tokens: int = 200
         model=HashModel(VOCAB, EOS), decode=text.decode,
         encode=lambda word: text.encode(word, special=False), grammar_backend=grammar_backend(),
     )  # fmt: skip
-    engine.output_processor.forces_tokens = forces
+    if not forces:
+        force_no_tokens(engine)
     return engine
 
 

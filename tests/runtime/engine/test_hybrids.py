@@ -14,8 +14,8 @@ from packaging import version
 
 from radixcache import LLM, InvalidRequest, ModelError, SamplingParams
 from radixcache.runtime.engine.engine import Engine
-from radixcache.runtime.engine.request import Request
 from radixcache.runtime.model import transformers_model
+from radixcache.runtime.request import Request
 from tests.helpers.cover import seeds
 from tests.helpers.engines import finish, generated, is_greedy, make_engine, plain_greedy
 from tests.helpers.hash_model import VOCAB, greedy, hash_engine

@@ -33,8 +33,8 @@ def make_engine(cache: str = "radix", page_size: int = 4, **options: int) -> Eng
 
 
 def kept_by(engine: Engine) -> PromptLogitsCache:
-    assert engine.scheduler.kept is not None
-    return engine.scheduler.kept
+    assert engine.scheduler.logits_cache is not None
+    return engine.scheduler.logits_cache
 
 
 @contextmanager
@@ -140,4 +140,4 @@ def test_the_other_modes_keep_no_logits_and_compute_the_last_token(cache: str) -
     assert tokens == [greedy(prompt, 1)]
     assert computed == (4 if cache == "hash-block" else 16)
     engine.reset_cache()
-    assert engine.scheduler.kept is None and engine.match(prompt) == 0
+    assert engine.scheduler.logits_cache is None and engine.match(prompt) == 0

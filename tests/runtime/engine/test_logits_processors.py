@@ -15,11 +15,11 @@ from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProce
 from radixcache import InvalidRequest, SamplingParams
 from radixcache.base import as_tokens
 from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.logits_processors import LogitsProcessors
 from radixcache.runtime.engine.output_processor import NOT_A_NUMBER
-from radixcache.runtime.engine.request import Request, Sequence
-from radixcache.runtime.sampling.logits_processors import LogitsProcessors
+from radixcache.runtime.engine.rows import Row
+from radixcache.runtime.request import Request, Sequence
 from radixcache.runtime.sampling.penalties import NOTHING_LEFT, PenaltyState
-from radixcache.runtime.sampling.rows import Row
 from radixcache.runtime.spec_decode.proposer import NO_TOKENS
 from tests.helpers import engines
 from tests.helpers.engines import assert_no_page_is_lost, finish, generated, plain_model
@@ -173,7 +173,7 @@ def test_transformers_processors_agree() -> None:
 
 def make_engine(path: Path, *, ahead: bool = False, **options: Any) -> Engine:
     engine = engines.make_engine(path, **options)
-    engine._encode, engine._runs_ahead = encode, ahead
+    engine._encode, engine.overlap = encode, ahead
     return engine
 
 

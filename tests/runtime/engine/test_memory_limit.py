@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from radixcache import InvalidRequest, PinError, SamplingParams
-from radixcache.runtime.engine.request import Request, Sequence
 from radixcache.runtime.engine.scheduler import NO_ROOM, Scheduler
+from radixcache.runtime.request import Request, Sequence
 from tests.helpers.cover import seeds
 from tests.helpers.drafts import speculate
 from tests.helpers.engines import CACHES, assert_no_page_is_lost, finish
@@ -36,7 +36,7 @@ class AtTheLimit:
         kind = rng.choice(KINDS)
         self.engine = hash_engine(kind, self.page_size, self.num_pages, budget, running, states)
         self.engine.scheduler.fail = self.fail  # type: ignore[method-assign]
-        self.engine._runs_ahead = not states and rng.random() < 0.5
+        self.engine.overlap = not states and rng.random() < 0.5
         if kind == "radix" and not states and rng.random() < 0.3:
             attach(self.engine, MemoryStore(self.engine.kv_pool), rng.choice([4, 200]))
         if not states and rng.random() < 0.3:
@@ -128,7 +128,7 @@ class AtTheLimit:
         model: Any = self.engine.model
         assert not model.unwritten and not getattr(model, "wrong_states", 0)
         assert_cached_is_computed(self.engine)
-        for namespace, name in self.engine.cache.pins:
+        for namespace, name in [*self.engine.cache.pins]:
             self.engine.cache.unpin(name, namespace)
         assert_no_page_is_lost(self.engine)
         self.seen["preempted"] += self.engine.scheduler.num_preemptions

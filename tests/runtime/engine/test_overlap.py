@@ -33,7 +33,7 @@ from tests.helpers.pretend_cuda import CUDA, pretend_cuda
 def make_quick_engine(path: Path, monkeypatch, **options) -> Engine:
     """An engine whose model says token 7 at once, whatever it is given."""
     engine = engines.make_engine(path, **options)
-    engine._runs_ahead = True
+    engine.overlap = True
     logits = torch.zeros(64, engine.model.vocab_size).index_fill_(1, torch.tensor([7]), 1.0)
     monkeypatch.setattr(
         engine.model, "forward", lambda tokens, batch, rows, *_: logits[: len(rows)]
@@ -93,7 +93,7 @@ def test_out_of_pages_ahead_ends_the_run_ahead_and_puts_the_newest_back(path, mo
 def test_a_token_that_never_came_is_not_cached(cache) -> None:
     """The step that fails was launched, and one behind it, which counts the token of the first."""
     engine = hash_engine(cache)
-    engine._runs_ahead = True
+    engine.overlap = True
     params = SamplingParams(allowed_token_ids=[5], stop_token_ids=[5], min_tokens=1, max_tokens=9)
     prompt = [*range(20), *range(20)]
     request = engine.add_request(prompt, params)
@@ -131,7 +131,7 @@ def fuzz(seed: int, num_requests: int) -> Counter[str]:
         engine = hash_engine(
             kind, page_size, num_pages, rng.choice([9, 60, 200]), running, model=model
         )
-        assert engine._runs_ahead
+        assert engine.overlap
         if rng.random() < 0.3:
             speculate(engine, 400)
         texts, live = [[0, 1, 2]], list[Any]()

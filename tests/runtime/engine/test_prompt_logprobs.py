@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from radixcache import InvalidRequest, SamplingParams
-from radixcache.runtime.engine.request import Request
+from radixcache.runtime.request import Request
 from radixcache.runtime.sampling import prompt_logprobs
 from tests.helpers.cover import covering
 from tests.helpers.engines import (

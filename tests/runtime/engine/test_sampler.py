@@ -10,8 +10,8 @@ import torch
 
 from radixcache import SamplingParams
 from radixcache.kernels.likeliest import KeepLikeliest, by_sort, choose_filter
-from radixcache.runtime.sampling import sampler
-from radixcache.runtime.sampling.sampler import sample
+from radixcache.runtime.engine import sampler
+from radixcache.runtime.engine.sampler import sample
 
 SEED = 20_261_125
 GREEDY = SamplingParams(temperature=0)

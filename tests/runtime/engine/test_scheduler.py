@@ -18,8 +18,8 @@ from radixcache import PinError, SamplingParams
 from radixcache.bench.replay.play import IndexEngine
 from radixcache.bench.schemes.named import parse_scheme
 from radixcache.errors import OutOfPages
-from radixcache.runtime.engine.request import Request
 from radixcache.runtime.engine.scheduler import DECODE_AHEAD, LOOK_AHEAD, MAX_SKIPS, Scheduler
+from radixcache.runtime.request import Request
 from tests.helpers.cover import seeds
 
 PROMPT = np.arange(60, dtype=np.int32)

@@ -15,10 +15,10 @@ import torch
 from radixcache import RadixCache, SamplingParams
 from radixcache.pages import Pages
 from radixcache.runtime.engine.engine import Engine
-from radixcache.runtime.engine.request import Request
 from radixcache.runtime.kv_offload.disk import DiskStore
-from radixcache.runtime.kv_offload.loads import Level, Loads
+from radixcache.runtime.kv_offload.loads import Loads
 from radixcache.runtime.kv_offload.store import Store
+from radixcache.runtime.request import Request
 from radixcache.stored import StoredPage, StoredPages
 from radixcache.tier import LowerTier
 from tests.helpers.engines import generated
@@ -58,7 +58,7 @@ def attach(engine: Engine, store: Store, slots: int) -> LowerTier:
     cache, pool = engine.cache, engine.kv_pool
     assert isinstance(cache, RadixCache)
     tier = cache.lower = LowerTier(slots, cache.page_size, store)
-    engine.scheduler.loads = Loads(cache, [Level(tier, store)], pool)
+    engine.scheduler.loads = Loads(cache, pool)
     engine.scheduler.loads.note_step = lambda *_: None  # type: ignore[method-assign]
     return tier
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from radixcache import PagePool, RadixCache, SamplingParams
 from radixcache.kernels.upload import send
 from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.logits_cache import PromptLogitsCache
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.kv_offload.disk import DiskStore
 from radixcache.runtime.kv_offload.host import HostStore
@@ -135,11 +136,15 @@ class Pinned:
         for keys, values in pool.layers:
             keys.fill_(-1), values.fill_(-1)
         model: Any = DeviceHashModel()
-        scheduler = Scheduler(cache, max_num_batched_tokens, max_num_seqs)
+        scheduler = Scheduler(
+            cache, max_num_batched_tokens, max_num_seqs,
+            logits_cache=PromptLogitsCache(model.vocab_size),
+        )  # fmt: skip
         self.engine = Engine(model, pool, cache, scheduler)
         disk = None if folder is None else DiskStore(folder, pool, on_disk)
         self.offload = Offload(cache, pool, HostStore(slots * pool.page_bytes, pool), disk)
-        self.store, self.tier = self.offload.levels[0].store, self.offload.levels[0].tier
+        self.tier = self.offload.tiers[0]
+        self.store = self.tier.store
         calls: list[tuple[Any, str]] = [(self.store, "save"), (self.store, "read")]
         calls += [(pool, "write_pages")] if folder is None else []  # of a disk it waits
         for owner, name in calls:

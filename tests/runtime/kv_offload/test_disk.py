@@ -23,11 +23,11 @@ import torch
 from radixcache import InvalidRequest
 from radixcache.runtime.kv_offload import disk, files
 from radixcache.runtime.kv_offload.files import (
-    ABOUT,
     INDEX,
     PAGES,
     write_all,
 )
+from radixcache.runtime.kv_offload.notes import ABOUT
 from radixcache.runtime.model.kv_pool import KVPool, LayerShape
 from tests.helpers.cover import seeds
 from tests.helpers.hash_model import greedy

@@ -81,9 +81,9 @@ def test_random_requests_get_the_tokens_of_their_own_texts(
             arrivals=0.2, failures=0.04, resets=0.003,
         )  # fmt: skip
         total["loaded"] += engine.engine.lifetime_stats.loaded_tokens
-        for level in engine.offload.levels:
-            counts = level.store.counters._asdict()
-            total.update({f"{level.tier.medium} {name}": n for name, n in counts.items()})
+        for tier in engine.offload.tiers:
+            counts = tier.store.counters._asdict()
+            total.update({f"{tier.medium} {name}": n for name, n in counts.items()})
         engine.offload.close()
         assert not device.registered
     print(f"seed {seed}: {dict(total)}")
@@ -126,13 +126,13 @@ def test_what_is_cheaper_to_compute_is_computed(device: PinnedDevice) -> None:
 def test_now_and_then_what_is_not_certain_is_decided_otherwise(device: PinnedDevice) -> None:
     """On a GPU a short prefill reads all weights, as a long one does, and says little of it."""
     engine = Pinned(device)
-    loads, (level,) = engine.offload.loads, engine.offload.levels
+    loads, (tier,) = engine.offload.loads, engine.offload.tiers
 
     def decided(tokens: int = 4096) -> list[bool]:
-        return [loads._is_to_be_loaded(level, 1, tokens) for _ in range(32)]
+        return [loads._is_to_be_loaded(tier, 1, tokens) for _ in range(32)]
 
-    level.copying.note(10**9 * engine.store.page_bytes, 1.0)
-    level.store.reading.note(engine.store.page_bytes, 0.1)
+    tier.store.copying.note(10**9 * engine.store.page_bytes, 1.0)
+    tier.store.reading.note(engine.store.page_bytes, 0.1)
     assert decided() == [True] * 32, "nothing is known of computing"
     loads.computing.note(4096, 1e-9)
     assert decided() == [True] * 32, "the first step of a process says nothing"
@@ -197,7 +197,7 @@ def test_a_load_is_taken_off_the_tokens_of_its_step(device: PinnedDevice) -> Non
     loads._wait_for(1.0)
     assert loads.charge(40) == 20, "half is left"
     loads._wait_for(1.0)
-    engine.engine._runs_ahead = False  # or a second step would be scheduled, too
+    engine.engine.overlap = False  # or a second step would be scheduled, too
     request = engine.engine.add_request(long, SamplingParams(temperature=0, max_tokens=1))
     engine.engine.step()
     assert request.prefilled_tokens == 20
@@ -207,13 +207,13 @@ def test_what_leaves_host_memory_goes_to_disk_and_comes_back(
     device: PinnedDevice, tmp_path: Path
 ) -> None:
     engine = Pinned(device, slots=7, folder=tmp_path / "kv")
-    disk = engine.offload.levels[1]
+    disk = engine.offload.tiers[1]
     assert isinstance(disk.store, DiskStore)
     for first in (1, 2, 3):
         engine.answer([first, *TEXT[1:]])
         evict_all(engine)
     disk.store.flush()
-    assert len(engine.tier) == 7 and len(disk.tier) == 14, "the first two"
+    assert len(engine.tier) == 7 and len(disk) == 14, "the first two"
     assert engine.answer(TEXT) == (greedy(TEXT, 4), len(TEXT) - 1)
     assert disk.store.counters.loaded_pages == 6
     stored = disk.store.counters.stored_pages
@@ -224,7 +224,7 @@ def test_what_leaves_host_memory_goes_to_disk_and_comes_back(
     assert engine.answer(half) == (greedy(half, 4), 10), "in mid-page"
     engine.offload.close()
     again = Pinned(device, slots=7, folder=tmp_path / "kv")
-    assert len(again.offload.levels[1].tier) >= 21, "all is on disk"
+    assert len(again.offload.tiers[1]) >= 21, "all is on disk"
     assert again.answer(half) == (greedy(half, 4), len(half) - 1)
     assert again.answer([2, *TEXT[1:]])[1] == len(TEXT) - 1
     again.engine.reset_cache()
@@ -241,7 +241,7 @@ def test_what_is_being_read_at_the_end_is_written(device: PinnedDevice, tmp_path
     lost = patch.object(torch.cuda, "synchronize", side_effect=RuntimeError("device lost"))
     with lost, pytest.raises(RuntimeError, match="device lost"):
         engine.offload.close()
-    assert len(Pinned(device, folder=tmp_path / "kv").offload.levels[1].tier) == 7
+    assert len(Pinned(device, folder=tmp_path / "kv").offload.tiers[1]) == 7
 
 
 def test_memory_that_cannot_be_pinned_is_refused(device: PinnedDevice) -> None:

@@ -102,11 +102,12 @@ def test_a_load_that_is_aborted_goes_to_who_waits_for_it(
     read, waited = disk.store.read, Mock(wraps=wait)
     late = read_late(disk, monkeypatch)
     monkeypatch.setattr(loads, "wait", waited)
-    assert disk.engine.scheduler.loads is not None
-    (level,) = disk.engine.scheduler.loads.levels
-    written, rated = Mock(wraps=disk.engine.kv_pool.write_pages), Mock(wraps=level.copying.note)
+    written, rated = (
+        Mock(wraps=disk.engine.kv_pool.write_pages),
+        Mock(wraps=disk.store.copying.note),
+    )
     monkeypatch.setattr(disk.engine.kv_pool, "write_pages", written)
-    monkeypatch.setattr(level.copying, "note", rated)
+    monkeypatch.setattr(disk.store.copying, "note", rated)
 
     params = SamplingParams(temperature=0, max_tokens=4)
     gone, other = (disk.engine.add_request(text, params) for text in texts)

@@ -72,7 +72,7 @@ def test_what_is_salted_stays_off_the_disk(tmp_path: Path) -> None:
     files = [path for path in tmp_path.rglob("*") if path.name != "pages.kv" and path.is_file()]
     assert len(files) == 2 and not any(b"secret" in path.read_bytes() for path in files)
     with open_llm(tmp_path) as llm:
-        assert llm.offload is not None and not len(llm.offload.levels[0].tier)
+        assert llm.offload is not None and not len(llm.offload.tiers[0])
         assert ask(llm, TABLE)[1:] == (0, 0)
 
 

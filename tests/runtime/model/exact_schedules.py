@@ -26,11 +26,12 @@ from radixcache import HashBlockCache, PagePool, PrefixCache, RadixCache, Sampli
 from radixcache.kernels.attention import PagedBatch
 from radixcache.runtime.engine.chunk import Chunk
 from radixcache.runtime.engine.engine import Engine
-from radixcache.runtime.engine.request import Request, Sequence
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.request import Request, Sequence
+from tests.helpers.engines import logits_cache
 from tests.helpers.gguf_files import write_model
 from tests.helpers.models import VOCAB_SIZE, tiny_model
 from tests.runtime.kv_offload.disk_engine import MemoryStore, attach
@@ -151,8 +152,9 @@ class Schedule:
         pool = PagePool(room // page_size + 2, page_size)
         self.cache: PrefixCache = rng.choice([RadixCache, RadixCache, HashBlockCache])(pool)
         scheduler = Scheduler(
-            self.cache, rng.choice([3, 7, 24, 300]) * scale, rng.choice([1, 3, 16])
-        )
+            self.cache, rng.choice([3, 7, 24, 300]) * scale, rng.choice([1, 3, 16]),
+            logits_cache=logits_cache(self.cache, model.vocab_size),
+        )  # fmt: skip
         kv_pool = model.allocate(pool.num_pages, page_size)
         self.engine = Engine(model, kv_pool, self.cache, scheduler)
         if isinstance(self.cache, RadixCache) and rng.random() < 0.5:

@@ -150,3 +150,17 @@ def test_threads_within_the_quota(
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
+
+
+def test_lines_that_are_none_of_the_kernels_say_nothing(machine: Machine) -> None:
+    machine.mount(V2, "/a")
+    for name in ("cgroup", "mountinfo"):
+        path = machine.root / "proc/self" / name
+        path.write_text(f"nonsense\n - cgroup2\n0:\n\n{path.read_text()}")
+    machine.write("groups/unified/a/memory.max", 900)
+    machine.write("groups/unified/a/memory.current", 500)
+    machine.write("groups/unified/a/memory.stat", "inactive_file x\nactive_file 100\n")
+    assert (cgroups.memory_limit(), cgroups.memory_left()) == (900, 500)
+    for text in ("100000 100000 1", "100000 x", "100000", "x 100000"):
+        machine.write("groups/unified/a/cpu.max", text)
+        assert cgroups.cpu_quota() is None

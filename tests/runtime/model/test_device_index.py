@@ -7,6 +7,7 @@ import torch
 
 from radixcache import InvalidRequest, PagePool, RadixCache, SamplingParams
 from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.logits_cache import PromptLogitsCache
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.model.load import load_model
 from tests.helpers.engines import generated, plain_greedy, run
@@ -21,7 +22,10 @@ def test_an_engine_runs_on_it_and_leaves_the_current_device_alone(path) -> None:
         model = load_model(path, device="cuda:1", dtype="float32")
         assert model.device == torch.device("cuda", 1)
         cache = RadixCache(PagePool(64, 4))
-        made = Engine(model, model.allocate(64, 4), cache, Scheduler(cache, 2048, 4))
+        kept = PromptLogitsCache(model.vocab_size)
+        made = Engine(
+            model, model.allocate(64, 4), cache, Scheduler(cache, 2048, 4, logits_cache=kept)
+        )
         requests = run(made, prompts, SamplingParams(temperature=0, max_tokens=12))
         sampled = run(made, prompts, SamplingParams(seed=1, top_p=0.9, max_tokens=12))
         assert torch.cuda.current_device() == 0

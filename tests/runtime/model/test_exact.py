@@ -18,6 +18,7 @@ from radixcache.errors import InvalidRequest, ModelError
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
+from radixcache.runtime.engine.sampler import sample, top_logprobs
 from radixcache.runtime.model import exact
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.operations.base import Operations
@@ -25,7 +26,6 @@ from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.transformers_patches import exact_layers
 from radixcache.runtime.model.transformers_patches.linear import NativeLinear
 from radixcache.runtime.sampling.prompt_logprobs import _score
-from radixcache.runtime.sampling.sampler import sample, top_logprobs
 from tests.helpers.models import tiny_model
 from tests.runtime.model import exact_schedules
 from tests.runtime.model.exact_schedules import LOOPED, Tally, differing, exact_model, play

@@ -19,14 +19,14 @@ from radixcache.kernels.native.library import problem
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.engine.chunk import Chunk
 from radixcache.runtime.engine.input_processor import Prompt
-from radixcache.runtime.engine.request import Request, Sequence
 from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.request import Request, Sequence
 from radixcache.runtime.sampling.prompt_logprobs import ScoredPrompts
 from radixcache.runtime.spec_decode.proposer import DraftProposer
 from tests.helpers.cover import covering
 from tests.helpers.drafts import RandomProposer, draft_always, speculate
 from tests.helpers.engines import Layers, finish, make_engine, prompts, run
-from tests.helpers.hash_model import VOCAB, greedy, hash_engine, logits_after
+from tests.helpers.hash_model import VOCAB, force_no_tokens, greedy, hash_engine, logits_after
 from tests.helpers.models import tiny_model
 from tests.helpers.traffic import Asked, play
 from tests.runtime.engine.cut_off import GRAMMARS, STRUCTURES, TEXTS
@@ -94,7 +94,7 @@ class Reference:
 
     def __init__(self) -> None:
         self._engine = hash_engine("none", num_pages=2000, **OPTIONS)
-        self._engine.output_processor.forces_tokens = False
+        force_no_tokens(self._engine)
         self._told: dict[Any, Any] = {}
 
     def __call__(self, request: Request) -> Any:
@@ -155,13 +155,13 @@ def test_every_answer_is_as_it_is_alone(drafts: str, cache: str, page_size: int)
     case = random.Random(f"{SEED} {drafts} {cache} {page_size}")
     num_pages = case.choice([160, 1000]) // page_size + 4
     engine = hash_engine(cache, page_size, num_pages, case.choice([20, 200]), **OPTIONS)
-    engine._runs_ahead = case.random() < 0.5
+    engine.overlap = case.random() < 0.5
     if case.random() < 0.5:  # as where there are CUDA graphs, none of which is large enough
         engine.runner.graphs = SimpleNamespace(run=lambda *_: None)  # type: ignore[assignment]
     if case.random() < 0.5:  # hardly anything is kept beside the KV
         engine._scored = ScoredPrompts(VOCAB, num_tokens=30)
-        if engine.scheduler.kept is not None:
-            engine.scheduler.kept.num_rows = 6
+        if engine.scheduler.logits_cache is not None:
+            engine.scheduler.logits_cache.num_rows = 6
     reference, proposer = Reference(), None
     if drafts == "real":
         proposer = speculate(engine)
@@ -183,7 +183,9 @@ def test_every_answer_is_as_it_is_alone(drafts: str, cache: str, page_size: int)
         drafted, accepted = proposer.num_draft_tokens, proposer.num_accepted_tokens
         assert drafted.total() > accepted.total() > 10
     elif cache == "radix":
-        assert engine.scheduler.kept is not None and engine.scheduler.kept.num_used > 5
+        assert (
+            engine.scheduler.logits_cache is not None and engine.scheduler.logits_cache.num_used > 5
+        )
 
 
 @pytest.mark.parametrize("cache", ["radix", "hash-block"])
@@ -267,7 +269,7 @@ def test_a_real_model_says_the_same(
     for which in ("off", "on"):
         engine = make_engine(path, page_size=4, layers=layers)
         if not kept:
-            engine.scheduler.kept = None
+            engine.scheduler.logits_cache = None
         proposer = speculate(engine) if which == "on" else None
         requests = [run(engine, prompts(250), params) for _ in range(2)]  # at once, and again
         answers[which] = [told(request)[0][0] for some in requests for request in some]

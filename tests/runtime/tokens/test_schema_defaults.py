@@ -53,6 +53,7 @@ def test_what_is_open_is_closed(schema: Any, completed: Any) -> None:
         {"allOf": [{"properties": A}, {"properties": {"b": {"type": "string"}}}]},
         {"properties": A, "anyOf": [{"properties": {"b": {"type": "null"}}, "required": ["b"]}]},
         {"properties": A, "required": ["b"]},
+        {"properties": A, "required": [["a"]]},
         {"allOf": [{"type": "integer"}, {"type": "integer", "minimum": 10**18}]},
         {"properties": A, "$ref": "#/$defs/x", "$defs": {"x": {"properties": {"b": {}}}}},
         {"const": {"properties": A}},

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from radixcache.runtime.tokens.tool_calls import ParsedMessage
+from radixcache.runtime.tokens.mended_json import MendedJson
+from radixcache.runtime.tokens.tool_calls import MAX_DEPTH, ParsedMessage
 from radixcache.runtime.tokens.tool_formats import ToolFormat, find_format
 from radixcache.runtime.tokens.tool_parser import MessageParser
 
@@ -234,6 +235,7 @@ def test_calls_of_other_families_are_nearly_right_as_well(template: str, text: s
         (HERMES, '<tool_call>{"name": 5}</tool_call>'),
         (HERMES, '<tool_call>{"names": "f", "and": "other keys than those of a call"}'),
         (HERMES, "<tool_call>f(x)</tool_call>"),
+        (HERMES, "A mark: <tool_call> \n<tool_call>, two of them"),
         (LLAMA, '{"name": "Ada", "parameters": 5}'),
         (LLAMA, '{"name": "Ada"}'),
     ],
@@ -304,6 +306,44 @@ def test_nobody_waits_for_ever_for_a_name(begun: str):
     parser.feed(begun)
     assert parser.feed("b")[-1].text.endswith("b")
     assert parser.message().content == begun + "b"
+
+
+BEGUN = '<tool_call>{"arguments": '
+
+
+@pytest.mark.parametrize("text", [BEGUN * 8_000, (BEGUN + "[") * 8_000])
+def test_what_is_no_call_is_not_read_again_for_ever(text: str, monkeypatch: pytest.MonkeyPatch):
+    fed: list[int] = []
+    feed = MendedJson.feed
+
+    def counted(mended: MendedJson, text: str, ended: bool) -> tuple[str, int]:
+        fed.append(len(text))
+        return feed(mended, text, ended)
+
+    monkeypatch.setattr(MendedJson, "feed", counted)
+    assert meaning(parse(text, HERMES).message()) == (text, "", [])
+    assert sum(fed) < 10 * len(text)
+
+
+def test_a_bracket_is_not_compared_with_all_that_are_open():
+    """Only with as many as JSON is read with: others would be many times as many."""
+    mended = MendedJson()
+    assert mended.feed("[" + "{" * MAX_DEPTH + "]", ended=False)[0].endswith("{]")
+    assert not mended.done
+    mended = MendedJson()
+    assert mended.feed("[" + "{" * (MAX_DEPTH - 1) + "]", ended=False)[0].endswith("}]")
+    assert mended.done
+
+
+def test_an_object_with_other_keys_is_told_from_a_call_alike_however_it_comes():
+    for text in (
+        'Hi <tool_call>{"na": "f", "arguments": {"a": 1}, "name": "f"}',
+        "Hi <tool_call>{" + " " * 40 + '"arguments": {"a": 1}, "name": "f"}',
+        'Hi <tool_call>{"name": 1, "arguments": {"aaaaaaaaaa": 1}, "name": "f"}',
+    ):
+        wanted = meaning(parse(text, HERMES).message())
+        for seed in range(3):
+            assert meaning(parse(text, HERMES, random.Random(seed)).message()) == wanted
 
 
 def test_arguments_stream_as_they_come():

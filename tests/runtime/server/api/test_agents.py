@@ -437,3 +437,14 @@ def test_input_items_of_codex_by_id(server: LiveServer) -> None:
     again = codex(*items["data"], said("user", "Goes on"), stream=False)
     assert server.post(RESPONSES, again).status_code == 200
     assert server.get(f"{path}?after=x").status_code == 404
+
+
+def test_calls_that_a_server_ran_are_left_out_of_a_history() -> None:
+    search = {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"q": "x"}}
+    asked = [said("user", "Work!"), said("user", "Go on")]
+    plain = ResponsesRequest.model_validate({"input": asked})
+    request = ResponsesRequest.model_validate({"input": [asked[0], search, asked[1]]})
+    assert request.messages() == plain.messages()
+    for item in ({**search, "type": "computer_call"}, {**search, "type": ["web_search_call"]}):
+        with pytest.raises(ValueError, match="type"):
+            ResponsesRequest.model_validate({"input": [item]})

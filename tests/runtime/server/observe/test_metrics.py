@@ -204,7 +204,7 @@ def test_a_server_tells_of_its_pages_on_disk_and_draws_them(tmp_path: Path):
             loaded = body["radixcache"]["loaded_tokens"]
             assert found["loaded_tokens_total"] == loaded and not found["disk_failed_pages_total"]
             used, free = (found[f"disk_pages{{{state}}}"] for state in ("used", "free"))
-            assert used + free == llm.offload.levels[0].tier.num_slots  # type: ignore[union-attr]
+            assert used + free == llm.offload.tiers[0].num_slots  # type: ignore[union-attr]
     assert loaded and used, "the second one has found them"
 
 

@@ -109,7 +109,7 @@ def test_what_only_the_disk_holds_has_a_colour_of_its_own(window: Page, tmp_path
         window.driver.get("about:blank")
     with LLM(kv_cache_memory_bytes="10MB", **settings) as after, live(after) as server:
         assert after.offload is not None
-        tokens = f"{after.offload.levels[0].tier.num_tokens:,}"
+        tokens = f"{after.offload.tiers[0].num_tokens:,}"
         window.open(server.url)
         window.until(lambda: window.texts(".node.disk small") == [tokens])
         assert tokens != "0" and not cached_tokens(window)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from radixcache.base import Tokens
-
-if TYPE_CHECKING:
-    from radixcache.runtime.engine.request import Sequence
+from radixcache.runtime.request import Sequence
 
 
 class Row(NamedTuple):

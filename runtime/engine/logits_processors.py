@@ -6,19 +6,15 @@ sequence has said is counted in a table on the device, to which each step adds t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from radixcache.base import Tokens
 from radixcache.kernels.upload import send
+from radixcache.runtime.engine.rows import Row
+from radixcache.runtime.request import Sequence
 from radixcache.runtime.sampling.params import SamplingParams
-from radixcache.runtime.sampling.rows import Row
-
-if TYPE_CHECKING:
-    from radixcache.runtime.engine.request import Sequence
 
 
 class LogitsProcessors:

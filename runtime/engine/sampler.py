@@ -12,10 +12,10 @@ import torch
 
 from radixcache.kernels.likeliest import KeepLikeliest, by_sort, choose_filter
 from radixcache.kernels.upload import Fetch, on_device, send
+from radixcache.runtime.engine.logits_processors import LogitsProcessors
+from radixcache.runtime.engine.rows import Row, by_sequence
 from radixcache.runtime.sampling.grammar import mask
-from radixcache.runtime.sampling.logits_processors import LogitsProcessors
 from radixcache.runtime.sampling.params import SamplingParams
-from radixcache.runtime.sampling.rows import Row, by_sequence
 
 
 class PendingStep(NamedTuple):
