@@ -31,10 +31,10 @@ _log = logging.getLogger("radixcache")
 def choose_backend(
     device: torch.device, dtype: torch.dtype, kinds: Sequence[LayerKind]
 ) -> AttentionBackend:
-    """FlashInfer on a GPU whose kernels run for all these layers, else Triton if its do; native
-    kernels on a CPU where they could be compiled; else torch. MLA has FlashInfer and torch only.
+    """The fastest backend whose kernels run for all these layers: on a GPU FlashInfer, then Triton;
+    on a CPU native kernels; else torch. MLA has FlashInfer and torch only.
 
-    A warning says why a GPU takes another than FlashInfer, and what to do.
+    On a GPU without FlashInfer, a warning says why, and what to do.
     """
     if device.type == "cpu":
         native = dtype in DTYPES and problem() is None and not any(kind.mla for kind in kinds)
@@ -91,7 +91,7 @@ def try_out(
 ) -> None:
     """Run decodes, decodes that share a page, a suffix and a fresh prompt through every layer kind.
 
-    Kernels are loaded, or compiled, at the first use: better now than at the first request.
+    This loads or compiles the kernels, which the first request would wait for otherwise.
     """
     own = np.arange(10, dtype=np.int32)
     sharers = np.array([0, 1, 0, 2], dtype=np.int32)

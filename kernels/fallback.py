@@ -1,4 +1,4 @@
-"""Tries what may not run on this machine, and goes on with the next."""
+"""Tries one way after another until one runs on this machine."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ T = TypeVar("T")
 
 
 def first_that_runs(*makers: Callable[[], T]) -> tuple[T | None, list[Exception]]:
-    """What the first maker returns that does not fail; None if all do, and what they raised.
+    """The result of the first maker that does not fail, or None; and the errors before it.
 
-    A missing kernel, compiler or driver raises anything at all.
+    A missing kernel, compiler or driver may raise anything.
     """
     errors: list[Exception] = []
     for make in makers:
