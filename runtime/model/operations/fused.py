@@ -79,8 +79,7 @@ class FusedOperations(Operations):
 
 @torch.inference_mode()
 def tried(architecture: Architecture, dtype: torch.dtype) -> FusedOperations:
-    """The operations, after each kernel has run once: kernels are loaded, or compiled, at their
-    first use."""
+    """The operations after each kernel has run once, which loads or compiles it."""
     operations = FusedOperations(architecture, dtype)
     kind, device = architecture.kinds[0], architecture.inverse_frequencies.device
 

@@ -22,7 +22,7 @@ _log = logging.getLogger("radixcache")
 def choose_operations(
     architecture: Architecture, attention: AttentionBackend, dtype: torch.dtype
 ) -> Operations:
-    """Native kernels or FlashInfer's where they attend, too, and run; else plain torch."""
+    """Native kernels or FlashInfer's, if the attention uses them and they run; else torch."""
     if isinstance(attention, NativeBackend):
         return NativeOperations(architecture, dtype)
     if attention.name.startswith("FlashInfer"):

@@ -1,12 +1,12 @@
-"""Tensor parallelism: a model whose layers are shared out among processes, one for each device.
+"""Tensor parallelism: a model whose layers are cut among processes, one for each device.
 
-Rank 0 schedules and samples; the others compute their part of the same steps. They are told of the
-three calls by which an engine reaches a model and its pages, and of nothing else: `allocate`,
-`KVPool.copy` and `forward`. So the cache, the scheduler and the sampler know nothing of ranks.
+Rank 0 schedules and samples; the others compute their part of the same steps. Rank 0 broadcasts
+only the three calls by which an engine reaches a model and its pages: `allocate`, `KVPool.copy` and
+`forward`. So the cache, the scheduler and the sampler know nothing of ranks.
 
 The layers are transformers', cut by its own plan, and not the decoder loop's. That plan cuts every
-family that has one, where the loop knows four; its loader reads of each weight only what is the
-rank's; and the loop's advantages over modules, run-ahead and CUDA graphs, are off here anyway.
+family that has one, while the loop knows four; its loader reads only the rank's part of each
+weight; and the loop's advantages, run-ahead and CUDA graphs, are off here anyway.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from radixcache.runtime.model.transformers_model import TransformersModel
 
 
 class LeadingModel(TransformersModel):
-    """Rank 0's part of a model; until it has `ranks`, each process runs what it likes."""
+    """Rank 0's part of a model; until it has `ranks`, each process runs on its own."""
 
     ranks: Ranks | None = None
 
@@ -79,7 +79,7 @@ class LeadingModel(TransformersModel):
             return super().forward(*step)
         with self.ranks.broadcast("forward", *step[:3]):
             logits = super().forward(*step)
-            if self.device.type == "cuda":  # whether all have done their part
+            if self.device.type == "cuda":  # raises if another rank fails its part
                 torch.cuda.synchronize(self.device)
             return logits
 
@@ -134,7 +134,7 @@ def load_parallel(name_or_path: str, count: int, dtype: str, device: str) -> Pag
 
 
 def follow(rank: int, hear: Callable[[], Any]) -> None:
-    """Load a rank's part of the model, and do what rank 0 does."""
+    """Load a rank's part of the model, and repeat rank 0's calls."""
     name_or_path, count, kind, device_type, meeting = hear()
     place = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, rank)
     if place.type == "cuda":
