@@ -432,12 +432,10 @@ def _close(
     inputs: InputProcessor,
     prefixes: NamedPrefixes,
 ) -> None:
-    if model.ranks is not None:  # first: the current step may wait for one that hangs
-        model.ranks.stop()
+    model.stop()  # first: the current step may wait for a rank that hangs
     worker.close()
     if offload is not None:
         offload.close(inputs.conversations, prefixes.lasting())
     if kv_events is not None:  # the cache does not change any more
         kv_events.close()
-    if model.ranks is not None:
-        model.ranks.close()
+    model.close()

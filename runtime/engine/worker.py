@@ -128,8 +128,7 @@ class Worker:
     @property
     def alive(self) -> bool:
         """Whether the thread answers calls and can run steps."""
-        ranks = self._engine.model.ranks
-        return not self._stop and (ranks is None or ranks.lost is None)
+        return not self._stop and self._engine.model.alive
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run `function` on the engine's thread between two steps.
