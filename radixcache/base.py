@@ -39,7 +39,7 @@ from radixcache.lease import Lease
 from radixcache.nodes import Tokens as Tokens
 from radixcache.pages import PagePool, as_count
 from radixcache.pins import Pins
-from radixcache.snapshot import EVERYTHING, CachedNode, Look, Outline
+from radixcache.snapshot import Outline
 from radixcache.tier import LowerTier
 
 TokensLike = Tokens | Sequence[int]
@@ -402,16 +402,8 @@ class PrefixCache(ABC):
         return int(held.sum())
 
     def outline(self) -> Outline[Any]:
-        """The nodes that pictures are drawn from; valid until the cache changes."""
+        """The nodes that pictures are drawn from; valid until the cache changes. See `snapshot`."""
         raise NotImplementedError(f"{type(self).__name__} cannot be drawn")
-
-    def snapshot(self, look: Look = EVERYTHING) -> dict[Hashable, CachedNode]:
-        """What is cached, as a tree below each namespace's root; see `radixcache.snapshot`.
-
-        Changes nothing. The result shares nothing with the cache: any thread may read it.
-        """
-        picture = self.outline().draw(look)
-        return picture.roots if picture else {}
 
     @mutation
     def reset(self) -> None:

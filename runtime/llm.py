@@ -438,7 +438,7 @@ def _close(
         model.ranks.stop()
     worker.close()
     if offload is not None:
-        offload.close(inputs.conversations, prefixes.lasting())
+        offload.close(inputs.conversations, prefixes.notes())
     if kv_events is not None:  # nothing changes the cache any more
         kv_events.close()
     if model.ranks is not None:
