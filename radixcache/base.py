@@ -401,9 +401,9 @@ class PrefixCache(ABC):
             held[lease.page_table] = True
         return int(held.sum())
 
+    @abstractmethod
     def outline(self) -> Outline[Any]:
-        """The nodes that pictures are drawn from; valid until the cache changes. See `snapshot`."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be drawn")
+        """The nodes that pictures are drawn from; valid until the cache changes."""
 
     @mutation
     def reset(self) -> None:
