@@ -164,8 +164,7 @@ def build_engine(args: EngineArgs) -> Built:
             raise
         return Built(engine, tokenizer, grammars, explainer, publisher, params, offload)
     except BaseException:
-        if model.ranks is not None:  # else they would live as long as the error's traceback
-            model.ranks.close()
+        model.close()  # else its ranks would live as long as the error's traceback
         raise
 
 
