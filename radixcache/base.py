@@ -39,7 +39,7 @@ from radixcache.lease import Lease
 from radixcache.nodes import Tokens as Tokens
 from radixcache.pages import PagePool, as_count
 from radixcache.pins import Pins
-from radixcache.snapshot import EVERYTHING, CachedNode, Look, Outline
+from radixcache.snapshot import Outline
 from radixcache.tier import LowerTier
 
 TokensLike = Tokens | Sequence[int]
@@ -401,17 +401,9 @@ class PrefixCache(ABC):
             held[lease.page_table] = True
         return int(held.sum())
 
+    @abstractmethod
     def outline(self) -> Outline[Any]:
         """The nodes that pictures are drawn from; valid until the cache changes."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be drawn")
-
-    def snapshot(self, look: Look = EVERYTHING) -> dict[Hashable, CachedNode]:
-        """What is cached, as a tree below each namespace's root; see `radixcache.snapshot`.
-
-        Changes nothing. The result shares nothing with the cache: any thread may read it.
-        """
-        picture = self.outline().draw(look)
-        return picture.roots if picture else {}
 
     @mutation
     def reset(self) -> None:

@@ -44,9 +44,6 @@ class Look:
     reveal: str | None = None
 
 
-EVERYTHING = Look(rows=MAX_NODES)
-
-
 @dataclass(frozen=True)
 class Folded:
     """Sibling branches that a picture leaves out, and their content; `age` and `leases` as in

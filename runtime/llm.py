@@ -435,7 +435,7 @@ def _close(
     model.stop()  # first: the current step may wait for a rank that hangs
     worker.close()
     if offload is not None:
-        offload.close(inputs.conversations, prefixes.lasting())
+        offload.close(inputs.conversations, prefixes.notes())
     if kv_events is not None:  # the cache does not change any more
         kv_events.close()
     model.close()

@@ -87,7 +87,7 @@ class PageAlignedRadixCache(NoCache):
 
     def publish(self, lease: Any, tokens: TokensLike, *, written: bool = False) -> None:
         super().publish(lease, tokens, written=written)
-        lease.inner.used = True  # its hit is used, even if no page gets full
+        self.tree._count(lease.inner)  # its hit is used, even if no page gets full
         tokens = np.concatenate((lease.tail, as_tokens(tokens)))
         symbols = self._symbols(tokens)
         lease.tail = tokens[len(symbols) * self.page_size :].copy()

@@ -13,6 +13,7 @@ import numpy as np
 
 from radixcache.base import Tokens, TokensLike, as_tokens
 from radixcache.errors import InvalidRequest, PinError
+from radixcache.runtime.kv_offload.notes import PrefixNote
 from radixcache.runtime.request import Request
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.tokens.tokenizer import Message
@@ -194,13 +195,14 @@ class NamedPrefixes:
         self.drop_expired()
         return [*self._prefixes.values()]
 
-    def lasting(self) -> Iterable[tuple[str, Tokens, float | None, Messages | None]]:
-        """Name, tokens, seconds left and messages of the kept prefixes without a salt."""
-        now = self._now()
+    def notes(self) -> Iterable[PrefixNote]:
+        """What a restart needs of the prefixes without a salt that `keep` has made."""
+        since = time.time() - self._now()
         for prefix in self._prefixes.values():
             if prefix.cache_salt is None and not prefix.yields:
-                left = prefix.expires and prefix.expires - now
-                yield prefix.name, prefix.tokens, left, prefix.messages
+                expires = None if prefix.expires is None else prefix.expires + since
+                tokens = prefix.tokens.tolist()
+                yield PrefixNote(prefix.name, tokens, expires, prefix.messages)
 
     def extend(self, name: str, tokens: TokensLike, cache_salt: str | None = None) -> Tokens:
         """The tokens of the prefix, and `tokens` after them."""

@@ -13,6 +13,7 @@ from radixcache.runtime.config.sizes import format_memory, parse_memory
 from radixcache.runtime.kv_offload import session
 from radixcache.runtime.kv_offload.host import HostStore
 from radixcache.runtime.kv_offload.loads import Loads
+from radixcache.runtime.kv_offload.notes import PrefixNote
 from radixcache.runtime.kv_offload.store import Store
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
@@ -68,7 +69,7 @@ class Offload:
         return lines
 
     def close(
-        self, turns: Conversations | None = None, prefixes: Iterable[session.Prefix] = ()
+        self, turns: Conversations | None = None, prefixes: Iterable[PrefixNote] = ()
     ) -> None:
         """Close the stores, after the last change of the cache. If there is a disk, all that is
         cached is written to it for the next process. Does nothing in a fork of the process.

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from radixcache.base import Tokens
 from radixcache.errors import RadixCacheError
 from radixcache.runtime.kv_offload.notes import (
     PREFIXES,
@@ -30,7 +29,6 @@ from radixcache.runtime.kv_offload.notes import (
 )
 from radixcache.runtime.tokens.conversation import Conversations
 from radixcache.runtime.tokens.history import TokenisedText
-from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import Call, ParsedMessage
 
 if TYPE_CHECKING:  # imports xxhash and sqlite3
@@ -38,18 +36,10 @@ if TYPE_CHECKING:  # imports xxhash and sqlite3
 
 _log = logging.getLogger("radixcache")
 
-Prefix = tuple[str, Tokens, float | None, list[Message] | None]
-"""A name, its tokens, the seconds for which it stays pinned (None is for good), its messages."""
 
-
-def save(store: DiskStore, turns: Conversations | None, prefixes: Iterable[Prefix]) -> None:
+def save(store: DiskStore, turns: Conversations | None, prefixes: Iterable[PrefixNote]) -> None:
     """Write the notes for the next process."""
-    now = time.time()
-    pinned = [
-        PrefixNote(name, tokens.tolist(), left and now + left, messages)
-        for name, tokens, left, messages in prefixes
-    ]
-    store.note(PREFIXES, json.dumps(pinned))
+    store.note(PREFIXES, json.dumps([*prefixes]))
     if turns is not None:
         texts = [
             TextNote(text.text, text.tokens.tolist(), text.cuts.tolist(), text.num_generated)
