@@ -179,7 +179,7 @@ class Operations:
     def turn(
         self, qkv: torch.Tensor, rotation: Any, layer: Layer
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys [T, heads, head_dim] with RoPE, after the norms of heads if there are any.
+        """Queries and keys [T, heads, head_dim] with RoPE, after the norms of heads, if any.
 
         Args:
             qkv: [T, query heads, then KV heads twice, head_dim]; may be overwritten.
