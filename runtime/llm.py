@@ -49,9 +49,8 @@ T = TypeVar("T")
 class LLM:
     """A model with a prefix cache, for any number of threads.
 
-    Requests of all threads run together, on one thread of the engine's own: whoever calls waits for
-    nothing but the answer. `close` ends that thread, as does the end of a ``with`` block, or of
-    the last reference.
+    Requests of all threads run together, on the engine's own thread. `close` ends that thread, as
+    does the end of a ``with`` block, or of the last reference.
 
     >>> llm = LLM()  # doctest: +SKIP
     >>> llm.generate("...", SamplingParams(temperature=0))[0].outputs[0].text  # doctest: +SKIP
@@ -59,11 +58,11 @@ class LLM:
     Args:
         model: a folder, GGUF file or hub id of any causal language model that transformers loads
             and that can run over KV pages; None is the bundled `tabletalk`.
-        settings: the others of `EngineArgs`, by name.
+        settings: the other settings of `EngineArgs`, by name.
 
     Raises:
-        ModelError: no such model, or one that would be silently wrong over pages, or not exact, or
-            that cannot be shared out so.
+        ModelError: there is no such model, or it would be silently wrong over pages, or it is not
+            exact, or it cannot be split over so many ranks.
         InvalidRequest: a setting makes no sense.
         RanksLost: one of the model's processes ended as it was loaded.
     """
@@ -91,21 +90,21 @@ class LLM:
         if self.offload is not None and self.offload.disk is not None:
             try:
                 session.restore(self.offload.disk, self.inputs.conversations, self._pin)
-                self.cache.stats = CacheStats()  # nobody has asked anything yet
+                self.cache.stats = CacheStats()  # no request has come yet
             except BaseException:
                 self.close()  # or the folder would be locked as long as the error's traceback
                 raise
-        give_back()  # what loading took of memory, and no longer needs
+        give_back()  # the memory that only loading needed
         self.load_seconds = time.perf_counter() - start
 
     @property
     def cache(self) -> PrefixCache:
-        """The prefix cache, to look at: statistics, pins. Changes are the engine's (`call`)."""
+        """The prefix cache, to read: statistics, pins. Change it through `call` only."""
         return self.engine.cache
 
     @property
     def notes(self) -> list[str]:
-        """What runs where, how much context there is, and what loading took: a line each."""
+        """Device and kernels, context and KV memory, and the cost of loading: a line each."""
         pool, threads = self.engine.kv_pool, torch.get_num_threads()
         tokens = pool.num_pages * pool.page_size
         each = self.engine.model.bytes_per_token
@@ -151,14 +150,14 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End the engine's thread, and the model's other processes if it has any; who waits for an
-        answer, or asks later, gets `EngineStopped`."""
+        """End the engine's thread, and the model's other processes; calls that wait for an answer,
+        and later ones, raise `EngineStopped`."""
         self._close()
 
     def call(self, function: Callable[[], T]) -> T:
-        """The result of `function`, run on the engine's thread between two steps.
+        """Run `function` on the engine's thread between two steps, and return its result.
 
-        For what this class does not offer of `engine`, `cache` and `prefixes`.
+        Use it for anything of `engine`, `cache` and `prefixes` that this class does not offer.
 
         Raises:
             EngineStopped: `close` was called.
@@ -166,9 +165,8 @@ class LLM:
         return self.worker.call(function).result()
 
     def reset_prefix_cache(self) -> None:
-        """Forget all that is cached, on disk too, and the tokens that conversations had;
-        `LeaseError` while requests run or prefixes are pinned; `Busy` if it is not gone from the
-        disk."""
+        """Forget the whole cache, on disk too, and the tokens of conversations; `LeaseError` while
+        requests run or prefixes are pinned; `Busy` if the disk could not be emptied."""
 
         def reset() -> None:
             self.prefixes.drop_yielding()
@@ -203,9 +201,9 @@ class LLM:
             use_tqdm: show a progress bar for more than one prompt.
 
         Raises:
-            InvalidRequest: any prompt is unusable; then none is run.
+            InvalidRequest: a prompt is unusable; then none is run.
             PinError: no prefix of that name and salt is pinned.
-            EngineFailed: the steps of these requests failed again and again.
+            EngineFailed: the steps of these requests failed twice in a row.
             EngineStopped: `close` was called.
         """
         from tqdm import tqdm
@@ -248,11 +246,11 @@ class LLM:
         cache_salt: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Explanation:
-        """Why `prompt`, sent now, would not be cached in full; print it. Changes nothing.
+        """Explain why `prompt`, sent now, would not be cached in full; print it. Changes nothing.
 
-        `prompt` is one of `generate`'s, or the messages, and `tools`, of one of `chat`'s. It may
-        show texts that other prompts have put into the cache: it is for whoever runs the engine.
-        See `radixcache.runtime.engine.explain`.
+        `prompt` is a prompt of `generate`, or the messages (with `tools`) of `chat`. The result
+        may show texts of other prompts: it is for the operator, not for users. See
+        `radixcache.runtime.engine.explain`.
 
         Raises:
             InvalidRequest: no request could have the prompt (`ContextExceeded` if it is too long).
@@ -288,8 +286,8 @@ class LLM:
         """Compute the KV of `prompt` and keep it until `unpin_prefix`, or for `lifetime` seconds.
 
         `generate(..., prefix=name)` with the same salt goes on from it; so does any prompt that
-        begins with it. `llm.prefixes.list()` tells what is pinned. The prefixes of a salt, or of
-        none, may hold `llm.cache.pins.share` pages: a quarter of all, and all together half.
+        begins with it. `llm.prefixes.list()` lists them. The prefixes of a salt, or of none, may
+        hold `llm.cache.pins.share` pages: a quarter of all; those of all salts together half.
 
         Raises:
             PinError: the salt has that name for another prefix, or there are too few pages left to
@@ -335,9 +333,9 @@ class LLM:
         A conversation that goes on from an earlier one, answers included, reuses its tokens.
 
         Args:
-            tools: functions that may be called, described as OpenAI's API does; `read_message`
+            tools: functions that the model may call, described as in OpenAI's API; `read_message`
                 finds the calls in an answer.
-            chat_template_kwargs: more values that the template takes, such as `enable_thinking`.
+            chat_template_kwargs: more values for the template, such as `enable_thinking`.
             add_generation_prompt: ask for the assistant's next message.
             continue_final_message: go on with the last message instead; `add_generation_prompt`
                 does not matter then.
@@ -363,13 +361,13 @@ class LLM:
         *,
         cache_salt: str | None = None,
     ) -> Message:
-        """The message that an output of `chat` is, to go on from: `content`, and if there are any
+        """Parse an output of `chat` into a message to go on from: `content`, and where present
         `reasoning_content` and `tool_calls`, whose `arguments` are a dict.
 
         Args:
-            tools: those that `chat` was given: some models' calls cannot be read without.
-            index: of the completion.
-            cache_salt: that of `chat`.
+            tools: the tools given to `chat`: some models' calls cannot be read without.
+            index: the index of the completion.
+            cache_salt: the salt given to `chat`.
         """
         tokenizer, completion = self.inputs.tokenizer, output.outputs[index]
         begun = thoughts_of(tokenizer.decode(output.prompt_token_ids[-8:], special=True))
@@ -388,7 +386,7 @@ class LLM:
         return message
 
     def encode(self, prompt: Prompt, *, special: bool = True) -> TokensLike:
-        """The token ids of a prompt; `special` adds what the model wants around a text, as BOS.
+        """The token ids of a prompt; `special` adds the model's special tokens, such as BOS.
 
         Raises:
             InvalidRequest: it is neither text nor token ids, or the model has no tokenizer.
@@ -402,7 +400,7 @@ class LLM:
         prefix: str | None = None,
         client: Hashable = None,
     ) -> list[Request]:
-        """Queue a request for each input, or none if any is unusable; on the engine's thread.
+        """Queue a request for each input, or none if one is unusable; on the engine's thread.
 
         Clients share the engine fairly (see `radixcache.runtime.engine.fairness`).
         """
@@ -434,10 +432,10 @@ def _close(
     inputs: InputProcessor,
     prefixes: NamedPrefixes,
 ) -> None:
-    model.stop()  # first: the step under way may wait for a rank that hangs
+    model.stop()  # first: the current step may wait for a rank that hangs
     worker.close()
     if offload is not None:
         offload.close(inputs.conversations, prefixes.lasting())
-    if kv_events is not None:  # nothing changes the cache any more
+    if kv_events is not None:  # the cache does not change any more
         kv_events.close()
     model.close()

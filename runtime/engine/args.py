@@ -1,4 +1,4 @@
-"""What an engine is built from. Imports no torch."""
+"""The settings of an engine. Imports no torch."""
 
 from __future__ import annotations
 

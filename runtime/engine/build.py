@@ -17,7 +17,7 @@ import torch
 
 from radixcache.errors import InvalidRequest, ModelError, first_sentence
 from radixcache.hash_block import HashBlockCache
-from radixcache.none import NoCache
+from radixcache.no_cache import NoCache
 from radixcache.pages import PagePool
 from radixcache.radix import RadixCache
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL

@@ -1,9 +1,9 @@
-"""What a restart needs besides KV, so that conversations go on to the token.
+"""Keeps conversations over a restart, so that they go on with the same tokens.
 
-The tokens that texts had, the turns with calls of tools, and the named prefixes are kept as notes
-of the disk store when an engine is closed. Whatever has a `cache_salt` is left out, as its KV is. A
-process that is killed leaves its KV pages, but not these: what a model spelled otherwise than its
-tokenizer would is then tokenised, and computed, anew.
+When an engine is closed, the tokens of texts, turns with tool calls, and named prefixes become
+notes of the disk store. Those with a `cache_salt` are left out, as is their KV. A process that is
+killed leaves its KV pages but not these notes: a text that the model spelled otherwise than its
+tokenizer would is then tokenised and computed anew.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ if TYPE_CHECKING:  # imports xxhash and sqlite3
 _log = logging.getLogger("radixcache")
 
 Prefix = tuple[str, Tokens, float | None, list[Message] | None]
-"""A name, its tokens, how many seconds it is still pinned (None is for good), its messages."""
+"""A name, its tokens, the seconds for which it stays pinned (None is for good), its messages."""
 
 
 def save(store: DiskStore, turns: Conversations | None, prefixes: Iterable[Prefix]) -> None:
-    """Keep them for the next process."""
+    """Write the notes for the next process."""
     now = time.time()
     pinned = [
         PrefixNote(name, tokens.tolist(), left and now + left, messages)
@@ -59,10 +59,10 @@ def save(store: DiskStore, turns: Conversations | None, prefixes: Iterable[Prefi
 
 
 def restore(store: DiskStore, turns: Conversations | None, pin: Callable[..., object]) -> None:
-    """Bring back what the last process has kept.
+    """Read the notes of the last process.
 
     Args:
-        pin: as `LLM.pin_prefix`, and takes `messages`.
+        pin: `LLM.pin_prefix`, which also takes `messages`.
     """
     notes = store.notes()
     known = read_texts(notes)
