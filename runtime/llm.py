@@ -77,9 +77,7 @@ class LLM:
         self.engine, self.tokenizer, self.grammar_backend = built[:3]
         self.explainer, self.kv_events, self.default_params = built[3:6]
         self.offload = built.offload
-        self.inputs = InputProcessor(
-            self.model_name, self.tokenizer, self.grammar_backend, self.default_params
-        )
+        self.inputs = InputProcessor(self.tokenizer, self.grammar_backend, self.default_params)
         self.prefixes = NamedPrefixes(self.engine)
         after_step = None if self.kv_events is None else self.kv_events.end_step
         self.worker = Worker(self.engine, self.prefixes, after_step)

@@ -45,18 +45,15 @@ class InputProcessor:
     """Tokenises and checks on the caller's thread: a long text delays no other request.
 
     Args:
-        model_name: named in errors.
         default_params: used for prompts without parameters.
     """
 
     def __init__(
         self,
-        model_name: str,
         tokenizer: Tokenizer | None,
         grammar_backend: GrammarBackend,
         default_params: SamplingParams,
     ) -> None:
-        self._model_name = model_name
         self._tokenizer = tokenizer
         self._grammar_backend = grammar_backend
         self._default_params = default_params
@@ -66,7 +63,7 @@ class InputProcessor:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; `InvalidRequest` if it has none."""
         if self._tokenizer is None:
-            raise InvalidRequest(f"{self._model_name} has no tokenizer: give prompt_token_ids")
+            raise InvalidRequest("this model has no tokenizer: give token ids")
         return self._tokenizer
 
     @property

@@ -26,7 +26,7 @@ PATIENCE = 5.0
 
 
 def create_app(ingress: Ingress) -> FastAPI:
-    """The server in front of the replicas; `app.state.backend` is the ingress."""
+    """The server in front of the replicas; `app.state.context` is the ingress."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -40,7 +40,7 @@ def create_app(ingress: Ingress) -> FastAPI:
         redoc_url=None,
         openapi_url=None,
     )
-    app.state.backend = app.state.frontend = ingress
+    app.state.context = app.state.frontend = ingress
     app.get("/health")(_health)
     app.get("/metrics", dependencies=[ADMINISTRATOR])(_metrics)
     app.get("/v1/replicas", dependencies=[ADMINISTRATOR])(_replicas)
@@ -51,7 +51,7 @@ def create_app(ingress: Ingress) -> FastAPI:
 
 
 def _ingress_of(request: Request) -> Ingress:
-    return cast(Ingress, request.app.state.backend)
+    return cast(Ingress, request.app.state.context)
 
 
 _Ingress = Annotated[Ingress, Depends(_ingress_of)]

@@ -79,14 +79,6 @@ Those of equal cost take turns: the one with fewest requests, then the one asked
 """
 
 
-def _valid(tokens: TokensLike, salt: Hashable) -> Tokens:
-    try:
-        hash(salt)
-    except TypeError:
-        raise InvalidRequest(f"a salt must be hashable, not {repr(salt)[:80]}") from None
-    return as_tokens(tokens)
-
-
 @dataclass(eq=False)
 class _Replica:
     """What the router knows of one replica."""
@@ -151,7 +143,7 @@ class _Booking:
 
 
 class Router:
-    """Chooses replicas, and keeps the books about what is cached and queued on each.
+    """Orders replicas, and keeps the books about what is cached and queued on each.
 
     For one event loop, or one thread: nothing here waits, and nothing is locked. Tokens are best
     given as int32 arrays, since lists are converted in each call; they are kept, not copied.
@@ -161,13 +153,12 @@ class Router:
     >>> router = Router()
     >>> router.add("a", kv_tokens=100)
     >>> router.add("b", kv_tokens=100)
-    >>> router.choose("first", [1, 2, 3, 4, 5]).replica
-    'a'
-    >>> router.choose("second", [6, 7, 8]).replica
-    'b'
+    >>> router.book("first", "a", [1, 2, 3, 4, 5]).cached_tokens
+    0
+    >>> router.order([6, 7, 8])
+    ['b', 'a']
     >>> router.started("first")
     >>> router.release("first", [10, 11])
-    >>> router.release("second")
     >>> router.order([1, 2, 3, 4, 5, 10, 12])
     ['a', 'b']
     """
@@ -214,46 +205,35 @@ class Router:
         """All replicas, the best first. Changes nothing."""
         return [s.replica for s in sorted(self.standings(tokens, salt), key=preference)]
 
-    def choose(self, key: Hashable, tokens: TokensLike, salt: Hashable = None) -> Standing:
-        """Book request `key` on the best replica, anew if it is booked; returns how that stood.
-
-        Raises:
-            InvalidRequest: there is no replica, or `tokens` are none, or `salt` cannot be hashed;
-                nothing has changed.
-        """
-        tokens = _valid(tokens, salt)
-        if not self._replicas:
-            raise InvalidRequest("there is no replica to choose")
-        self.release(key)
-        best = min(self.standings(tokens, salt), key=preference)
-        self._book(key, best, tokens, salt)
-        return best
-
     def book(
         self, key: Hashable, replica: Hashable, tokens: TokensLike, salt: Hashable = None
-    ) -> None:
-        """Request `key` goes to `replica`, whoever chose it; if it was booked before, it moves.
+    ) -> Standing:
+        """Send request `key` to `replica`; a request that was booked before moves there.
+
+        Returns:
+            How the replica stood for the request.
 
         Raises:
             InvalidRequest: there is no such replica, or `tokens` are none, or `salt` cannot be
                 hashed; nothing has changed.
         """
-        if replica not in self._replicas:
+        if (booked := self._replicas.get(replica)) is None:
             raise InvalidRequest(f"there is no replica {replica!r}")
-        tokens = _valid(tokens, salt)
+        tokens = as_tokens(tokens)
+        try:
+            hash(salt)
+        except TypeError:
+            raise InvalidRequest(f"a salt must be hashable, not {repr(salt)[:80]}") from None
         self.release(key)
-        standing = self._replicas[replica].standing(tokens, salt, self._answer)
-        self._book(key, standing, tokens, salt)
-
-    def _book(self, key: Hashable, standing: Standing, tokens: Tokens, salt: Hashable) -> None:
+        standing = booked.standing(tokens, salt, self._answer)
         to_compute = len(tokens) - standing.cached_tokens
-        self._bookings[key] = _Booking(standing.replica, tokens, salt, to_compute)
-        replica = self._replicas[standing.replica]
+        self._bookings[key] = _Booking(replica, tokens, salt, to_compute)
         self._count += 1
-        replica.last = self._count
-        replica.hold(tokens, salt, 1)
-        replica.queued_tokens += to_compute
-        replica.remember(tokens, salt)
+        booked.last = self._count
+        booked.hold(tokens, salt, 1)
+        booked.queued_tokens += to_compute
+        booked.remember(tokens, salt)
+        return standing
 
     def started(self, key: Hashable) -> None:
         """The first token has come: the prompt is computed. No error if `key` is not booked."""

@@ -28,7 +28,6 @@ from radixcache.runtime.server.protocol.openai import (
     PrefixRequest,
 )
 from radixcache.runtime.server.protocol.responses import ResponsesRequest
-from radixcache.runtime.server.serving import Backend
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 
 Body = Mapping[str, Any]
@@ -57,15 +56,8 @@ class Prompts:
     """Reads prompts with a model's tokenizer; None for a model without one."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self.chat_defaults = SamplingParams()
         self._tokenizer = tokenizer
         self._max_tokens: float = inf
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """`turn_of` asks for this and `chat_defaults`, as it does of a `Backend`."""
-        assert self._tokenizer is not None
-        return self._tokenizer
 
     def limit(self, max_tokens: int) -> None:
         """The model takes so many: longer texts are not tokenised, and longer prompts refused."""
@@ -81,22 +73,19 @@ class Prompts:
                 body, prefix = {**body, "messages": [*prefix["messages"], *body["messages"]]}, None
             given = cast(Tokenizer, self._tokenizer)  # not asked for token ids
             pinned = PrefixRequest(**prefix).encode(given) if prefix else ()
-            tokens = [*pinned, *self._encode(_KINDS[path](**body))]
+            tokens = [*pinned, *_encode(_KINDS[path](**body), given)]
         return as_tokens(tokens if len(tokens) <= self._max_tokens else [])
 
-    def _encode(self, body: Any) -> list[int]:
-        meant = body.meant if isinstance(body, ExplainRequest) else body
-        if isinstance(meant, CompletionRequest):
-            prompt = meant.prompts[0]
-            special = meant.prefix is None and meant.add_special_tokens is not False
-            return (
-                prompt
-                if isinstance(prompt, list)
-                else self.tokenizer.encode(prompt, special=special)
-            )
-        turn = turn_of(meant, cast(Backend, self))
-        text = self.tokenizer.render_chat(turn.messages, **turn.rendering)
-        return self.tokenizer.encode(text, special=False)
+
+def _encode(body: Any, tokenizer: Tokenizer) -> list[int]:
+    meant = body.meant if isinstance(body, ExplainRequest) else body
+    if isinstance(meant, CompletionRequest):
+        prompt = meant.prompts[0]
+        special = meant.prefix is None and meant.add_special_tokens is not False
+        return prompt if isinstance(prompt, list) else tokenizer.encode(prompt, special=special)
+    turn = turn_of(meant, SamplingParams(), tokenizer)
+    text = tokenizer.render_chat(turn.messages, **turn.rendering)
+    return tokenizer.encode(text, special=False)
 
 
 def load_prompts(model: str | Path | None) -> Prompts:

@@ -20,7 +20,7 @@ from radixcache.runtime.server.api import anthropic_messages as messages
 from radixcache.runtime.server.api import openai_chat as chat
 from radixcache.runtime.server.api import openai_completions as completions
 from radixcache.runtime.server.api import openai_responses as responses
-from radixcache.runtime.server.api.generation import JSON
+from radixcache.runtime.server.api.generation import JSON, token_text
 from radixcache.runtime.server.api.response_store import ResponseStore
 from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http import errors, static
@@ -31,7 +31,7 @@ from radixcache.runtime.server.observe.metrics import engine_metrics
 from radixcache.runtime.server.observe.request_log import REQUEST_ID
 from radixcache.runtime.server.protocol.answers import Error
 from radixcache.runtime.server.protocol.openai import DetokenizeRequest, TokenizeRequest
-from radixcache.runtime.server.serving import Backend, BackendDep, client_of, plain_messages
+from radixcache.runtime.server.serving import ContextDep, ServingContext, client_of, plain_messages
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 
 UNTRACED = ("/health", "/metrics", "/v1/cache", *static.FILES)
@@ -43,17 +43,17 @@ router = APIRouter(route_class=BodyRoute)
 def create_app(llm: LLM, options: ServerArgs | None = None) -> FastAPI:
     """The server of one model; it runs `llm` from the app's start to its end.
 
-    `app.state.backend` is the `Backend` of the routes.
+    `app.state.context` is the `ServingContext` of the routes.
     """
-    backend = Backend(llm, options or ServerArgs())
+    context = ServingContext(llm, options or ServerArgs())
     stored = ResponseStore(disk=None if llm.offload is None else llm.offload.disk)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         stored.load()
-        backend.jobs.start()
+        context.jobs.start()
         yield
-        await backend.close()
+        await context.close()
 
     app = FastAPI(
         title="radixcache",
@@ -63,16 +63,16 @@ def create_app(llm: LLM, options: ServerArgs | None = None) -> FastAPI:
         redoc_url=None,
         responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
     )
-    app.state.backend, app.state.frontend, app.state.responses = backend, backend.jobs, stored
+    app.state.context, app.state.frontend, app.state.responses = context, context.jobs, stored
     app.include_router(router, dependencies=[QUERY])
     for module in (chat, completions, responses, messages, explain, prefixes, cache):
         app.include_router(module.router, dependencies=[QUERY])
     app.include_router(page.router)
     app.include_router(static.router)
     errors.install(app)
-    guards.install(app, backend.options)
-    if backend.tracing is not None:
-        backend.tracing.instrument(app, UNTRACED, [REQUEST_ID])
+    guards.install(app, context.options)
+    if context.tracing is not None:
+        context.tracing.instrument(app, UNTRACED, [REQUEST_ID])
     return app
 
 
@@ -80,67 +80,67 @@ def create_app(llm: LLM, options: ServerArgs | None = None) -> FastAPI:
 
 
 @router.get("/health")
-async def health(backend: BackendDep) -> JSON:
+async def health(context: ContextDep) -> JSON:
     """Whether requests are taken: 503 if not."""
-    if backend.jobs.draining or not backend.llm.worker.alive:
+    if context.jobs.draining or not context.llm.worker.alive:
         raise ApiError(503, "the server is shutting down, or its engine has stopped")
     return {"status": "ok"}
 
 
 @router.get("/metrics", response_class=PlainTextResponse, dependencies=[ADMINISTRATOR])
-async def metrics(backend: BackendDep) -> PlainTextResponse:
+async def metrics(context: ContextDep) -> PlainTextResponse:
     """Metrics in Prometheus' text format."""
-    engine = await backend.jobs.call(lambda: engine_metrics(backend.llm))
-    return PlainTextResponse(backend.metrics.render(engine), media_type=CONTENT_TYPE_LATEST)
+    engine = await context.jobs.call(lambda: engine_metrics(context.llm))
+    return PlainTextResponse(context.metrics.render(engine), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/v1/models")
 async def list_models(
-    backend: BackendDep,
+    context: ContextDep,
     limit: Annotated[int, Query(ge=1, le=1000)] = 1000,
     after_id: str | None = None,
     client_version: str | None = None,
 ) -> JSON:
     """The model, under each of its names; Anthropic's clients ask for pages of them."""
-    names = backend.names
+    names = context.names
     if after_id in names:
         names = names[names.index(after_id) + 1 :]
     shown = names[:limit]
     first, last = (shown[0], shown[-1]) if shown else (None, None)
     more = {"first_id": first, "last_id": last, "has_more": len(shown) < len(names)}
-    return {"object": "list", "data": [_card(backend, name) for name in shown], **more}
+    return {"object": "list", "data": [_card(context, name) for name in shown], **more}
 
 
 @router.get("/v1/models/{name:path}")
-async def get_model(name: str, backend: BackendDep) -> JSON:
+async def get_model(name: str, context: ContextDep) -> JSON:
     """The model, if it is served under this name."""
-    return _card(backend, backend.check_model(name))
+    return _card(context, context.check_model(name))
 
 
-def _card(backend: Backend, name: str) -> JSON:
+def _card(context: ServingContext, name: str) -> JSON:
     return {
         "id": name,
         "object": "model",
         "type": "model",
         "display_name": name,
-        "created": backend.created,
-        "created_at": datetime.fromtimestamp(backend.created, timezone.utc).isoformat(),
+        "created": context.created,
+        "created_at": datetime.fromtimestamp(context.created, timezone.utc).isoformat(),
         "owned_by": "radixcache",
-        "max_model_len": backend.max_model_len,
-        "exact": backend.llm.engine.model.exact,
+        "max_model_len": context.max_model_len,
+        "exact": context.llm.engine.model.exact,
     }
 
 
 @router.get("/tokenizer_info")
-async def tokenizer_info(backend: BackendDep) -> JSON:
+async def tokenizer_info(context: ContextDep) -> JSON:
     """What the tokenizer is, as vLLM tells it: its special tokens and its chat template."""
-    return {**backend.tokenizer.info, "model_max_length": backend.max_model_len}
+    return {**context.tokenizer.info, "model_max_length": context.max_model_len}
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, request: Request, backend: BackendDep) -> JSON:
+async def tokenize(body: TokenizeRequest, request: Request, context: ContextDep) -> JSON:
     """The token ids of a text or a conversation."""
-    backend.check_model(body.model)
+    context.check_model(body.model)
 
     def encode(tokenizer: Tokenizer) -> tuple[list[int], list[str] | None]:
         if body.messages is not None:
@@ -149,18 +149,18 @@ async def tokenize(body: TokenizeRequest, request: Request, backend: BackendDep)
         else:
             tokens = tokenizer.encode(body.prompt or "", special=body.add_special_tokens)
         shown = tokens if body.return_token_strs else []
-        return tokens, [backend.token_text(token) for token in shown] or None
+        return tokens, [token_text(tokenizer, token) for token in shown] or None
 
-    tokens, texts = await backend.tokenize(encode, client_of(request))
-    counts = {"count": len(tokens), "max_model_len": backend.max_model_len}
+    tokens, texts = await context.tokenizing.run(encode, client_of(request))
+    counts = {"count": len(tokens), "max_model_len": context.max_model_len}
     return {**counts, "tokens": tokens, "token_strs": texts}
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, request: Request, backend: BackendDep) -> JSON:
+async def detokenize(body: DetokenizeRequest, request: Request, context: ContextDep) -> JSON:
     """The text of token ids, special tokens included."""
-    backend.check_model(body.model)
-    text = await backend.tokenize(
+    context.check_model(body.model)
+    text = await context.tokenizing.run(
         lambda tokenizer: tokenizer.decode(body.tokens, special=True), client_of(request)
     )
     return {"prompt": text}

@@ -60,12 +60,12 @@ class Loading:
     def serve(self, app: FastAPI, close: Callable[[], None]) -> None:
         """Let `app` answer until a signal ends it, then `close`; a second signal ends that, too.
 
-        The `state` of `app` has a `backend` and a `frontend`, as that of `create_app` does.
+        The `state` of `app` has a `context` and a `frontend`, as that of `create_app` does.
         """
         asyncio.run_coroutine_threadsafe(self._hand_over(app), self._loop).result()
         self._server.frontend = app.state.frontend
         with self._server.capture_signals():
-            announce(app.state.backend, self._listener)
+            announce(app.state.context, self._listener)
             self._thread.join()
             close()  # not later: a signal that is raised anew may end the process
 

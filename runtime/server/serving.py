@@ -1,14 +1,12 @@
-"""What the routes share: the model, its tokenizer and the jobs that it is given."""
+"""What the routes of one app share."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING, Annotated, cast
 
 from fastapi import Depends, Request
 
@@ -16,35 +14,29 @@ from radixcache.base import TokensLike
 from radixcache.errors import PinError
 from radixcache.runtime.engine.input_processor import EngineInput
 from radixcache.runtime.engine.named_prefixes import NamedPrefix
-from radixcache.runtime.sampling.grammar_compiler import MAX_COMPILERS
 from radixcache.runtime.sampling.params import SamplingParams
-from radixcache.runtime.sampling.structured_outputs import StructuredOutputsParams
 from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.jobs import Job, RequestTracker
 from radixcache.runtime.server.observe.metrics import Metrics
-from radixcache.runtime.server.protocol.openai import GenerationRequest
+from radixcache.runtime.server.pools import GrammarPool, TokenizerPool
 from radixcache.runtime.server.protocol.tools import ChatMessage
-from radixcache.runtime.tokens.history import TokenisedText
 from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
-from radixcache.runtime.tokens.tool_calls import ParsedMessage
 
 if TYPE_CHECKING:  # imports torch
     from radixcache.runtime.llm import LLM
-    from radixcache.runtime.sampling.grammar import CompiledGrammar
     from radixcache.runtime.server.observe.tracing import Tracing
 
-T = TypeVar("T")
 
-TOKENIZER_THREADS = 4
-"""Clients whose texts are tokenised at the same time."""
+class ServingContext:
+    """The model, its jobs and its threads.
 
-MAX_COMPILING = 32
-"""Structures that are compiled or wait for it; half of them may be of one client."""
-
-
-class Backend:
-    """The model behind the routes of one app."""
+    Attributes:
+        names: under which the model is served.
+        created: when, in seconds since 1970.
+        tokenizing, grammars: threads, since long texts and schemas take a while.
+        completion_defaults, chat_defaults: parameters of requests that do not say otherwise.
+    """
 
     def __init__(self, llm: LLM, options: ServerArgs) -> None:
         self.llm = llm
@@ -60,24 +52,19 @@ class Backend:
         slots, queue = llm.engine.scheduler.max_num_seqs, options.max_queued_requests
         capacity, share = slots + queue, slots + (queue + 1) // 2
         self.jobs = RequestTracker(llm.worker, self.metrics, self.tracing, capacity, share)
+        self.tokenizing = TokenizerPool(llm.inputs)
+        self.grammars = GrammarPool(llm.grammar_backend)
         self.max_model_len: int = llm.engine.max_model_len
         # A plain completion has OpenAI's 16 tokens if the model does not say, an answer no limit.
         limit = getattr(llm.engine.model.generation_config, "max_new_tokens", None)
         self.completion_defaults = replace(llm.default_params, **options.sampling)
         chat_defaults = replace(llm.default_params, max_tokens=limit)
         self.chat_defaults = replace(chat_defaults, **options.sampling)
-        # Not on the event loop, because a long text takes a while; nor one client on all threads.
-        self._tokenizing = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer")
-        self._compiling = ThreadPoolExecutor(MAX_COMPILERS, "compiler")
-        self._grammars: dict[tuple[str, str], tuple[Hashable, asyncio.Future[CompiledGrammar]]] = {}
-        """What is compiled or waits for it, and for whom, by kind and value."""
-        self._turns: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
-        self._remembering: set[asyncio.Future[None]] = set()
 
     async def close(self) -> None:
         await self.jobs.close()
-        for pool in (self._tokenizing, self._compiling):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self.tokenizing.close()
+        self.grammars.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
 
@@ -94,7 +81,7 @@ class Backend:
 
     @property
     def notes(self) -> list[str]:
-        """For whoever starts the server: whose layers run where, and who may listen."""
+        """Lines to print at the start: where layers run, how answers are sampled, KV events."""
         sampling = self.completion_defaults.describe()
         notes = [*self.llm.notes, f"answers by {sampling}, where a request says nothing else"]
         if (events := self.llm.kv_events) is not None:
@@ -108,59 +95,9 @@ class Backend:
         return notes
 
     @property
-    def caches(self) -> bool:
-        """Whether what is computed stays for others."""
-        return self.llm.cache.caches
-
-    @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; 400 if it has none."""
-        if self.llm.tokenizer is None:
-            raise ApiError(400, "this model has no tokenizer: only token ids can be completed")
-        return self.llm.tokenizer
-
-    async def tokenize(self, function: Callable[[Tokenizer], T], client: Hashable = None) -> T:
-        """What `function` makes of the tokenizer, on a thread; one after the other of a client."""
-        return await self._in_turn(client, self._tokenizing, function, self.tokenizer)
-
-    async def _in_turn(
-        self, key: Hashable, pool: ThreadPoolExecutor, function: Callable[..., T], *args: Any
-    ) -> T:
-        """What `function` gives, on a thread; one after the other of a key."""
-        loop = asyncio.get_running_loop()
-        async with self._turns.setdefault(key, asyncio.Lock()):
-            return await loop.run_in_executor(pool, function, *args)
-
-    def token_text(self, token: int) -> str:
-        """The text of one token, as logprobs show it."""
-        return self.tokenizer.token_bytes(token).decode(errors="replace")
-
-    def token_name(self, token: int, body: GenerationRequest) -> str:
-        """What logprobs call a token: its text or, as in OpenAI's API, the bytes that are none; or
-        its id if that was asked for."""
-        if body.return_tokens_as_token_ids:
-            return f"token_id:{token}"
-        try:
-            return self.tokenizer.token_bytes(token).decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{b:02x}" for b in self.tokenizer.token_bytes(token))
-
-    async def encode_chat(
-        self, messages: list[Message], cache_salt: str | None, client: Hashable, **how: Any
-    ) -> TokenisedText:
-        """The prompt that asks for the answer to `messages`, in tokens as stable as can be."""
-        if self._remembering:
-            await asyncio.wait([*self._remembering])
-        return await self.tokenize(
-            lambda _: self.llm.turns.encode(messages, cache_salt, **how), client
-        )
-
-    def remember(self, prompt: TokenisedText, generated: list[int], message: ParsedMessage) -> None:
-        """Let conversations go on from an answer, before any other is tokenised."""
-        loop, remember = asyncio.get_running_loop(), self.llm.turns.remember
-        done = loop.run_in_executor(self._tokenizing, remember, prompt, generated, message)
-        self._remembering.add(done)
-        done.add_done_callback(self._remembering.discard)
+        """The model's tokenizer; `InvalidRequest` if it has none."""
+        return self.llm.inputs.tokenizer
 
     async def find_prefix(self, name: str, cache_salt: str | None) -> NamedPrefix:
         """The salt's prefix of that name; 404 if there is none."""
@@ -177,12 +114,11 @@ class Backend:
         cache_salt: str | None,
         stream: bool,
     ) -> Job:
-        """Queue prompts."""
+        """Queue prompts; their reader must end the job."""
         if params.stop_strings:
             _ = self.tokenizer  # refuses
-        grammar = params.structured_outputs and await self.compile(
-            params.structured_outputs, client
-        )
+        structured = params.structured_outputs
+        grammar = structured and await self.grammars.compile(structured, client)
         inputs = [EngineInput(None, tokens, params) for tokens in prompts]
         job = await self.jobs.submit(
             lambda: self.llm.add(inputs, cache_salt, client=client),
@@ -191,31 +127,12 @@ class Backend:
             stream=stream,
             timeout=self.options.request_timeout,
         )
-        del grammar  # held until here, the engine's thread had not to compile it
+        del grammar  # held until here, so that the engine's thread finds it compiled
         return job
-
-    async def compile(
-        self, structured: StructuredOutputsParams, client: Hashable
-    ) -> CompiledGrammar:
-        """The grammar of a structure, compiled on a thread if it is new; one by one of a client."""
-        grammar_backend, key = self.llm.grammar_backend, (structured.kind, structured.value)
-        if (found := grammar_backend.find(structured)) is not None:
-            return found
-        if key not in self._grammars:
-            clients = [client for client, _ in self._grammars.values()]
-            if len(clients) >= MAX_COMPILING or clients.count(client) >= MAX_COMPILING // 2:
-                raise ApiError(503, "too many new structures are to be compiled: try again")
-            compiling = self._in_turn(
-                ("grammar", client), self._compiling, grammar_backend.compile, structured
-            )
-            task = asyncio.ensure_future(compiling)
-            self._grammars[key] = client, task
-            task.add_done_callback(lambda _: self._grammars.pop(key))
-        return await asyncio.shield(self._grammars[key][1])
 
 
 def client_of(request: Request, cache_salt: str | None = None) -> Hashable:
-    """Whose request it is when clients share the server: its salt's, else its address's."""
+    """The client of a request, for fair shares: its salt, else its address."""
     if cache_salt is not None:
         return "salt", cache_salt
     return "address", request.client and request.client.host
@@ -225,9 +142,9 @@ def plain_messages(messages: list[ChatMessage]) -> list[Message]:
     return [message.plain() for message in messages]
 
 
-def backend_of(request: Request) -> Backend:
-    return cast(Backend, request.app.state.backend)
+def _context_of(request: Request) -> ServingContext:
+    return cast(ServingContext, request.app.state.context)
 
 
-BackendDep = Annotated[Backend, Depends(backend_of)]
-"""The backend of the app that a route belongs to."""
+ContextDep = Annotated[ServingContext, Depends(_context_of)]
+"""The context of the app that a route belongs to."""

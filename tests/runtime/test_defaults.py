@@ -13,7 +13,7 @@ from radixcache.errors import ContextExceeded
 from radixcache.runtime.cli import main
 from radixcache.runtime.outputs import MIN_REPEATED, MIN_REPEATS, find_repetition
 from radixcache.runtime.server.args import ServerArgs
-from radixcache.runtime.server.serving import Backend
+from radixcache.runtime.server.serving import ServingContext
 from radixcache.runtime.server.settings import read_settings
 from tests.helpers.models import tiny_model
 from tests.runtime.server.live import live
@@ -42,7 +42,7 @@ def test_a_servers_own_sampling_stands_between_the_request_and_the_model() -> No
     _, options = read_settings({"temperature": "0.5", "max_tokens": "7"})
     assert options.sampling == {"temperature": 0.5, "max_tokens": 7}
     with LLM(kv_cache_memory_bytes="16MiB") as llm:
-        backend = Backend(llm, options)
+        backend = ServingContext(llm, options)
         assert any("answers by temperature 0.5" in note for note in backend.notes)
         assert backend.chat_defaults.temperature == backend.completion_defaults.temperature == 0.5
         with live(llm, sampling={"max_tokens": 3}) as server:

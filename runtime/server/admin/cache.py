@@ -28,7 +28,7 @@ from radixcache.runtime.server.protocol.answers import (
     RecentRequest,
 )
 from radixcache.runtime.server.protocol.fields import PrefixName
-from radixcache.runtime.server.serving import Backend, BackendDep
+from radixcache.runtime.server.serving import ContextDep, ServingContext
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from radixcache.snapshot import MAX_DEPTH, ROOT, CachedNode, Look, Picture
 
@@ -53,7 +53,7 @@ def share_key(key: bytes) -> None:
     responses={304: {"description": "Nothing has changed since `If-None-Match` was the ETag"}},
 )
 async def view_cache(
-    backend: BackendDep,
+    context: ContextDep,
     response: Response,
     rows: Annotated[int, Query(ge=1, le=2_000)] = 500,
     levels: Annotated[int, Query(ge=1, le=MAX_DEPTH)] = MAX_DEPTH,
@@ -67,20 +67,20 @@ async def view_cache(
     was used last not. `under` and `reveal` are ids of nodes: the one to begin with (404 if it has
     gone), and one that does not fold.
     """
-    cache, worker = backend.llm.cache, backend.llm.worker
+    cache, worker = context.llm.cache, context.llm.worker
     # Nodes go by no other name than the one told: whether one of a guessed hash is there is secret.
     wanted = Look(rows, levels, under and _node_ids.get(under), reveal and _node_ids.get(reveal))
     if under is not None and not wanted.under:
         raise ApiError(404, f"no node {under[:100]!r} is cached")
 
     def look() -> tuple[str, dict[str, Any], list[RecentRequest], Picture | None]:
-        stats = _statistics(backend)
+        stats = _statistics(context)
         # Between steps only pins, flushes and aborts change anything, and these the rest tells.
-        tag = f'"{_digest((backend.created, worker.num_steps, stats, {**cache.pins}, wanted))}"'
+        tag = f'"{_digest((context.created, worker.num_steps, stats, {**cache.pins}, wanted))}"'
         picture = None if tag == if_none_match else cache.outline().draw(wanted)
-        return tag, stats, [*backend.metrics.recent], picture
+        return tag, stats, [*context.metrics.recent], picture
 
-    tag, stats, recent, picture = await backend.jobs.look(look)
+    tag, stats, recent, picture = await context.jobs.look(look)
     if tag == if_none_match:
         return Response(status_code=304, headers={"ETag": tag})
     if picture is None:
@@ -103,14 +103,14 @@ async def view_cache(
             "recent": recent,
         }
 
-    if backend.llm.tokenizer is None or backend.options.hide_texts:
+    if context.llm.tokenizer is None or context.options.hide_texts:
         return tell(None)
-    return await backend.tokenize(tell)
+    return await context.tokenizing.run(tell)
 
 
-def _statistics(backend: Backend) -> dict[str, Any]:
+def _statistics(context: ServingContext) -> dict[str, Any]:
     """Counters since the last flush, and pages now; on the engine's thread."""
-    cache, scheduler = backend.llm.cache, backend.llm.engine.scheduler
+    cache, scheduler = context.llm.cache, context.llm.engine.scheduler
     return {
         **asdict(cache.stats),
         "hit_rate": cache.stats.hit_rate,
@@ -129,22 +129,22 @@ def _statistics(backend: Backend) -> dict[str, Any]:
 
 @router.get("/v1/cache/search")
 async def search_cache(
-    backend: BackendDep, text: Annotated[str, Query(min_length=1, max_length=1000)]
+    context: ContextDep, text: Annotated[str, Query(min_length=1, max_length=1000)]
 ) -> CacheHits:
     """The nodes in which `text` ends, on whatever path it is, letter case apart; 100 of them."""
-    if backend.options.hide_texts:
+    if context.options.hide_texts:
         raise ApiError(403, "this server hides what prompts say")
-    nodes = await backend.jobs.look(lambda: backend.llm.cache.outline().spell())
-    paths, total = await backend.tokenize(lambda tokenizer: search(nodes, text, tokenizer))
+    nodes = await context.jobs.look(lambda: context.llm.cache.outline().spell())
+    paths, total = await context.tokenizing.run(lambda tokenizer: search(nodes, text, tokenizer))
     hits = [CacheHit(path=[_name(node) for node in path]) for path in paths]
     return CacheHits(total=total, data=hits)
 
 
 @router.post("/v1/cache/flush")
-async def flush_cache(backend: BackendDep) -> dict[str, bool]:
+async def flush_cache(context: ContextDep) -> dict[str, bool]:
     """Forget all that is cached and zero the statistics; 409 while requests run or pins live."""
     try:
-        await asyncio.to_thread(backend.llm.reset_prefix_cache)
+        await asyncio.to_thread(context.llm.reset_prefix_cache)
     except LeaseError:
         raise ApiError(
             409,
@@ -193,10 +193,10 @@ def _digest(value: object) -> str:
 
 
 @router.get("/v1/cache/prefixes")
-async def list_prefixes(backend: BackendDep) -> CachePrefixList:
+async def list_prefixes(context: ContextDep) -> CachePrefixList:
     """All pinned prefixes."""
-    llm = backend.llm
-    prefixes, pinned = await backend.jobs.call(
+    llm = context.llm
+    prefixes, pinned = await context.jobs.call(
         lambda: (llm.prefixes.list(), llm.cache.pins.num_pages)
     )
     return CachePrefixList(
@@ -210,9 +210,9 @@ async def list_prefixes(backend: BackendDep) -> CachePrefixList:
 
 
 @router.delete("/v1/cache/prefixes/{namespace}/{name}")
-async def unpin_prefix(namespace: str, name: PrefixName, backend: BackendDep) -> DeletedPrefix:
+async def unpin_prefix(namespace: str, name: PrefixName, context: ContextDep) -> DeletedPrefix:
     """Let a prefix be evicted like anything else."""
-    prefixes = backend.llm.prefixes
+    prefixes = context.llm.prefixes
 
     def unpin() -> bool:
         for prefix in prefixes.list():
@@ -221,6 +221,6 @@ async def unpin_prefix(namespace: str, name: PrefixName, backend: BackendDep) ->
                 return True
         return False
 
-    if not await backend.jobs.call(unpin):
+    if not await context.jobs.call(unpin):
         raise ApiError(404, f"no prefix named {name!r} is pinned in {namespace!r}")
     return DeletedPrefix(name=name)

@@ -13,32 +13,34 @@ from radixcache.runtime.server.api.openai_completions import encode_prompts
 from radixcache.runtime.server.http.bodies import BodyRoute
 from radixcache.runtime.server.protocol.answers import Explained
 from radixcache.runtime.server.protocol.openai import CompletionRequest, ExplainRequest
-from radixcache.runtime.server.serving import Backend, BackendDep, client_of
+from radixcache.runtime.server.serving import ContextDep, ServingContext, client_of
 
 router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/explain", response_model=Explained)
-async def explain(body: ExplainRequest, request: Request, backend: BackendDep) -> Any:
+async def explain(body: ExplainRequest, request: Request, context: ContextDep) -> Any:
     """What of a prompt is cached, and why the rest is not; nothing is computed, or changed."""
-    model = backend.check_model(body.model)
+    model = context.check_model(body.model)
     salt = body.cache_salt
-    tokens = await _encode(body, request, backend)
-    found = await backend.jobs.call(
-        lambda: backend.llm.explain({"prompt_token_ids": tokens}, cache_salt=salt)
+    tokens = await _encode(body, request, context)
+    found = await context.jobs.call(
+        lambda: context.llm.explain({"prompt_token_ids": tokens}, cache_salt=salt)
     )
     return {
         "model": model,
         "prompt_tokens": found.num_tokens,
         "cached_tokens": found.num_cached_tokens,
-        "explanation": describe_misses(backend, found.misses, body.prefix),
+        "explanation": describe_misses(context, found.misses, body.prefix),
     }
 
 
-async def _encode(body: ExplainRequest, request: Request, backend: Backend) -> TokensLike:
+async def _encode(body: ExplainRequest, request: Request, context: ServingContext) -> TokensLike:
     """The prompt's tokens, as the request that is meant would have them."""
     client, meant = client_of(request, body.cache_salt), body.meant
     if isinstance(meant, CompletionRequest):
-        (tokens,) = await encode_prompts(meant, backend, request)
+        (tokens,) = await encode_prompts(meant, context, request)
         return tokens
-    return (await encode(backend, turn_of(meant, backend), client)).tokens
+    return (
+        await encode(context, turn_of(meant, context.chat_defaults, context.tokenizer), client)
+    ).tokens

@@ -8,25 +8,25 @@ from fastapi import APIRouter
 
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.demo.script import DOCUMENTS, SCRIPT, TABLE
-from radixcache.runtime.server.serving import BackendDep
+from radixcache.runtime.server.serving import ContextDep
 
 router = APIRouter(include_in_schema=False)
 
 
 @router.get("/page.json")
-async def about(backend: BackendDep) -> dict[str, Any]:
+async def about(context: ContextDep) -> dict[str, Any]:
     """The model, how it answers where a request does not say, and something that it can be asked;
     `note` says what may be expected of it."""
     example = note = None
-    if backend.llm.model_name == BUNDLED_MODEL.name:
+    if context.llm.model_name == BUNDLED_MODEL.name:
         questions = [question.text for question in SCRIPT if DOCUMENTS[question.user] == TABLE]
         example = {"system": TABLE.read_text(encoding="utf-8"), "questions": questions[:4]}
         note = "looks up the table above; radixcache serve MODEL for a real one"
-    params = backend.chat_defaults
+    params = context.chat_defaults
     sampling = {
         "temperature": params.temperature,
         "top_p": params.top_p,
         "max_tokens": params.max_tokens,
         "description": params.describe(),
     }
-    return {"model": backend.names[0], "note": note, "example": example, "sampling": sampling}
+    return {"model": context.names[0], "note": note, "example": example, "sampling": sampling}

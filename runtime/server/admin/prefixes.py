@@ -14,38 +14,38 @@ from radixcache.runtime.server.http.bodies import BodyRoute
 from radixcache.runtime.server.protocol.answers import DeletedPrefix, Prefix, PrefixList
 from radixcache.runtime.server.protocol.fields import CacheSalt, PrefixName
 from radixcache.runtime.server.protocol.openai import PrefixRequest
-from radixcache.runtime.server.serving import BackendDep, client_of, plain_messages
+from radixcache.runtime.server.serving import ContextDep, client_of, plain_messages
 
 router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/prefixes")
-async def pin_prefix(body: PrefixRequest, request: Request, backend: BackendDep) -> Prefix:
+async def pin_prefix(body: PrefixRequest, request: Request, context: ContextDep) -> Prefix:
     """Compute a prefix and pin it; 409 if the salt has that name for another one, or no pages left
     to pin."""
     client = client_of(request, body.cache_salt)
     tokens: TokensLike = body.prompt if isinstance(body.prompt, list) else ()
     if not isinstance(body.prompt, list):
-        tokens = await backend.tokenize(body.encode, client)
+        tokens = await context.tokenizing.run(body.encode, client)
     name, salt, lifetime = body.name, body.cache_salt, body.lifetime
-    prefixes = backend.llm.prefixes
-    job = await backend.jobs.submit(
+    prefixes = context.llm.prefixes
+    job = await context.jobs.submit(
         lambda: [prefixes.prepare(name, tokens, lifetime=lifetime, cache_salt=salt, client=client)],
         num_sequences=1,
         client=client,
-        timeout=backend.options.request_timeout,
+        timeout=context.options.request_timeout,
     )
     await finish(job, request)
     messages = None if body.messages is None else plain_messages(body.messages)
     keep = partial(prefixes.keep, lifetime=lifetime, messages=messages)
-    return describe(await backend.jobs.call(lambda: keep(name, job.requests[0])))
+    return describe(await context.jobs.call(lambda: keep(name, job.requests[0])))
 
 
 @router.get("/v1/prefixes")
-async def list_prefixes(backend: BackendDep, cache_salt: CacheSalt = None) -> PrefixList:
+async def list_prefixes(context: ContextDep, cache_salt: CacheSalt = None) -> PrefixList:
     """The pinned prefixes of a salt."""
-    llm = backend.llm
-    prefixes, pinned = await backend.jobs.call(
+    llm = context.llm
+    prefixes, pinned = await context.jobs.call(
         lambda: (llm.prefixes.list(), llm.cache.pins.num_pages_of(cache_salt))
     )
     return PrefixList(
@@ -56,18 +56,18 @@ async def list_prefixes(backend: BackendDep, cache_salt: CacheSalt = None) -> Pr
 
 
 @router.get("/v1/prefixes/{name}")
-async def get_prefix(name: PrefixName, backend: BackendDep, cache_salt: CacheSalt = None) -> Prefix:
+async def get_prefix(name: PrefixName, context: ContextDep, cache_salt: CacheSalt = None) -> Prefix:
     """One pinned prefix."""
-    return describe(await backend.find_prefix(name, cache_salt))
+    return describe(await context.find_prefix(name, cache_salt))
 
 
 @router.delete("/v1/prefixes/{name}")
 async def unpin_prefix(
-    name: PrefixName, backend: BackendDep, cache_salt: CacheSalt = None
+    name: PrefixName, context: ContextDep, cache_salt: CacheSalt = None
 ) -> DeletedPrefix:
     """Let a prefix be evicted like anything else."""
-    await backend.find_prefix(name, cache_salt)
-    await backend.jobs.call(lambda: backend.llm.prefixes.unpin(name, cache_salt))
+    await context.find_prefix(name, cache_salt)
+    await context.jobs.call(lambda: context.llm.prefixes.unpin(name, cache_salt))
     return DeletedPrefix(name=name)
 
 

@@ -23,7 +23,7 @@ from radixcache.runtime.server.http.bodies import BodyRoute, on_thread
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.protocol.anthropic import CountRequest, MessagesRequest
 from radixcache.runtime.server.protocol.turn import Turn
-from radixcache.runtime.server.serving import BackendDep, client_of
+from radixcache.runtime.server.serving import ContextDep, client_of
 from radixcache.runtime.tokens.conversation import Conversations
 from radixcache.runtime.tokens.history import TokenisedText, common_prefix
 from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
@@ -37,38 +37,38 @@ _RESPONSES: dict[int | str, JSON] = {"4XX": _ERRORS, "5XX": _ERRORS}
 
 @router.post("/v1/messages", responses={**STREAM_RESPONSE, **_RESPONSES})
 async def create_message(
-    body: MessagesRequest, request: Request, backend: BackendDep, store: StoreDep
+    body: MessagesRequest, request: Request, context: ContextDep, store: StoreDep
 ) -> Any:
     """Answer a conversation."""
-    model = backend.check_model(body.model)
-    turn = await on_thread(turn_of, body, backend)
+    model = context.check_model(body.model)
+    turn = await on_thread(turn_of, body, context.chat_defaults, context.tokenizer)
     client = client_of(request, body.cache_salt)
     breakpoints = [*body.breakpoints()]
-    answers = await begin(backend, turn, client)
+    answers = await begin(context, turn, client)
 
     def ends(tokenizer: Tokenizer) -> list[tuple[int, float]]:
         return [
-            (_length(backend.llm.turns, turn, messages, answers.prompt), control.seconds)
+            (_length(context.llm.turns, turn, messages, answers.prompt), control.seconds)
             for messages, control in breakpoints
         ]
 
     try:
-        prefixes = await backend.tokenize(ends, client) if breakpoints else []
+        prefixes = await context.tokenizing.run(ends, client) if breakpoints else []
     except BaseException:
         answers.job.end()
         raise
     head: JSON = {"id": f"msg_{uuid.uuid4().hex}", "model": model}
-    exchange = _Message(body, backend, head, answers, store)
+    exchange = _Message(body, context, head, answers, store)
     exchange.prefixes = prefixes
     return await exchange.answer(request, turn.left_out)
 
 
 @router.post("/v1/messages/count_tokens", responses=_RESPONSES)
-async def count_tokens(body: CountRequest, request: Request, backend: BackendDep) -> JSON:
+async def count_tokens(body: CountRequest, request: Request, context: ContextDep) -> JSON:
     """How many tokens the prompt of such a message has."""
-    backend.check_model(body.model)
-    turn = await on_thread(turn_of, body, backend)
-    tokens = await backend.tokenize(
+    context.check_model(body.model)
+    turn = await on_thread(turn_of, body, context.chat_defaults, context.tokenizer)
+    tokens = await context.tokenizing.run(
         lambda t: t.encode(t.render_chat(turn.messages, **turn.rendering), special=False),
         client_of(request, body.cache_salt),
     )
@@ -141,7 +141,7 @@ class _Message(BlockExchange[MessagesRequest]):
         tokens, salt = self.answers.prompt.tokens, self.body.cache_salt
         if self.prefixes:
             with suppress(EngineStopped):
-                self.backend.llm.worker.call(lambda: self._prefer(tokens, salt))
+                self.context.llm.worker.call(lambda: self._prefer(tokens, salt))
         if self.body.diagnostics is not None:
             self.store.keep(message["id"], StoredResponse(self.answers.turn, tokens))
         return message
@@ -150,13 +150,13 @@ class _Message(BlockExchange[MessagesRequest]):
         """On the engine's thread."""
         for length, seconds in self.prefixes:
             if length:
-                self.backend.llm.prefixes.prefer(tokens[:length], seconds, cache_salt)
+                self.context.llm.prefixes.prefer(tokens[:length], seconds, cache_salt)
 
     def _message(self, num_tokens: int) -> JSON:
         """The message when it has so many tokens, without its content and end."""
         cached = self.job.requests[0].sequences[0].cached_tokens
         marked = max((length for length, _ in self.prefixes), default=0)
-        written = max(0, marked - cached) * self.backend.caches
+        written = max(0, marked - cached) * self.context.llm.cache.caches
         message: JSON = {
             "id": self.head["id"],
             "type": "message",

@@ -16,7 +16,7 @@ from radixcache.runtime.server.http.bodies import on_thread
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.jobs import Job
 from radixcache.runtime.server.protocol.turn import Turn, TurnRequest
-from radixcache.runtime.server.serving import Backend
+from radixcache.runtime.server.serving import ServingContext
 from radixcache.runtime.tokens.conversation import thoughts_of
 from radixcache.runtime.tokens.history import TokenisedText
 from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
@@ -28,47 +28,47 @@ MAX_LOOSE = 4
 """Tools that are found one by one not to compile, before all are given any object."""
 
 
-def turn_of(body: TurnRequest, backend: Backend, *more: Any) -> Turn:
+def turn_of(body: TurnRequest, defaults: SamplingParams, tokenizer: Tokenizer, *more: Any) -> Turn:
     """What a request asks for; of Responses, `more` is the whole conversation.
 
     Raises:
         ApiError: the model cannot be told not to think.
         InvalidRequest: a value makes no sense.
     """
-    turn = body.turn(backend.chat_defaults, *more)
+    turn = body.turn(defaults, *more)
     effort, wanted, place = turn.thinking
     if effort is None and wanted is None:
         return turn
-    template, values = backend.tokenizer.chat_template(), dict[str, Any]()
+    template, values = tokenizer.chat_template(), dict[str, Any]()
     thinks = effort != "none" if wanted is None else wanted
     if effort is not None and "reasoning_effort" in template:
         values = {"reasoning_effort": effort}
     if "enable_thinking" in template and (wanted is not None or not values):
         values["enable_thinking"] = thinks
-    elif not thinks and not values and backend.tokenizer.reasons:
+    elif not thinks and not values and tokenizer.reasons:
         raise ApiError(400, "one cannot tell this model not to think", place)
     return replace(turn, template_kwargs={**values, **turn.template_kwargs})
 
 
-async def begin(backend: Backend, turn: Turn, client: Hashable) -> Answers:
+async def begin(context: ServingContext, turn: Turn, client: Hashable) -> Answers:
     """Queue a turn. Whoever gets its answers must read them to the end, or end their `job`.
 
     Raises:
         ApiError: it is refused.
     """
-    prompt = await encode(backend, turn, client)
+    prompt = await encode(context, turn, client)
     params = turn.params
     if turn.tools or params.structured_outputs:  # whose schemas may be long
-        params = await _guided(backend, turn, prompt.text, client)
-    job = await backend.submit([prompt.tokens], params, client, turn.cache_salt, turn.stream)
-    return Answers(backend, turn, prompt, job)
+        params = await _guided(context, turn, prompt.text, client)
+    job = await context.submit([prompt.tokens], params, client, turn.cache_salt, turn.stream)
+    return Answers(context, turn, prompt, job)
 
 
-async def encode(backend: Backend, turn: Turn, client: Hashable) -> TokenisedText:
+async def encode(context: ServingContext, turn: Turn, client: Hashable) -> TokenisedText:
     """What the model is given; `ApiError` if that is refused."""
     messages = turn.messages
     if turn.prefix is not None:
-        prefix = await backend.find_prefix(turn.prefix, turn.cache_salt)
+        prefix = await context.find_prefix(turn.prefix, turn.cache_salt)
         before = prefix.messages
         if before is None:
             raise ApiError(
@@ -78,7 +78,7 @@ async def encode(backend: Backend, turn: Turn, client: Hashable) -> TokenisedTex
             )
         messages = [*before, *messages]
     _check_results(messages)
-    return await backend.encode_chat(messages, turn.cache_salt, client, **turn.rendering)
+    return await context.tokenizing.encode_chat(messages, turn.cache_salt, client, **turn.rendering)
 
 
 def _check_results(messages: list[Message]) -> None:
@@ -94,15 +94,17 @@ def _check_results(messages: list[Message]) -> None:
             )
 
 
-async def _guided(backend: Backend, turn: Turn, prompt: str, client: Hashable) -> SamplingParams:
+async def _guided(
+    context: ServingContext, turn: Turn, prompt: str, client: Hashable
+) -> SamplingParams:
     """The turn's parameters, with a grammar that compiles: tools that are not strict, and whose
     schemas do not, are given any object. So are all of them if it is too large or still fails."""
     loose: set[str] = set()
     while True:
         try:
-            params = await on_thread(_with_grammar, turn, backend.tokenizer, prompt, loose)
+            params = await on_thread(_with_grammar, turn, context.tokenizer, prompt, loose)
             if params.structured_outputs:
-                await backend.compile(params.structured_outputs, client)
+                await context.grammars.compile(params.structured_outputs, client)
             return params
         except InvalidRequest as error:
             if turn.choice.mode == "none":
@@ -157,16 +159,18 @@ class Answers:
         prompt: what the model was given.
     """
 
-    def __init__(self, backend: Backend, turn: Turn, prompt: TokenisedText, job: Job) -> None:
+    def __init__(
+        self, context: ServingContext, turn: Turn, prompt: TokenisedText, job: Job
+    ) -> None:
         self.turn = turn
         self.prompt = prompt
         self.job = job
-        self._backend = backend
+        self._context = context
         self._parsers: defaultdict[int, MessageParser] = defaultdict(self._make_parser)
         """By the completion's index."""
 
     def _make_parser(self) -> MessageParser:
-        tokenizer, turn = self._backend.tokenizer, self.turn
+        tokenizer, turn = self._context.tokenizer, self.turn
         calls = bool(turn.tools) and turn.choice.mode != "none"
         return MessageParser(
             tokenizer.tool_format if calls else None,
@@ -201,4 +205,6 @@ class Answers:
     def remember(self, output: RequestOutput) -> None:
         """Let conversations go on from these messages; at the end of a stream."""
         for answer in output.outputs:
-            self._backend.remember(self.prompt, answer.token_ids, self.message(answer.index))
+            self._context.tokenizing.remember(
+                self.prompt, answer.token_ids, self.message(answer.index)
+            )

@@ -19,7 +19,7 @@ from radixcache.runtime.server.api.response_store import (
     compare,
 )
 from radixcache.runtime.server.jobs import PromptDelta
-from radixcache.runtime.server.serving import Backend
+from radixcache.runtime.server.serving import ServingContext
 from radixcache.runtime.tokens.tool_calls import ParsedDelta, ParsedMessage
 
 
@@ -53,9 +53,9 @@ class BlockExchange(Exchange[B]):
     """
 
     def __init__(
-        self, body: B, backend: Backend, head: JSON, answers: Answers, store: ResponseStore
+        self, body: B, context: ServingContext, head: JSON, answers: Answers, store: ResponseStore
     ) -> None:
-        super().__init__(body, backend, head, answers.job)
+        super().__init__(body, context, head, answers.job)
         self.answers = answers
         self.store = store
         self.parts: list[Part] = []
@@ -114,8 +114,8 @@ class BlockExchange(Exchange[B]):
             yield Step("close", len(self.parts) - 1, self.parts[-1])
 
     def extension(self) -> JSON:
-        return extension(self.backend, self.job, self.answers.turn)
+        return extension(self.context, self.job, self.answers.turn)
 
     def compare(self, earlier: StoredResponse, cached: int) -> tuple[Change, int]:
-        prompt, granularity = self.answers.prompt.tokens, self.backend.llm.cache.granularity
+        prompt, granularity = self.answers.prompt.tokens, self.context.llm.cache.granularity
         return compare(earlier, self.answers.turn, prompt, cached, granularity)

@@ -21,7 +21,8 @@ from radixcache.runtime.server.http.errors import ApiError, as_api_error
 from radixcache.runtime.server.jobs import Job, Prefilled, PromptDelta
 from radixcache.runtime.server.protocol.openai import GenerationRequest
 from radixcache.runtime.server.protocol.turn import Turn
-from radixcache.runtime.server.serving import Backend
+from radixcache.runtime.server.serving import ServingContext
+from radixcache.runtime.tokens.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -73,9 +74,9 @@ class Exchange(ABC, Generic[B]):
 
     end_mark = ""
 
-    def __init__(self, body: B, backend: Backend, head: JSON, job: Job) -> None:
+    def __init__(self, body: B, context: ServingContext, head: JSON, job: Job) -> None:
         self.body = body
-        self.backend = backend
+        self.context = context
         self.head = head
         self.job = job
 
@@ -150,13 +151,13 @@ class _EventStream(StreamingResponse):
             self._job.end()
 
 
-def head_of(body: GenerationRequest, backend: Backend, prefix: str, kind: str) -> JSON:
+def head_of(body: GenerationRequest, context: ServingContext, prefix: str, kind: str) -> JSON:
     """What a chat or a plain completion begins with."""
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,
         "created": int(time.time()),
-        "model": backend.check_model(body.model),
+        "model": context.check_model(body.model),
     }
 
 
@@ -166,12 +167,12 @@ class Chunks(Exchange[R]):
     end_mark = "data: [DONE]\n\n"
     chunk_kind = "text_completion"
 
-    def __init__(self, body: R, backend: Backend, head: JSON, job: Job) -> None:
-        super().__init__(body, backend, head, job)
+    def __init__(self, body: R, context: ServingContext, head: JSON, job: Job) -> None:
+        super().__init__(body, context, head, job)
         self._usage: JSON = {"usage": None} if body.include_usage else {}
         self._completed = 0
         if body.include_progress:
-            backend.jobs.worker.follow(job)
+            context.jobs.worker.follow(job)
 
     @abstractmethod
     def of(self, prompt: int, delta: Delta) -> Iterator[JSON]:
@@ -201,9 +202,9 @@ class Chunks(Exchange[R]):
         """If more was asked for than text."""
         more: JSON = {}
         if self.body.include_usage:
-            more["usage"] = usage(self.backend, outputs)
+            more["usage"] = usage(self.context, outputs)
         if more or self.body.explain:
-            more["radixcache"] = extension(self.backend, self.job, self.body)
+            more["radixcache"] = extension(self.context, self.job, self.body)
             yield self.chunk(**more)
 
 
@@ -213,11 +214,11 @@ def event(chunk: JSON) -> str:
     return f"event: {chunk['type']}\n{data}" if "type" in chunk else data
 
 
-def usage(backend: Backend, outputs: Sequence[RequestOutput]) -> JSON:
+def usage(context: ServingContext, outputs: Sequence[RequestOutput]) -> JSON:
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(c.token_ids) for output in outputs for c in output.outputs)
     cached = sum(output.num_cached_tokens for output in outputs)
-    written = (prompt - cached) * backend.caches
+    written = (prompt - cached) * context.llm.cache.caches
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -226,7 +227,7 @@ def usage(backend: Backend, outputs: Sequence[RequestOutput]) -> JSON:
     }
 
 
-def extension(backend: Backend, job: Job, wants: Turn | GenerationRequest) -> JSON:
+def extension(context: ServingContext, job: Job, wants: Turn | GenerationRequest) -> JSON:
     """What the engine has to say about a job that is finished, and OpenAI has no field for.
 
     ttft: seconds from the request's arrival to its first token.
@@ -242,7 +243,7 @@ def extension(backend: Backend, job: Job, wants: Turn | GenerationRequest) -> JS
         parts: list[Loaded | Miss] = []
         for request in job.requests:
             parts += [*request.sequences[0].loaded, *(request.explanation or ())]
-        explanation = describe_misses(backend, parts, wants.prefix)
+        explanation = describe_misses(context, parts, wants.prefix)
     sequences = [sequence for request in job.requests for sequence in request.sequences]
     repetitions = [find_repetition(sequence.generated) for sequence in sequences]
     return {
@@ -256,11 +257,11 @@ def extension(backend: Backend, job: Job, wants: Turn | GenerationRequest) -> JS
 
 
 def describe_misses(
-    backend: Backend, misses: Sequence[Loaded | Miss], prefix: str | None
+    context: ServingContext, misses: Sequence[Loaded | Miss], prefix: str | None
 ) -> list[JSON]:
     """What was loaded, and why tokens were not cached; for a client who named this prefix."""
-    tokenizer = backend.llm.tokenizer
-    if backend.options.hide_texts:
+    tokenizer = context.llm.tokenizer
+    if context.options.hide_texts:
         misses = [miss.redacted(before=prefix is not None) for miss in misses]
     show = tokenizer.show if tokenizer else None
     return [
@@ -270,11 +271,12 @@ def describe_misses(
 
 
 def prompt_logprobs(
-    backend: Backend, body: GenerationRequest, output: RequestOutput
+    context: ServingContext, body: GenerationRequest, output: RequestOutput
 ) -> list[JSON | None] | None:
     """The log-probabilities of the prompt's tokens as vLLM has them, if they were asked for."""
     if body.prompt_logprobs is None:
         return None
+    tokenizer = context.tokenizer
 
     def describe(top: dict[int, float]) -> JSON:
         likeliest = sorted(top, key=lambda token: -top[token])[: body.prompt_logprobs]
@@ -283,12 +285,29 @@ def prompt_logprobs(
             str(token): {
                 "logprob": clamp(logprob),
                 "rank": ranks.get(token),
-                "decoded_token": backend.token_text(token),
+                "decoded_token": token_text(tokenizer, token),
             }
             for token, logprob in top.items()
         }
 
     return [None if top is None else describe(top) for top in output.prompt_logprobs or []]
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """The text of one token, as logprobs show it."""
+    return tokenizer.token_bytes(token).decode(errors="replace")
+
+
+def token_name(tokenizer: Tokenizer, token: int, body: GenerationRequest) -> str:
+    """What logprobs call a token: its text; its bytes, as in OpenAI's API, if they are no text; or
+    its id if the request asks for that."""
+    if body.return_tokens_as_token_ids:
+        return f"token_id:{token}"
+    data = tokenizer.token_bytes(token)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{b:02x}" for b in data)
 
 
 def clamp(logprob: float) -> float:

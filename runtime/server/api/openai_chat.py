@@ -17,30 +17,37 @@ from radixcache.runtime.server.api.generation import (
     extension,
     head_of,
     prompt_logprobs,
+    token_name,
     usage,
 )
 from radixcache.runtime.server.http.bodies import BodyRoute
 from radixcache.runtime.server.protocol.openai import ChatRequest
 from radixcache.runtime.server.protocol.turn import call_of
-from radixcache.runtime.server.serving import Backend, BackendDep, client_of
+from radixcache.runtime.server.serving import ContextDep, ServingContext, client_of
 from radixcache.runtime.tokens.tool_calls import ParsedDelta
 
 router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/chat/completions", responses={**STREAM_RESPONSE})
-async def chat_completions(body: ChatRequest, request: Request, backend: BackendDep) -> Any:
+async def chat_completions(body: ChatRequest, request: Request, context: ContextDep) -> Any:
     """Answer a conversation."""
-    head = head_of(body, backend, "chatcmpl", "chat.completion")
-    answers = await begin(backend, turn_of(body, backend), client_of(request, body.cache_salt))
-    return await _Chat(body, backend, head, answers).answer(request)
+    head = head_of(body, context, "chatcmpl", "chat.completion")
+    answers = await begin(
+        context,
+        turn_of(body, context.chat_defaults, context.tokenizer),
+        client_of(request, body.cache_salt),
+    )
+    return await _Chat(body, context, head, answers).answer(request)
 
 
 class _Chat(Chunks[ChatRequest]):
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, body: ChatRequest, backend: Backend, head: JSON, answers: Answers) -> None:
-        super().__init__(body, backend, head, answers.job)
+    def __init__(
+        self, body: ChatRequest, context: ServingContext, head: JSON, answers: Answers
+    ) -> None:
+        super().__init__(body, context, head, answers.job)
         self._answers = answers
         self._begun: set[int] = set()
 
@@ -50,9 +57,9 @@ class _Chat(Chunks[ChatRequest]):
         return {
             **self.head,
             "choices": [self._choice(one) for one in output.outputs],
-            "usage": usage(self.backend, outputs),
-            "radixcache": extension(self.backend, self.job, self.body),
-            "prompt_logprobs": prompt_logprobs(self.backend, self.body, output),
+            "usage": usage(self.context, outputs),
+            "radixcache": extension(self.context, self.job, self.body),
+            "prompt_logprobs": prompt_logprobs(self.context, self.body, output),
             "prompt_token_ids": output.prompt_token_ids if self.body.return_token_ids else None,
         }
 
@@ -70,7 +77,7 @@ class _Chat(Chunks[ChatRequest]):
                 "reasoning_content": reasoning,
                 "refusal": None,
             },
-            "logprobs": _logprobs(self.backend, body, answer.token_ids, answer.logprobs),
+            "logprobs": _logprobs(self.context, body, answer.token_ids, answer.logprobs),
             "finish_reason": self._answers.finish_reason(answer),
             "stop_reason": answer.stop_reason,
             "token_ids": answer.token_ids if body.return_token_ids else None,
@@ -83,7 +90,7 @@ class _Chat(Chunks[ChatRequest]):
             if self.body.return_token_ids:
                 first["prompt_token_ids"] = self._answers.prompt.tokens.tolist()
             yield first
-        logprobs = _logprobs(self.backend, self.body, delta.token_ids, delta.logprobs)
+        logprobs = _logprobs(self.context, self.body, delta.token_ids, delta.logprobs)
         shown: JSON = {"logprobs": logprobs} if logprobs and delta.token_ids else {}
         if self.body.return_token_ids and delta.token_ids:
             shown["token_ids"] = delta.token_ids
@@ -120,17 +127,20 @@ def _delta(piece: ParsedDelta) -> JSON:
 
 
 def _logprobs(
-    backend: Backend, body: ChatRequest, tokens: list[int], logprobs: list[dict[int, float]] | None
+    context: ServingContext,
+    body: ChatRequest,
+    tokens: list[int],
+    logprobs: list[dict[int, float]] | None,
 ) -> JSON | None:
     if logprobs is None:
         return None
-    count = body.top_logprobs or 0
+    tokenizer, count = context.tokenizer, body.top_logprobs or 0
 
     def describe(token: int, logprob: float) -> JSON:
         return {
-            "token": backend.token_name(token, body),
+            "token": token_name(tokenizer, token, body),
             "logprob": clamp(logprob),
-            "bytes": [*backend.tokenizer.token_bytes(token)],
+            "bytes": [*tokenizer.token_bytes(token)],
         }
 
     content = []

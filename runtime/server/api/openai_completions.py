@@ -19,13 +19,14 @@ from radixcache.runtime.server.api.generation import (
     extension,
     head_of,
     prompt_logprobs,
+    token_name,
     usage,
 )
 from radixcache.runtime.server.http.bodies import BodyRoute
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.jobs import Job
 from radixcache.runtime.server.protocol.openai import CompletionRequest
-from radixcache.runtime.server.serving import Backend, BackendDep, client_of
+from radixcache.runtime.server.serving import ContextDep, ServingContext, client_of
 from radixcache.runtime.tokens.detokenizer import TextOffsets
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 
@@ -35,24 +36,24 @@ Logprobs = Sequence[dict[int, float] | None]
 
 
 @router.post("/v1/completions", responses={**STREAM_RESPONSE})
-async def completions(body: CompletionRequest, request: Request, backend: BackendDep) -> Any:
+async def completions(body: CompletionRequest, request: Request, context: ContextDep) -> Any:
     """Complete one prompt or several."""
-    head = head_of(body, backend, "cmpl", "text_completion")
-    params = body.sampling_params(backend.completion_defaults)
+    head = head_of(body, context, "cmpl", "text_completion")
+    params = body.sampling_params(context.completion_defaults)
     client = client_of(request, body.cache_salt)
-    backend.jobs.check_room(len(body.prompts) * params.n, client)
-    prompts = await encode_prompts(body, backend, request)
-    echoes = await _echoes(body, backend, client)
-    job = await backend.submit(prompts, params, client, body.cache_salt, bool(body.stream))
-    return await _Completion(body, backend, head, params.n, job, echoes).answer(request)
+    context.jobs.check_room(len(body.prompts) * params.n, client)
+    prompts = await encode_prompts(body, context, request)
+    echoes = await _echoes(body, context, client)
+    job = await context.submit(prompts, params, client, body.cache_salt, bool(body.stream))
+    return await _Completion(body, context, head, params.n, job, echoes).answer(request)
 
 
 async def encode_prompts(
-    body: CompletionRequest, backend: Backend, request: Request
+    body: CompletionRequest, context: ServingContext, request: Request
 ) -> list[TokensLike]:
     """The token ids of the prompts, behind those of the prefix if one is named."""
     client = client_of(request, body.cache_salt)
-    prefix = body.prefix and await backend.find_prefix(body.prefix, body.cache_salt)
+    prefix = body.prefix and await context.find_prefix(body.prefix, body.cache_salt)
     special = not prefix and body.add_special_tokens is not False
     tokens: list[TokensLike] = []
     for prompt in body.prompts:
@@ -60,7 +61,7 @@ async def encode_prompts(
             if tokens and await request.is_disconnected():
                 raise ApiError(499, "the client has hung up")
             encode = partial(Tokenizer.encode, text=prompt, special=special)
-            tokens.append(await backend.tokenize(encode, client))
+            tokens.append(await context.tokenizing.run(encode, client))
         else:
             tokens.append(prompt)
     if not prefix:
@@ -68,14 +69,14 @@ async def encode_prompts(
     return [np.concatenate((prefix.tokens, as_tokens(own))) for own in tokens]
 
 
-async def _echoes(body: CompletionRequest, backend: Backend, client: Hashable) -> list[str]:
+async def _echoes(body: CompletionRequest, context: ServingContext, client: Hashable) -> list[str]:
     if not body.echo:
         return []
 
     def decode(tokenizer: Tokenizer) -> list[str]:
         return [p if isinstance(p, str) else tokenizer.decode(p) for p in body.prompts]
 
-    return await backend.tokenize(decode, client)
+    return await context.tokenizing.run(decode, client)
 
 
 class _Completion(Chunks[CompletionRequest]):
@@ -84,13 +85,13 @@ class _Completion(Chunks[CompletionRequest]):
     def __init__(
         self,
         body: CompletionRequest,
-        backend: Backend,
+        context: ServingContext,
         head: JSON,
         n: int,
         job: Job,
         echoes: list[str],
     ) -> None:
-        super().__init__(body, backend, head, job)
+        super().__init__(body, context, head, job)
         self._n = n
         self._echoes = echoes
         self._offsets: dict[int, TextOffsets] = {}
@@ -100,7 +101,7 @@ class _Completion(Chunks[CompletionRequest]):
     def whole(self, outputs: list[RequestOutput]) -> JSON:
         choices = [
             {
-                "prompt_logprobs": prompt_logprobs(self.backend, self.body, output),
+                "prompt_logprobs": prompt_logprobs(self.context, self.body, output),
                 "token_ids": None,
                 "prompt_token_ids": None,
                 **self._choice(number, completion),
@@ -108,8 +109,8 @@ class _Completion(Chunks[CompletionRequest]):
             for number, output in enumerate(outputs)
             for completion in output.outputs
         ]
-        more = {"usage": usage(self.backend, outputs)}
-        more["radixcache"] = extension(self.backend, self.job, self.body)
+        more = {"usage": usage(self.context, outputs)}
+        more["radixcache"] = extension(self.context, self.job, self.body)
         return {**self.head, "choices": choices, **more}
 
     def of(self, prompt: int, delta: Delta) -> Iterator[JSON]:
@@ -121,7 +122,7 @@ class _Completion(Chunks[CompletionRequest]):
     def _places(self, start: int) -> TextOffsets:
         """Where tokens begin in a text behind `start` characters."""
         shown = self.body.skip_special_tokens is False
-        return TextOffsets(self.backend.tokenizer, start, shown)
+        return TextOffsets(self.context.tokenizer, start, shown)
 
     def _choice(self, prompt: int, gained: Delta | CompletionOutput) -> JSON:
         """What a completion gained, behind what is echoed if it begins."""
@@ -142,7 +143,7 @@ class _Completion(Chunks[CompletionRequest]):
                     starts = [*map(self._places(0).add, before)]
                     tokens = before + tokens
                     logprobs = [*(request.prompt_logprobs or []), *logprobs]
-        shown = _logprobs(self.backend, self.body, tokens, logprobs)
+        shown = _logprobs(self.context, self.body, tokens, logprobs)
         if shown is not None:
             if index not in self._offsets:
                 echo = self._echoes[prompt] if self._echoes else ""
@@ -159,7 +160,7 @@ class _Completion(Chunks[CompletionRequest]):
 
 
 def _logprobs(
-    backend: Backend,
+    context: ServingContext,
     body: CompletionRequest,
     tokens: list[int],
     logprobs: Logprobs | None,
@@ -168,7 +169,7 @@ def _logprobs(
         return None
 
     def name(token: int) -> str:
-        return backend.token_name(token, body)
+        return token_name(context.tokenizer, token, body)
 
     return {
         "tokens": [name(token) for token in tokens],

@@ -26,7 +26,7 @@ from radixcache.runtime.server.protocol.responses import (
     merge,
 )
 from radixcache.runtime.server.protocol.turn import call_of
-from radixcache.runtime.server.serving import Backend, BackendDep, client_of
+from radixcache.runtime.server.serving import ContextDep, ServingContext, client_of
 from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import for_template, read_object
 
@@ -37,7 +37,7 @@ _SAVE_SECONDS = 5.0
 
 @router.post("/v1/responses", responses={**STREAM_RESPONSE})
 async def create_response(
-    body: ResponsesRequest, request: Request, backend: BackendDep, store: StoreDep
+    body: ResponsesRequest, request: Request, context: ContextDep, store: StoreDep
 ) -> Any:
     """Answer a conversation, which may go on from an earlier response."""
     conversation, items = body.messages(), body.items()
@@ -46,10 +46,10 @@ async def create_response(
         conversation = merge([*before.conversation, *conversation])
         given = before.response or {}
         items = [*given.get("input", ()), *given["output"], *items]
-    turn = await on_thread(turn_of, body, backend, conversation)
-    head = _begin(body, backend)
-    answers = await begin(backend, turn, client_of(request, body.cache_salt))
-    exchange = _Response(body, backend, head, answers, store)
+    turn = await on_thread(turn_of, body, context.chat_defaults, context.tokenizer, conversation)
+    head = _begin(body, context)
+    answers = await begin(context, turn, client_of(request, body.cache_salt))
+    exchange = _Response(body, context, head, answers, store)
     exchange.conversation, exchange.items = conversation, items
     exchange.kinds = kinds_of(body.tools)
     return await exchange.answer(request, turn.left_out)
@@ -107,11 +107,11 @@ def _find(store: ResponseStore, response_id: str, cache_salt: str | None) -> Sto
     return stored
 
 
-def _begin(body: ResponsesRequest, backend: Backend) -> JSON:
+def _begin(body: ResponsesRequest, context: ServingContext) -> JSON:
     """The response before there is anything of it."""
     shown = {"reasoning", "temperature", "text", "tool_choice", "tools", "top_p"}
     given = body.model_dump(mode="json", include=shown, exclude_none=True)
-    defaults = backend.chat_defaults
+    defaults = context.chat_defaults
     return {
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",
@@ -122,7 +122,7 @@ def _begin(body: ResponsesRequest, backend: Backend) -> JSON:
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
-        "model": backend.check_model(body.model),
+        "model": context.check_model(body.model),
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
@@ -254,10 +254,10 @@ class _Response(BlockExchange[ResponsesRequest]):
         return {"id": f"msg_{name}", "type": "message", **message}
 
     def _usage(self, output: RequestOutput) -> JSON:
-        counts = usage(self.backend, [output])
+        counts = usage(self.context, [output])
         # As the tokenizer splits the text: what the model chose is not known by part.
         thoughts = "".join(part.text for part in self.parts if part.kind == "reasoning")
-        reasoning = self.backend.tokenizer.encode(thoughts, special=False)
+        reasoning = self.context.tokenizer.encode(thoughts, special=False)
         return {
             "input_tokens": counts["prompt_tokens"],
             "input_tokens_details": counts["prompt_tokens_details"],

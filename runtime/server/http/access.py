@@ -123,7 +123,7 @@ def _bounded(receive: Receive, limit: int) -> Receive:
 
 def _require_administrator(request: Request) -> None:
     if not request.scope[_ADMINISTRATES]:
-        if request.app.state.backend.options.admin_key is not None:
+        if request.app.state.context.options.admin_key is not None:
             raise ApiError.unauthorized("the server's admin key")
         raise ApiError(
             403,

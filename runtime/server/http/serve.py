@@ -46,26 +46,26 @@ def configure(
 
 
 def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> None:
-    """Serve an app until a signal ends it; its `state` has a `backend` and a `frontend`."""
-    announce(app.state.backend, listener)
-    keep_alive = app.state.backend.options.keep_alive_timeout
+    """Serve an app until a signal ends it; its `state` has a `context` and a `frontend`."""
+    announce(app.state.context, listener)
+    keep_alive = app.state.context.options.keep_alive_timeout
     server = Server(configure(app, keep_alive=keep_alive), shutdown_timeout)
     server.frontend = app.state.frontend
     server.run([listener])
 
 
-def announce(backend: Any, listener: socket.socket) -> None:
+def announce(context: Any, listener: socket.socket) -> None:
     """Say where all is loaded now and can be asked; what was loaded is no garbage from now on."""
     gc.collect()
     gc.freeze()  # to look through it would hold up all streams for a sixth of a second
     gc.collect()  # now Python counts without it, and does not wait for a quarter of that
     gc.set_threshold(_GARBAGE)
     host = listener.getsockname()[0]
-    if backend.options.api_key is None and not ip_address(host).is_loopback:
+    if context.options.api_key is None and not ip_address(host).is_loopback:
         warning = "Warning: without an --api-key, whoever reaches this address may use the server"
         print(warning, file=sys.stderr)
-    names, where = ", ".join(backend.names), address_of(listener)
-    print(f"Serving {names} at {where}", *backend.notes, sep="\n", file=sys.stderr, flush=True)
+    names, where = ", ".join(context.names), address_of(listener)
+    print(f"Serving {names} at {where}", *context.notes, sep="\n", file=sys.stderr, flush=True)
 
 
 class Frontend(Protocol):

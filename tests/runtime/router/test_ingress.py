@@ -398,7 +398,7 @@ async def test_keys_and_bounds_are_those_of_one_server(llms: dict[str, LLM]) -> 
 async def test_a_text_that_no_context_holds_is_not_tokenised(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = world.ingress._prompts.tokenizer
+    tokenizer: Any = world.ingress._prompts._tokenizer
     encode = Mock(side_effect=tokenizer._tokenizer.encode)
     monkeypatch.setattr(tokenizer._tokenizer, "encode", encode)
     text = "many words " * 200_000

@@ -18,7 +18,7 @@ from radixcache.runtime.server.app import create_app
 from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http.listener import listen
 from radixcache.runtime.server.http.serve import configure
-from radixcache.runtime.server.serving import Backend
+from radixcache.runtime.server.serving import ServingContext
 from tests.runtime.server import http
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ def empty(llm: LLM) -> None:
 class LiveServer:
     """A running server and what is behind it."""
 
-    def __init__(self, url: str, backend: Backend) -> None:
+    def __init__(self, url: str, backend: ServingContext) -> None:
         self.url = url
         self.backend = backend
         self.engine = backend.llm.engine
@@ -117,7 +117,7 @@ def live(llm: LLM, **options: Any) -> Iterator[LiveServer]:
             while not uvicorn_server.started:
                 assert time.monotonic() < end
                 time.sleep(0.01)
-            yield LiveServer(f"http://127.0.0.1:{port}", app.state.backend)
+            yield LiveServer(f"http://127.0.0.1:{port}", app.state.context)
         finally:
             uvicorn_server.should_exit = True
             thread.join(30)

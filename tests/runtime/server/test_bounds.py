@@ -15,7 +15,7 @@ import pytest
 
 from radixcache import LLM, StructuredOutputsParams
 from radixcache.runtime.sampling import grammar
-from radixcache.runtime.server import serving
+from radixcache.runtime.server import pools
 from radixcache.runtime.server.http import access, bodies, serve
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.protocol.openai import CompletionRequest
@@ -242,7 +242,7 @@ def test_who_asks_for_a_new_structure_keeps_no_plain_request_waiting(
         for _ in range(5):
             assert server.post(COMPLETIONS, SHORT).status_code == 200
         assert not any(one.done() for one in waiting)
-        monkeypatch.setattr(serving, "MAX_COMPILING", 16)  # half of them for one client
+        monkeypatch.setattr(pools, "MAX_COMPILING", 16)  # half of them for one client
         another = {**SHORT, "structured_outputs": {"regex": "another"}}
         assert_error(server.post(COMPLETIONS, another), 503, "too many new structures")
         go_on.set()
