@@ -60,7 +60,8 @@ class PagedModel(ABC):
         shapes: a token's KV in each layer, for `KVPool`.
         vocab_size: width of the logits.
         max_context: the most tokens that a sequence may have.
-        eos_token_ids: the tokens that end a text, by the model's generation config.
+        eos_token_ids: the tokens that end a text, by the model's generation config, without those
+            outside its vocabulary.
         exact: whether a row's bits depend only on its own tokens; see `exact.py`.
     """
 
@@ -98,11 +99,10 @@ class PagedModel(ABC):
         self.max_context = max_context or 1 << 30
         eos = generation_config.eos_token_id
         eos = eos_token_id if eos is None else eos
-        self.eos_token_ids: list[int] = (
-            eos if isinstance(eos, list) else [] if eos is None else [eos]
-        )
-        if any(type(token) is not int for token in self.eos_token_ids):
+        ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if any(type(token) is not int for token in ends):
             raise ModelError(f"the tokens that end a text cannot be {eos!r}")
+        self.eos_token_ids = [token for token in ends if 0 <= token < vocab_size]
 
     @property
     def max_graph_rows(self) -> int:

@@ -128,7 +128,7 @@ class Grammar:
         """The matcher behind the tokens `generated`; None if the grammar has not begun.
 
         Raises:
-            GuideBroken: they are not of the grammar, or it is too complex.
+            GrammarError: they are not of the grammar, or it is too complex.
         """
         state = self._state
         if state is not None and state.read == len(generated):
@@ -143,6 +143,7 @@ class Grammar:
         new = generated[read:].tolist()
         if new and (matcher.try_consume_tokens(new) < len(new) or matcher.is_error()):
             reason = first_part(matcher.get_error()) or f"one of the tokens {new} is not of it"
+            reason = reason.replace("NoExtensionBias", "nothing that goes on from here has an end")
             raise GrammarError(f"the structure cannot be followed: {reason}")
         self._state = _State(matcher, len(generated), begun)
         return matcher if begun else None

@@ -54,8 +54,7 @@ class PenaltyState:
                 )
         self._bias = np.array([*bias], np.int64), np.array([*bias.values()], np.float32)
         self.allowed = np.array([*(params.allowed_token_ids or ())], np.int64)
-        ends = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else end_tokens)}
-        self._ends = [token for token in ends if 0 <= token < vocab_size]
+        self._ends = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else end_tokens)}
         self._bad_words = _sequences(params.bad_words or (), vocab_size, encode)
         self._longest = max(map(len, self._bad_words), default=1)
         self.any = bool(
