@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(args: argparse.Namespace) -> Report:
-    """All that the flags ask for; `InvalidRequest`, before anything is loaded."""
+    """Parse the flags; raises `InvalidRequest` before anything is loaded."""
     _check_order(args)
     schemes = HYBRID if args.states is not None else find_schemes(args.schemes)
     memories = [parse_memory(text) for text in args.memory]
@@ -152,7 +152,7 @@ def measure(args: argparse.Namespace) -> Report:
 
 
 def _check_order(args: argparse.Namespace) -> None:
-    """Refuse workloads that a flag of many values has taken for its own."""
+    """Refuse workloads that a flag with many values has swallowed."""
     for flag in ("schemes", "memory"):
         for value in getattr(args, flag):
             if value.partition(":")[0] in {*GENERATORS, *PUBLIC}:
@@ -160,14 +160,14 @@ def _check_order(args: argparse.Namespace) -> None:
 
 
 def _page(args: argparse.Namespace) -> Path | None:
-    """Where a page goes: asked for, or by default, if it can be drawn and no JSON is asked for."""
+    """The file of the page: as requested, or a default if it can be drawn and JSON is not wanted."""
     if args.report is not None or args.json is not None:
         return args.report
     return DEFAULT_PAGE if find_spec("vl_convert") else None
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse what makes no sense before anything is loaded."""
+    """Refuse senseless settings before anything is loaded."""
     from radixcache.bench.report.files import check_page, check_writable
 
     positive = "concurrency rate step_time max_num_batched_tokens max_num_seqs repeats limit"
@@ -214,7 +214,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _unused(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
-    """Flags that would change nothing, and that somebody must have meant to."""
+    """Flags that would have no effect, so that the user must have meant something else."""
     for name, default, is_unused, where in (
         ("hash_block", None, args.format not in TRACES, "with a trace"),
         ("limit", None, args.file is None, "with a --file"),

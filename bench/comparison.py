@@ -1,4 +1,4 @@
-"""All schemes on a workload, in every memory; one bar says how far."""
+"""Runs all schemes on each workload in every memory, with one progress bar."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from radixcache.runtime.model.paged_model import PagedModel
 
 _SIZES = 40
-"""Sizes of memory in the curve of the optimum."""
+"""Memory sizes in the curve of the optimum."""
 
 
 def compare(
@@ -36,9 +36,9 @@ def compare(
     """Run all schemes on each workload.
 
     Args:
-        token_bytes: KV bytes of a token, for memory that is given in bytes.
-        with_index: whether at index level.
-        model: runs at engine level, timed `repeats` times; None if not at that level.
+        token_bytes: KV bytes of a token, for memory given in bytes.
+        with_index: run the index level.
+        model: runs the engine level, timed `repeats` times; None skips that level.
     """
     runs = (with_index + (repeats + 1) * (model is not None)) * len(schemes) * len(memories)
     requests = sum(len(workload.arrivals) for workload in workloads)

@@ -1,4 +1,4 @@
-"""The machine that a benchmark runs on, and what is used of it: memory (Linux only), time."""
+"""Describes the machine of a benchmark, and measures memory (Linux only) and time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def held_bytes(pid: int) -> int:
 
 
 class Stopwatch:
-    """Thread CPU time by phase, less what reading the clock costs.
+    """Measures thread CPU time by phase, without the cost of reading the clock.
 
     Each `lap` books the time since the last `start` or `lap`.
     """
@@ -40,7 +40,7 @@ class Stopwatch:
     def __init__(self) -> None:
         self.ns: dict[str, float] = {}
         self.cost = 0.0
-        """Nanoseconds that a lap of nothing takes."""
+        """Nanoseconds of an empty lap."""
         laps = []
         for _ in range(50):
             self.start()

@@ -1,4 +1,4 @@
-"""One way to show a table, wherever it goes."""
+"""Prints tables, on a terminal or into a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def table(
     """A table whose first `left` columns are names, and the others numbers.
 
     Args:
-        words: how many of the last columns are words, which take several lines if there is no room.
+        words: the number of last columns with words, which wrap where there is no room.
     """
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for number, name in enumerate(header):
@@ -30,14 +30,14 @@ def table(
 
 
 class _Console(Console):
-    """One that leaves a reader who has gone to the command line, as every other output does."""
+    """Let the command line handle a closed pipe, as for all other output."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 def plain(text: str) -> Text:
-    """A text as it stands: no markup, nothing that moves a cursor."""
+    """A text without markup or control characters."""
     return Text("".join(char if char.isprintable() else "\ufffd" for char in text))
 
 

@@ -1,4 +1,4 @@
-"""What a run of one scheme gives: the figures of a row in the report."""
+"""The figures of one run of a scheme: a row in the report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Figures:
 
     Attributes:
         memory_tokens: tokens that the pages hold.
-        refused: requests that could not fit or did not end.
+        refused: requests that did not fit or did not end.
         hit_tokens, computed_tokens: prompt tokens found, and prefilled (again after a preemption).
         prompt_tokens: of all requests, refused ones included: they hit nothing.
         computed_by_turn: prefilled tokens per request served, for each turn of a conversation.
@@ -55,7 +55,7 @@ class Figures:
 
     @property
     def has_tier(self) -> bool:
-        """Whether it holds more than what fits its memory: `radix-P+Nx`."""
+        """Whether it has a tier below its memory: `radix-P+Nx`."""
         return "+" in self.scheme
 
     @property
@@ -68,7 +68,7 @@ class Figures:
 
     @property
     def spoiled(self) -> str:
-        """What happened to requests besides being served; empty if nothing did."""
+        """Refused and preempted requests in words; empty without any."""
         counts = {"refused": self.refused, "preempted": self.preemptions}
         return ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
 
@@ -77,7 +77,7 @@ class Figures:
         return self.requests - self.refused - self.cold
 
     def to_json(self) -> dict[str, Any]:
-        """For `json.dumps`; without what each single request hit."""
+        """For `json.dumps`; without the hits of single requests."""
         return {**{k: v for k, v in asdict(self).items() if k != "hits"}, "hit_rate": self.hit_rate}
 
 
@@ -96,7 +96,7 @@ class Spread:
 
 @dataclass
 class EngineFigures:
-    """What only a model shows. Times in seconds, each over the repeats of the run.
+    """The figures of the engine level. Times in seconds, each over the repeats of the run.
 
     Attributes:
         throughput: prompt and generated tokens served per second.

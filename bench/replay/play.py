@@ -1,8 +1,8 @@
-"""Plays a workload on an engine: when its requests come, and what becomes of each.
+"""Plays a workload on an engine: sends its requests when they are due, and notes their outcomes.
 
 Both levels of the benchmark run through `play`, and both are driven by the runtime's own scheduler,
 so that they decide alike, request by request. At index level the engine is `IndexEngine`, which has
-no model; at engine level it is `radixcache.bench.replay.engine_level.ScriptedEngine`.
+no model; at engine level it is the `ScriptedEngine` of `engine_level.py`.
 """
 
 from __future__ import annotations
@@ -11,22 +11,33 @@ import heapq
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
+from radixcache.base import PrefixCache
 from radixcache.bench.workloads.workload import Tokens, Workload
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.request import Request
 from radixcache.runtime.sampling.params import SamplingParams
 
-if TYPE_CHECKING:
-    from radixcache.bench.replay.engine_level import ScriptedEngine
+
+class ReplayEngine(Protocol):
+    """The engine of a replay, which knows what each request will generate."""
+
+    cache: PrefixCache
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def add(self, prompt: Tokens, answer: Tokens) -> Request: ...
+
+    def step(self) -> list[Request]: ...
 
 
 @dataclass
 class Outcome:
-    """What became of one request.
+    """The outcome of one request.
 
     Attributes:
         prompt_tokens, turn: as in its `Arrival`.
@@ -155,7 +166,7 @@ class Queue:
 def play(
     workload: Workload,
     arrivals: Arrivals,
-    engine: IndexEngine | ScriptedEngine,
+    engine: ReplayEngine,
     clock: WallClock,
     progress: Callable[[], object] = lambda: None,
 ) -> list[Outcome]:

@@ -1,4 +1,4 @@
-"""What the index level sees besides hits: memory by use, and time spent in the cache."""
+"""Measures memory by use, and time spent in the cache, at the index level."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from radixcache.runtime.request import Sequence
 
 
 class Survey(NamedTuple):
-    """Pages that a request uses or that are kept for later, and their slots without a token."""
+    """Pages that requests use or the cache keeps, and their slots without a token."""
 
     held_pages: int
     empty_slots: int
@@ -55,7 +55,7 @@ def survey(cache: PrefixCache, running: list[Sequence]) -> Survey:
 
 
 class WatchedScheduler(Scheduler):
-    """A scheduler that looks at the pages at one of `survey_every` admissions."""
+    """A scheduler that surveys the pages at one of `survey_every` admissions."""
 
     def __init__(self, *args: Any, survey_every: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -78,10 +78,7 @@ _METHODS = ("match", "acquire", "reserve", "publish", "commit", "release")
 
 
 class CacheTime:
-    """Processor time that a thread spends in a cache, from when this is made.
-
-    It puts itself before the cache's methods.
-    """
+    """Measures the processor time that a thread spends in a cache, by wrapping its methods."""
 
     def __init__(self, cache: PrefixCache) -> None:
         self._watch = Stopwatch()

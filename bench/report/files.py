@@ -1,4 +1,4 @@
-"""Writing files, and knowing beforehand that they can be written."""
+"""Writes files, and checks beforehand that they can be written."""
 
 from __future__ import annotations
 

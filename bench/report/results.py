@@ -1,4 +1,4 @@
-"""What a benchmark has found, workload by workload."""
+"""The results of a benchmark, workload by workload."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from radixcache.bench.replay.figures import Figures
 
 FORMAT = 5
-"""Of the JSON; another number whenever a key that was there is gone."""
+"""The version of the JSON; it changes whenever a key goes."""
 
 
 @dataclass
 class WorkloadReport:
-    """All that was found about one workload.
+    """The results for one workload.
 
     Attributes:
         footprint: its distinct tokens.
@@ -63,7 +63,7 @@ class WorkloadReport:
 
     @property
     def summary(self) -> str:
-        """What the workload is, in one paragraph."""
+        """Describes the workload in one paragraph."""
         unlimited = self.unlimited_hits / self.prompt_tokens
         text = (
             f"{self.shape}: {self.requests:,} requests, {self.prompt_tokens:,} prompt and "
@@ -84,7 +84,7 @@ class Report:
     """A whole benchmark.
 
     Attributes:
-        settings: what was asked for, and on what it ran.
+        settings: the flags and the machine.
     """
 
     settings: dict[str, Any]

@@ -1,4 +1,4 @@
-"""A report on a terminal: tables that are whole at 80 columns, and what is to be said of them."""
+"""Shows a report on a terminal: tables that fit 80 columns, and remarks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from radixcache.bench.tables import plain, table
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Show the tables of hits and times, remarks, and last who computes less on each workload."""
+    """Show the tables of hits and times, remarks, and last which scheme computes less."""
     for workload in report.workloads:
         console.rule(plain(workload.name), align="left")
         console.print(workload.summary, markup=False)

@@ -1,4 +1,4 @@
-"""What a workload shows: one sentence on who computes less, and remarks on what spoils figures."""
+"""Says in a sentence which scheme computes less on a workload, and what spoils its figures."""
 
 from __future__ import annotations
 

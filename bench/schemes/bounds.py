@@ -1,4 +1,4 @@
-"""What no scheme can beat, without a replay.
+"""Bounds that no scheme can beat, computed without a replay.
 
 All of it is computed on the trie of the workload, with one request after the other in their order
 of arrival. So served, no scheme is above the optimum, unless its pages refuse a request for which

@@ -1,4 +1,4 @@
-"""A tier below the pool whose loads and saves take no time: what a disk would bring in hits."""
+"""A tier below the pool whose loads and saves take no time: the hits that a disk would add."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from radixcache.tier import LowerTier
 
 
 class NoBytes:
-    """A store of numbers alone."""
+    """A store that keeps no bytes."""
 
     def save(self, pages: Pages, stored: StoredPages) -> None:
         stored.finish("stored")
@@ -30,7 +30,7 @@ def with_tier(pool: PagePool, times: int) -> RadixCache:
 
 
 class InstantLoads(PageLoader):
-    """What a tier has is in the pool before the request is looked up."""
+    """Loads a tier's pages into the pool before the request is looked up."""
 
     def __init__(self, cache: RadixCache) -> None:
         self._cache = cache
@@ -41,7 +41,7 @@ class InstantLoads(PageLoader):
 
 
 def load(cache: RadixCache, tokens: Tokens) -> int:
-    """Bring up what the tier has of a prompt; returns how many tokens."""
+    """Load the tier's part of a prompt; returns how many tokens."""
     tier, lease = cache.lower, cache.acquire(tokens)
     assert tier is not None
     start = lease.num_tokens
@@ -60,7 +60,7 @@ def load(cache: RadixCache, tokens: Tokens) -> int:
 
 
 def instant_loads(cache: object) -> PageLoader:
-    """For a scheduler over `cache`, which may have no tier."""
+    """The loader for a scheduler over `cache`, which may have no tier."""
     if isinstance(cache, RadixCache) and cache.lower is not None:
         return InstantLoads(cache)
     return NO_LOADS

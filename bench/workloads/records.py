@@ -1,4 +1,4 @@
-"""Files of requests, read: text, packed or not, and the JSON records in it.
+"""Reads files of requests: text, packed or not, and the JSON records in it.
 
 Every complaint names the file and the line, or the record, that is malformed.
 """
@@ -60,7 +60,7 @@ def is_json(text: str) -> bool:
 
 
 def parse(where: str, text: str) -> Any:
-    """What JSON says."""
+    """The value of a JSON text."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:

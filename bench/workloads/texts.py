@@ -1,4 +1,4 @@
-"""Files of texts, read: conversations, prompts, and a gateway's log of bodies of OpenAI's API."""
+"""Reads files of texts: conversations, prompts, and a gateway's log of OpenAI request bodies."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from radixcache.bench.workloads.records import is_json, parse, read_records, rea
 from radixcache.errors import InvalidRequest
 
 ANSWER = 128
-"""Tokens generated for a prompt of a file that knows no answer."""
+"""Tokens generated for a prompt without an answer in the file."""
 
 Message = dict[str, Any]
 """As chat templates take it: its content is a text."""
 
 _SETTINGS = {"model", "max_tokens", "max_completion_tokens", "temperature", "stream"}
-"""What a request has beside its messages, and a conversation of a data set has not."""
+"""Keys of a request that a conversation of a data set does not have."""
 
 
 @dataclass
@@ -243,7 +243,7 @@ def _request(where: str, record: Any) -> Asked:
 
 
 def _answer(where: str, response: Any) -> tuple[Message | None, int]:
-    """What was answered, and how many tokens that took; None and 0 if the log does not say."""
+    """The answer, and its number of tokens; None and 0 if the log does not have them."""
     body, answer, length = _inner(response, "choices", "usage") or {}, None, 0
     match body.get("choices"):
         case [{"message": {"role": _} as message}, *_]:
@@ -265,7 +265,7 @@ def _moment(value: Any) -> float | None:
 
 
 def _follow(logged: list[Asked]) -> None:
-    """Find which request each goes on from, and what was answered to that."""
+    """Find the earlier request that each continues, and the answer to it."""
     ends: dict[int, int] = {}
     for index, one in enumerate(logged):
         key, answer = hash(one.model), None

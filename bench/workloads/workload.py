@@ -1,4 +1,4 @@
-"""What a workload is: requests in their order of arrival, whose later turns wait for earlier ones.
+"""A workload: requests in their order of arrival, whose later turns wait for earlier ones.
 
 A request knows its answer beforehand, so that every scheme, and both levels of the benchmark, see
 the same tokens. Prompts and answers are made when the request arrives: a trace of 145 M tokens need
@@ -29,9 +29,9 @@ class Arrival:
         turn: how many requests of the same conversation came before.
         at: seconds from the start, if the workload has times of its own.
         together: comes at the same moment as the request before it, as one of a burst.
-        template_tokens: how far the prompt is known before any request comes: a system prompt,
-            examples, a document. What an operator could have registered.
-        stem_tokens: how far whoever sends the prompt knows that others begin alike; no less.
+        template_tokens: leading tokens known before any request comes (a system prompt, examples,
+            a document), which an operator could have registered.
+        stem_tokens: leading tokens that the sender knows to be shared; no fewer.
     """
 
     prompt_tokens: int
