@@ -160,7 +160,7 @@ def _check_order(args: argparse.Namespace) -> None:
 
 
 def _page(args: argparse.Namespace) -> Path | None:
-    """The file of the page: as requested, or a default if it can be drawn and JSON is not wanted."""
+    """The page's file: as requested, or a default if it can be drawn and no JSON is wanted."""
     if args.report is not None or args.json is not None:
         return args.report
     return DEFAULT_PAGE if find_spec("vl_convert") else None
