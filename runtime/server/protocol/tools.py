@@ -100,8 +100,8 @@ class ChatMessage(StrictModel):
 
 
 class Function(StrictModel):
-    """A function that the model may call; `parameters` is a JSON schema of an object, and a function
-    without it takes none."""
+    """A function that the model may call; `parameters` is a JSON schema of an object, absent if the
+    function takes none."""
 
     name: ToolName
     description: Text | None = None

@@ -86,7 +86,7 @@ class TurnRequest(Body):
         raise NotImplementedError
 
     def turn(self, defaults: SamplingParams) -> Turn:
-        """The turn, with `defaults` for what is not given; `InvalidRequest` if it makes no sense."""
+        """The turn; `defaults` fill in what is not given. `InvalidRequest` if it makes no sense."""
         raise NotImplementedError
 
     @model_validator(mode="after")
