@@ -1,8 +1,8 @@
 """The command line: `radixcache demo`, `chat`, `generate`, `serve`, `explain`, `bench`,
 `report`, `cache`, `info`.
 
-Help and bad input answer at once: what the commands do is in `commands.py`, which imports torch
-only where a model is needed.
+Help and bad input answer at once: `commands.py` runs the commands, and imports torch only where
+one needs a model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader has left; what is still buffered has nowhere to go
+    except BrokenPipeError:  # the reader has left: discard what is still buffered
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return code
@@ -61,13 +61,13 @@ _VLLM_FLAGS = {
     "--enable-prefix-caching": "--cache radix",
     "--no-enable-prefix-caching": "--cache none",
 }
-"""What its flags are called here, where a guess would find another one or none."""
+"""Our names for vLLM's flags, where the closest match would be wrong."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Refuses bad flags as everything else here is refused: in one sentence."""
+    """Refuses bad flags in one sentence, like any other bad input."""
 
-    def parse_known_args(  # type: ignore[override]  # unknown flags are told by their own command
+    def parse_known_args(  # type: ignore[override]  # each command reports its own unknown flags
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         known, unknown = super().parse_known_args(args, namespace)
@@ -115,9 +115,9 @@ def _add_demo(commands: Any) -> None:
     parser = _add_command(commands, demo, summary)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--restart", action="store_true", help="rather a conversation that outlives its process"
+        "--restart", action="store_true", help="show that a conversation outlives its process"
     )
-    # It has both caches and two models.
+    # The demo runs both caches, and two models.
     left_out = (
         "cache", "tensor_parallel_size", "kv_events_config", "host_memory", "kv_dir", "kv_dir_size",
     )  # fmt: skip
@@ -125,7 +125,7 @@ def _add_demo(commands: Any) -> None:
 
 
 def _add_chat(commands: Any) -> None:
-    parser = _add_command(commands, chat, "talk with a model, each turn computing only what is new")
+    parser = _add_command(commands, chat, "talk with a model; each turn computes only what is new")
     _add_model(parser)
     system = parser.add_mutually_exclusive_group()
     system.add_argument("--system", metavar="TEXT", help="the system message")
@@ -137,15 +137,15 @@ def _add_chat(commands: Any) -> None:
 def _add_generate(commands: Any) -> None:
     parser = _add_command(commands, generate, "complete prompts")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", metavar="TEXT", help="the same, or one that begins with -")
+    source.add_argument("--prompt", metavar="TEXT", help="a prompt that may start with -")
     source.add_argument(
-        "--prompt-file", metavar="FILE", nargs="+", help="files, each one prompt; - is stdin"
+        "--prompt-file", metavar="FILE", nargs="+", help="files, a prompt each; - is stdin"
     )
-    source.add_argument("PROMPT", nargs="?", help="one prompt; - is stdin")
+    source.add_argument("PROMPT", nargs="?", help="prompt text; - is stdin")
     parser.add_argument(
         "--jsonl",
         action="store_true",
-        help='each line is a prompt: {"prompt": "..."} or {"prompt_token_ids": [1, 2]}',
+        help='read one prompt a line: {"prompt": "..."} or {"prompt_token_ids": [1, 2]}',
     )
     parser.add_argument("--json", action="store_true", help="print each output as a line of JSON")
     parser.add_argument("--n", type=int, metavar="N", help="completions per prompt (1)")
@@ -158,42 +158,42 @@ def _add_serve(commands: Any) -> None:
     _add_model(parser)
     group = parser.add_argument_group(
         "server",
-        "Each flag may be a variable, as RADIXCACHE_PORT, or stand in the file of --config.",
+        "Each flag may also be a variable, such as RADIXCACHE_PORT, or a line of --config.",
     )
-    group.add_argument("--config", metavar="FILE", help="YAML such as `port: 8001`; flags stand")
+    group.add_argument("--config", metavar="FILE", help="YAML like `port: 8001`; flags override")
     add_flags(group, ServerArgs)
     _add_sampling(parser, of_one_prompt=False)
     _add_engine(parser, leave_out=())
 
 
 def _add_explain(commands: Any) -> None:
-    summary = "what of a prompt a running server has cached, and why the rest is not"
+    summary = "how much of a prompt a running server has cached, and why not the rest"
     parser = _add_command(commands, explain, summary)
-    parser.add_argument("PROMPT", nargs="?", help="a text as completions take it; - is stdin")
+    parser.add_argument("PROMPT", nargs="?", help="prompt text of a completion; - is stdin")
     parser.add_argument(
-        "--messages", metavar="FILE", help="a chat: JSON messages, or a request's body; - is stdin"
+        "--messages", metavar="FILE", help="file of messages or a chat's body; - is stdin"
     )
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (%(default)s)")
-    parser.add_argument("--api-key", metavar="KEY", help="its key; rather RADIXCACHE_API_KEY")
-    parser.add_argument("--cache-salt", metavar="SALT", help="whose cache, if requests have salts")
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="its URL (%(default)s)")
+    parser.add_argument("--api-key", metavar="KEY", help="API key; better RADIXCACHE_API_KEY")
+    parser.add_argument("--cache-salt", metavar="SALT", help="salt of the request, if it has one")
     parser.add_argument("--json", action="store_true", help="print the server's answer")
 
 
 def _add_cache(commands: Any) -> None:
-    parser = _add_command(commands, cache, "look at a --kv-dir, compare its checksums, or empty it")
-    what = "tell what is there, compare the checksums of all pages, or remove them"
+    parser = _add_command(commands, cache, "inspect, verify or empty a --kv-dir")
+    what = "list the contents, compare the checksums of all pages, or delete them"
     parser.add_argument("ACTION", choices=("inspect", "verify", "clear"), help=what)
-    parser.add_argument("DIR", help="the folder that was given as --kv-dir")
+    parser.add_argument("DIR", help="the folder of --kv-dir")
 
 
 def _add_report(commands: Any) -> None:
-    report = import_module("radixcache.plugins.report")  # the plugins stand above, too
+    report = import_module("radixcache.plugins.report")  # plugins are above the runtime, too
     parser = _add_command(commands, report.report, report.SUMMARY)
-    parser.add_argument("FILE", help="the JSON lines that RADIXCACHE_REPORT named")
+    parser.add_argument("FILE", help="the file of JSON lines that RADIXCACHE_REPORT named")
 
 
 def _add_bench(commands: Any) -> None:
-    # By name: the benchmark stands above the runtime, which does not import it.
+    # By name: the benchmark is above the runtime, which must not import it.
     bench = import_module("radixcache.bench.cli")
     parser = commands.add_parser("bench", help=bench.SUMMARY, description=f"{bench.SUMMARY}.")
     bench.add_flags(parser)
@@ -202,12 +202,12 @@ def _add_bench(commands: Any) -> None:
 
 def _add_sampling(parser: argparse.ArgumentParser, *, of_one_prompt: bool = True) -> None:
     group = parser.add_argument_group(
-        "sampling", "By default as the model's own settings say, and at temperature 1 if none does."
+        "sampling", "The defaults are the model's own, and temperature 1 if it has none."
     )
     add_flags(group, SamplingArgs)
     if not of_one_prompt:
         return
-    group.add_argument("--seed", type=int, metavar="N", help="makes sampled tokens repeatable")
+    group.add_argument("--seed", type=int, metavar="N", help="make sampled tokens repeatable")
     group.add_argument(
         "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
     )

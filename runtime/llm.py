@@ -23,6 +23,7 @@ from radixcache.runtime.engine.input_processor import (
     InputProcessor,
     Prompt,
     Prompts,
+    is_conversation,
     naming_prompt,
 )
 from radixcache.runtime.engine.listeners import listen
@@ -254,11 +255,10 @@ class LLM:
             InvalidRequest: no request could have the prompt (`ContextExceeded` if it is too long).
             PinError: no prefix of that name and salt is pinned.
         """
-        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+        if is_conversation(prompt):
             if prefix is not None:
                 raise InvalidRequest("a prefix goes before text or token ids, not before messages")
-            messages = cast(Sequence[Message], prompt)
-            given = as_tokens(self.turns.encode(messages, cache_salt, tools=tools).tokens)
+            given = self.turns.encode(prompt, cache_salt, tools=tools).tokens
         else:
             given = as_tokens(self.encode(cast(Prompt, prompt), special=prefix is None))
         decode = self.tokenizer.show if self.tokenizer else None

@@ -35,15 +35,15 @@ _MEMORY = Rule(_is_memory, "must be an amount like 2GB or 512MiB, or bytes")
 
 @dataclass(frozen=True)
 class EngineArgs:
-    """The settings of an engine: arguments of `LLM`, flags of the command line, variables as
-    RADIXCACHE_PAGE_SIZE and names in the settings file of `radixcache serve`.
+    """The settings of an engine: arguments of `LLM`, flags of the command line, variables such as
+    RADIXCACHE_PAGE_SIZE, and names in the settings file of `radixcache serve`.
 
     Raises:
         InvalidRequest: a value makes no sense.
     """
 
     model: str | Path | None = setting(
-        None, "folder, .gguf file or hub id (else the bundled model)", metavar="M"
+        None, "folder, .gguf file or hub id (the bundled model)", metavar="M"
     )
     cache: Literal["radix", "hash-block", "none"] = setting(
         "radix", "prefix cache: a token-exact radix tree, vLLM's whole blocks, or none"
@@ -51,29 +51,29 @@ class EngineArgs:
     page_size: int = setting(16, "tokens per KV page", metavar="N", rule=_COUNT)
     kv_cache_memory_bytes: int | str | None = setting(
         None,
-        "for KV pages, like 2GB; taken on a CPU as it is filled (a quarter of what is free there, "
+        "memory for KV pages, like 2GB; a CPU's is taken as it fills (a quarter of what is free, "
         "half of what a container has left, 16 GiB at most; most of a GPU's)",
         metavar="SIZE",
         rule=_MEMORY,
     )
     state_memory: int | str | None = setting(
         None,
-        "for states of recurrent layers, out of the KV memory (a quarter of it)",
+        "part of the KV memory for states of recurrent layers (a quarter)",
         metavar="SIZE",
         rule=_MEMORY,
     )
     host_memory: int | str | None = setting(
         None,
-        "pinned host memory for KV pages that a GPU's memory has no room for, like 32GB",
+        "pinned host memory for KV pages that a GPU evicts, like 32GB",
         metavar="SIZE",
         rule=_MEMORY,
     )
     kv_dir: str | Path | None = setting(
-        None, "a folder for evicted KV pages, which a restart finds again", metavar="DIR"
+        None, "folder for evicted KV pages, which outlive a restart", metavar="DIR"
     )
     kv_dir_size: int | str | None = setting(
         None,
-        f"of it, taken from the disk at the start ({KV_DIR_SIZE})",
+        f"disk space to preallocate for kv_dir ({KV_DIR_SIZE})",
         metavar="SIZE",
         rule=_MEMORY,
     )
@@ -82,10 +82,10 @@ class EngineArgs:
     )
     device: str = setting("auto", "cpu, cuda, or auto: a GPU if there is one", metavar="D")
     tensor_parallel_size: int = setting(
-        1, "devices that the model is shared out among, a process each", metavar="N", rule=_COUNT
+        1, "devices to split the model across, with a process each", metavar="N", rule=_COUNT
     )
     exact: bool = setting(
-        False, "a token's bits do not depend on what is cached or computed beside it (on a CPU)"
+        False, "make tokens the same bits whatever is cached or in the batch (on a CPU)"
     )
     max_model_len: int | None = setting(
         None, "tokens of a prompt and its answer (the model's context)", metavar="N", rule=_COUNT
@@ -97,13 +97,13 @@ class EngineArgs:
     schedule_policy: Literal["lpm", "fcfs"] = setting("lpm", "order of admission")
     speculate: Literal["off", "auto"] = setting(
         "off",
-        "auto: what was said before is drafted, several tokens a step, where that pays (off)",
+        "auto: draft tokens from earlier text where that is faster (off)",
         parse=_auto_or_off,
     )
-    seed: int = setting(0, "of the sampling noise", flag=False)
+    seed: int = setting(0, "seed of the sampling noise", flag=False)
     kv_events_config: Mapping[str, Any] | str | KVEventsConfig | None = setting(
         None,
-        """as vLLM's, '{"enable_kv_cache_events": true}': tell routers what is cached""",
+        """publish what is cached, as vLLM does: '{"enable_kv_cache_events": true}'""",
         metavar="JSON",
         parse=KVEventsConfig.read,
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeGuard, cast
 
 import numpy as np
 
@@ -124,15 +124,21 @@ class InputProcessor:
         **how: Any,
     ) -> list[TokenisedText]:
         """The prompts of conversations; `how` as in `Tokenizer.render_chat`."""
-        single = bool(messages) and isinstance(messages[0], dict)
-        conversations = cast(Sequence[Sequence[Message]], [messages] if single else messages)
-        return [self.turns.encode(one, cache_salt, **how) for one in conversations]
+        many = (
+            [messages] if is_conversation(messages) else cast(Sequence[Sequence[Message]], messages)
+        )
+        return [self.turns.encode(one, cache_salt, **how) for one in many]
 
     def remember(self, prompts: list[TokenisedText], outputs: list[RequestOutput]) -> None:
         """Remember answers, so that conversations go on with the same tokens."""
         for prompt, output in zip(prompts, outputs, strict=True):
             for completion in output.outputs:
                 self.turns.remember(prompt, completion.token_ids)
+
+
+def is_conversation(given: object) -> TypeGuard[Sequence[Message]]:
+    """Whether something is the messages of one conversation."""
+    return isinstance(given, Sequence) and bool(given) and isinstance(given[0], Mapping)
 
 
 @contextmanager

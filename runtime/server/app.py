@@ -1,4 +1,4 @@
-"""The app: its routes, and what becomes of errors."""
+"""The FastAPI app: all routes, in front of one model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from radixcache.runtime.server.api import anthropic_messages as messages
 from radixcache.runtime.server.api import openai_chat as chat
 from radixcache.runtime.server.api import openai_completions as completions
 from radixcache.runtime.server.api import openai_responses as responses
-from radixcache.runtime.server.api.generation import JSON, token_text
+from radixcache.runtime.server.api.generation import JSON
 from radixcache.runtime.server.api.response_store import ResponseStore
 from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http import errors, static
@@ -35,16 +35,13 @@ from radixcache.runtime.server.serving import ContextDep, ServingContext, client
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 
 UNTRACED = ("/health", "/metrics", "/v1/cache", *static.FILES)
-"""What probes, Prometheus and the page ask for all the time."""
+"""Paths that probes, Prometheus and the page poll."""
 
 router = APIRouter(route_class=BodyRoute)
 
 
 def create_app(llm: LLM, options: ServerArgs | None = None) -> FastAPI:
-    """The server of one model; it runs `llm` from the app's start to its end.
-
-    `app.state.context` is the `ServingContext` of the routes.
-    """
+    """An app that serves `llm`; `app.state.context` is the `ServingContext` of its routes."""
     context = ServingContext(llm, options or ServerArgs())
     stored = ResponseStore(disk=None if llm.offload is None else llm.offload.disk)
 
@@ -76,12 +73,12 @@ def create_app(llm: LLM, options: ServerArgs | None = None) -> FastAPI:
     return app
 
 
-# Routes that are about neither completions nor the cache.
+# Health, metrics, models and the tokenizer.
 
 
 @router.get("/health")
 async def health(context: ContextDep) -> JSON:
-    """Whether requests are taken: 503 if not."""
+    """Whether the server takes requests; 503 if not."""
     if context.jobs.draining or not context.llm.worker.alive:
         raise ApiError(503, "the server is shutting down, or its engine has stopped")
     return {"status": "ok"}
@@ -101,7 +98,7 @@ async def list_models(
     after_id: str | None = None,
     client_version: str | None = None,
 ) -> JSON:
-    """The model, under each of its names; Anthropic's clients ask for pages of them."""
+    """The model, under each of its names, in pages as Anthropic's API has them."""
     names = context.names
     if after_id in names:
         names = names[names.index(after_id) + 1 :]
@@ -133,7 +130,7 @@ def _card(context: ServingContext, name: str) -> JSON:
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(context: ContextDep) -> JSON:
-    """What the tokenizer is, as vLLM tells it: its special tokens and its chat template."""
+    """The tokenizer as vLLM describes it: its special tokens and its chat template."""
     return {**context.tokenizer.info, "model_max_length": context.max_model_len}
 
 
@@ -149,7 +146,7 @@ async def tokenize(body: TokenizeRequest, request: Request, context: ContextDep)
         else:
             tokens = tokenizer.encode(body.prompt or "", special=body.add_special_tokens)
         shown = tokens if body.return_token_strs else []
-        return tokens, [token_text(tokenizer, token) for token in shown] or None
+        return tokens, [tokenizer.token_text(token) for token in shown] or None
 
     tokens, texts = await context.tokenizing.run(encode, client_of(request))
     counts = {"count": len(tokens), "max_model_len": context.max_model_len}

@@ -1,4 +1,4 @@
-"""What a server is told besides its engine's settings. Imports neither torch nor pydantic."""
+"""The settings of a server besides its engine's. Imports neither torch nor pydantic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TRACING = tuple(
     f"opentelemetry-{name}"
     for name in ("sdk", "exporter-otlp-proto-http", "instrumentation-fastapi")
 )
-_KEY = "every user of this machine sees it in the list of processes; rather"
+_KEY = "other users see it in the list of processes: better"
 
 
 def _split(value: object) -> object:
@@ -51,7 +51,7 @@ def _is_collector(text: str) -> bool:
 
 
 KEEP_ALIVE = 75.0
-"""Seconds: more than the 60 of most proxies, which else write to a connection that is closed."""
+"""Seconds: more than the 60 of most proxies, which could write to a closed connection."""
 
 _TEXT = Rule(lambda text: text != "", "must not be empty")
 _HOST_NAME = Rule(
@@ -67,69 +67,69 @@ _SECONDS = Rule(lambda seconds: seconds > 0, "must be above 0")
 
 @dataclass(frozen=True)
 class ServerArgs:
-    """The settings of a server: flags of `radixcache serve`, and as those of `EngineArgs` variables
-    and names in the settings file. What an app is made with, too.
+    """The settings of a server or an app: flags of `radixcache serve`, variables and names in the
+    settings file, like those of `EngineArgs`.
 
     Raises:
-        InvalidRequest: a value makes no sense, or a file of a key cannot be read.
-        MissingDependency: traces are asked for, and their packages are missing.
+        InvalidRequest: a value makes no sense, or a key's file cannot be read.
+        MissingDependency: tracing is on, and its packages are missing.
     """
 
     host: str = setting("127.0.0.1", "address to listen on", metavar="HOST", rule=_TEXT)
     port: int = setting(8000, "port; 0 takes a free one (8000)", metavar="N")
     api_key: str | None = setting(
         None,
-        f"what clients must send, else all are served; {_KEY} RADIXCACHE_API_KEY",
+        f"key that clients must send (none); {_KEY} RADIXCACHE_API_KEY",
         metavar="KEY",
     )
-    api_key_file: Path | None = setting(None, "the file that has it", metavar="FILE")
+    api_key_file: Path | None = setting(None, "file with the API key", metavar="FILE")
     admin_key: str | None = setting(
         None,
-        f"lets who sends it see and flush the cache of all; {_KEY} RADIXCACHE_ADMIN_KEY",
+        f"key to see and flush all clients' cache; {_KEY} RADIXCACHE_ADMIN_KEY",
         metavar="KEY",
     )
-    admin_key_file: Path | None = setting(None, "the file that has it", metavar="FILE")
+    admin_key_file: Path | None = setting(None, "file with the admin key", metavar="FILE")
     allowed_hosts: Sequence[str] = setting(
         (),
-        "names that lead here, for clients without a key (localhost, addresses)",
+        "host names that clients without a key may use (localhost, IP addresses)",
         metavar="NAME",
         rule=_HOST_NAME,
         parse=_split,
     )
     allowed_origins: Sequence[str] = setting(
         (),
-        "web pages that may use the server, like https://app.example.org; * is all",
+        "web pages that may use the server, like https://app.example.org, or * for all",
         metavar="ORIGIN",
         rule=_ORIGIN,
         parse=_split,
     )
     served_model_name: Sequence[str] = setting(
-        (), "names in the API, the first in answers (--model's)", metavar="NAME", rule=_TEXT,
+        (), "model names in the API, the first in answers (--model's)", metavar="NAME", rule=_TEXT,
         parse=_split,
     )  # fmt: skip
     max_queued_requests: int = setting(
         1024,
-        "may wait, half of them one client's; more get status 429 (1024)",
+        "completions that may wait, half of them of one client; more get status 429 (1024)",
         metavar="N",
         rule=at_least(0),
     )
-    request_timeout: float = setting(600.0, "seconds for a request", metavar="S", rule=_SECONDS)
+    request_timeout: float = setting(600.0, "seconds per request", metavar="S", rule=_SECONDS)
     max_body_size: int = setting(
-        16 << 20, "bytes of a request (16 MiB)", metavar="N", rule=at_least(1)
+        16 << 20, "bytes of a request's body (16 MiB)", metavar="N", rule=at_least(1)
     )
     hide_texts: bool = setting(
-        False, "show no texts of prompts in the tree, and in explanations only the request's own"
+        False, "hide prompts' texts in the tree, and other requests' in explanations"
     )
-    access_log: bool = setting(False, "print a line of JSON for each request that is answered")
+    access_log: bool = setting(False, "print a line of JSON for each answered request")
     otlp_endpoint: str | None = setting(
         None,
-        "an OpenTelemetry collector for traces, like http://127.0.0.1:4318",
+        "OpenTelemetry collector for traces, like http://127.0.0.1:4318",
         metavar="URL",
         rule=_COLLECTOR,
     )
     replicas: tuple[int, int] | None = setting(
         None,
-        "run N servers of the model behind this address, or N..M as the load is; needs Ray",
+        "servers of the model behind this address: N, or N..M by load; needs Ray",
         metavar="N",
         parse=_replicas,
     )
@@ -137,10 +137,10 @@ class ServerArgs:
         KEEP_ALIVE, "seconds that an idle connection stays open (75)", metavar="S", rule=_SECONDS
     )
     shutdown_timeout: float = setting(
-        30.0, "seconds for running requests to end on SIGTERM", metavar="S", rule=at_least(0)
+        30.0, "seconds for requests to end after SIGTERM", metavar="S", rule=at_least(0)
     )
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """How answers are sampled where a request does not say; fields of `SamplingParams`."""
+    """Defaults of requests: fields of `SamplingParams`."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -161,13 +161,13 @@ class ServerArgs:
 
     @property
     def traces(self) -> bool:
-        """Whether traces are asked for: by `otlp_endpoint`, or OpenTelemetry's own variables."""
+        """Whether `otlp_endpoint` or OpenTelemetry's own variables ask for traces."""
         variables = (f"OTEL_EXPORTER_OTLP_{kind}ENDPOINT" for kind in ("", "TRACES_"))
         return self.otlp_endpoint is not None or any(map(os.environ.get, variables))
 
 
 def _key(name: str, key: str | None, file: Path | None) -> str | None:
-    """The key that is given, or the one in the file."""
+    """The key itself, or the one in the file."""
     if file is not None:
         if key is not None:
             raise InvalidRequest(f"{name} and {name}_file are both given")

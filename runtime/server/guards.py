@@ -1,4 +1,4 @@
-"""What a request passes before its route, in any app: its id, other origins, keys and limits."""
+"""The middleware in front of any app: request ids, CORS, keys and limits."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from radixcache.runtime.server.observe.request_log import REQUEST_ID, RequestLog
 
 
 def install(app: Starlette, options: ServerArgs) -> None:
-    """Put them in front of `app`, the last one outermost."""
+    """Put the middleware in front of `app`; what is added last runs first."""
     app.add_middleware(Access, options=options)
-    if options.allowed_origins:  # before keys are asked for: none comes with a preflight
+    if options.allowed_origins:  # outside of Access: a preflight carries no key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=[*options.allowed_origins],

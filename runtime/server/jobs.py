@@ -1,7 +1,7 @@
-"""The jobs of a server's clients, on the event loop; the engine is on a thread of its own.
+"""Tracks the jobs of clients on the event loop, while the engine runs on a thread of its own.
 
-What a step has brought goes from that thread to the loop in one call, however many clients wait for
-it (see `radixcache.runtime.engine.worker`).
+The engine's thread passes each step's results to the loop in one call, however many clients wait
+(see `radixcache.runtime.engine.worker`).
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from radixcache.runtime.server.http.errors import ApiError, as_api_error
 from radixcache.runtime.server.observe.metrics import Metrics
 from radixcache.runtime.server.observe.request_log import jobs_of_task
 
-if TYPE_CHECKING:  # it needs packages that most servers do without
+if TYPE_CHECKING:  # needs packages that most servers do without
     from radixcache.runtime.server.observe.tracing import Tracing
 
 T = TypeVar("T")
 
 LOOK_SHARE = 0.2
-"""Of the engine's thread, for looks at the whole cache: who asks in a loop slows nobody more."""
+"""Share of the engine thread's time for reads of the whole cache, even if a client polls it."""
 
 
 class PromptDelta(NamedTuple):
-    """A delta, and which of the job's prompts it answers."""
+    """A delta, and the index of the job's prompt that it answers."""
 
     prompt: int
     delta: Delta
 
 
 class Prefilled(NamedTuple):
-    """How many of the job's prompt tokens are computed or were cached, before the first token."""
+    """Tokens of the job's prompts that are computed or were cached, before the first token."""
 
     tokens: int
 
@@ -108,14 +108,14 @@ class Job(AsyncJob):
 
 
 class RequestTracker:
-    """The jobs that a server has taken on.
+    """Takes jobs within limits, and ends them.
 
     Args:
-        worker: whose thread runs the engine.
-        metrics: told of every token.
-        tracing: told of every job that has ended.
-        capacity: sequences that may run and wait together.
-        share: those of one client among them.
+        worker: runs the engine on its thread.
+        metrics: records every token.
+        tracing: records every job that has ended.
+        capacity: most sequences that may run or wait.
+        share: most of one client.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class RequestTracker:
         return self.worker.alive
 
     def start(self) -> None:
-        """Take jobs; the running event loop is theirs."""
+        """Take jobs from now on, on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._deliver = deliver_to(self._loop)
 
@@ -153,7 +153,7 @@ class RequestTracker:
         return await asyncio.wrap_future(self.worker.call(function))
 
     async def look(self, function: Callable[[], T]) -> T:
-        """As `call`, for what takes milliseconds: one at a time, and `LOOK_SHARE` of the time."""
+        """Like `call`, for reads of milliseconds: one at a time, `LOOK_SHARE` of the time."""
 
         def timed() -> T:
             start = time.perf_counter()
@@ -168,7 +168,7 @@ class RequestTracker:
             return await self.call(timed)
 
     def check_room(self, num_sequences: int, client: Hashable = None) -> None:
-        """Refuse so many completions if there is no place for them; before any work is done."""
+        """Raise `ApiError` if there is no room for so many completions; call it before any work."""
         if self.draining:
             raise ApiError(503, "the server is shutting down")
         if num_sequences > self.share:
@@ -189,14 +189,12 @@ class RequestTracker:
         stream: bool = False,
         timeout: float | None = None,
     ) -> Job:
-        """Queue the requests that `add` adds to the engine, on its thread; returns their job.
-
-        Whoever gets the job must call its `end`, or read it to its end.
+        """Queue requests; the caller must read the job to its end, or call its `end`.
 
         Args:
-            num_sequences: completions that the requests have together.
-            client: whose they are.
-            stream: whether `Job.batches` will be read, else `Job.finished`.
+            add: adds the requests to the engine, on its thread.
+            num_sequences: completions of all the requests.
+            stream: the caller reads `Job.batches`, not `Job.finished`.
             timeout: seconds until the job ends with an error.
 
         Raises:
@@ -221,7 +219,7 @@ class RequestTracker:
         def close() -> None:
             self._open.remove(job)
             self._places[job.client] -= job.num_sequences
-            self._places = +self._places  # who has none is forgotten
+            self._places = +self._places  # drops clients without sequences
             self.worker.abort(job)
             if not self._open:
                 self._drained.set()
@@ -235,7 +233,7 @@ class RequestTracker:
             job._on_end.append(self._loop.call_later(timeout, job.end, error).cancel)
 
     async def drain(self, grace: float) -> None:
-        """Refuse new jobs, and give those that run `grace` seconds to end before they fail."""
+        """Refuse new jobs, and fail those that still run after `grace` seconds."""
         self.draining = True
         self._drained.clear()
         if self._open:

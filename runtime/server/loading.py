@@ -1,4 +1,4 @@
-"""What answers while a model loads, and then lets its app answer at the same socket."""
+"""Answers requests while a model loads, then hands the socket over to the model's app."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from radixcache.runtime.server.http.serve import Server, announce, configure
 
 
 class Loading:
-    """A server for the time within a ``with`` block, at the end of which `serve` gives it an app.
+    """A server that runs while its ``with`` block loads a model, until `serve` gives it an app.
 
-    It runs in a thread. The main one loads, so that a signal or an error ends that as without a
-    server. Until there is an app the page's files are served, and all else is 503.
+    It runs on a thread of its own; the main thread loads, so that a signal or an error ends the
+    load. Until then the page's files are served, and everything else is 503.
     """
 
     def __init__(self, options: ServerArgs, listener: socket.socket) -> None:
@@ -54,20 +54,18 @@ class Loading:
         self._thread.join()
 
     def report(self, stage: str, share: float | None) -> None:
-        """What `/health` tells from now on; see `radixcache.runtime.model.progress`."""
+        """Set what `/health` reports; see `radixcache.runtime.model.progress`."""
         self._progress = stage, share
 
     def serve(self, app: FastAPI, close: Callable[[], None]) -> None:
-        """Let `app` answer until a signal ends it, then `close`; a second signal ends that, too.
-
-        The `state` of `app` has a `context` and a `frontend`, as that of `create_app` does.
-        """
+        """Let an app like `create_app`'s answer until a signal comes, then call `close`, which a
+        second signal ends."""
         asyncio.run_coroutine_threadsafe(self._hand_over(app), self._loop).result()
         self._server.frontend = app.state.frontend
         with self._server.capture_signals():
             announce(app.state.context, self._listener)
             self._thread.join()
-            close()  # not later: a signal that is raised anew may end the process
+            close()  # here, since a signal that is raised again may end the process
 
     @asynccontextmanager
     async def _live(self, _: FastAPI) -> AsyncIterator[None]:

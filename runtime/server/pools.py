@@ -85,12 +85,7 @@ class GrammarPool(_Pool):
     async def compile(
         self, structured: StructuredOutputsParams, client: Hashable
     ) -> CompiledGrammar:
-        """The grammar of a structure, compiled if it is new.
-
-        Raises:
-            ApiError: too many others are waiting.
-            InvalidRequest: it does not compile.
-        """
+        """The grammar of a structure, compiled if it is new; 503 if too many others wait."""
         if (found := self._backend.find(structured)) is not None:
             return found
         key = structured.kind, structured.value

@@ -25,7 +25,7 @@ from radixcache.runtime.server.args import ServerArgs
 
 _PREFIX = "RADIXCACHE_"
 _OTHER_VARIABLES = {"config", "data", "march"}
-"""Variables of that prefix that name the file, are for the benchmarks, and compile the kernels."""
+"""Variables with that prefix for other things: the file, the benchmarks' data, the kernels."""
 
 
 class _Base(BaseSettings):
@@ -33,7 +33,7 @@ class _Base(BaseSettings):
 
 
 def _field(one: Setting) -> Any:
-    """A field of pydantic's for a setting; what is not given is None."""
+    """A setting as a pydantic field, which is None if it is not given."""
     validators: list[Any] = []
     if one.parse is not None:
         parse = one.parse
@@ -56,10 +56,10 @@ _Settings: type[_Base] = create_model(
 
 
 def read_settings(flags: Mapping[str, Any]) -> tuple[EngineArgs, ServerArgs]:
-    """A flag stands before the environment, and that before the file of `config`.
+    """Merge settings: flags override the environment, which overrides the file of `config`.
 
     Raises:
-        InvalidRequest: a value or a name that makes no sense, wherever it stands, or no such file.
+        InvalidRequest: a name or a value is wrong, in any of them, or there is no such file.
     """
     variables = {
         name[len(_PREFIX) :].lower(): name for name in os.environ if name.startswith(_PREFIX)
@@ -85,7 +85,7 @@ def read_settings(flags: Mapping[str, Any]) -> tuple[EngineArgs, ServerArgs]:
         raise InvalidRequest(f"{where}: {reason}{value}") from None
     given = {name: value for name in SETTINGS if (value := getattr(read, name)) is not None}
     model = given.get("model")
-    if model is not None:  # of a GGUF file not where it lies on this machine
+    if model is not None:  # clients need not know where a GGUF file lies
         name = Path(model).stem if str(model).lower().endswith(".gguf") else str(model)
         given.setdefault("served_model_name", [name])
     engine, sampling, server = (
@@ -96,12 +96,12 @@ def read_settings(flags: Mapping[str, Any]) -> tuple[EngineArgs, ServerArgs]:
 
 
 def _read_file(path: str) -> dict[str, Any]:
-    """The settings in a YAML file, whose names may be written as flags are."""
+    """The settings in a YAML file; a name may have dashes, as a flag has."""
     if not Path(path).is_file():
         raise InvalidRequest(f"no settings at {path}: no such file")
     try:
         read = YamlConfigSettingsSource(_Settings, path)()
-    except Exception as error:  # whatever a file makes of the parser
+    except Exception as error:  # the parser may raise anything
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", "")
         reason = first_sentence(error) if mark is None else f"line {mark.line + 1}, {problem}"
         raise InvalidRequest(f"the settings in {path} are no YAML mapping: {reason}") from None

@@ -191,6 +191,10 @@ class Tokenizer:
             found = self._token_bytes[token] = self._find_bytes(token)
         return found
 
+    def token_text(self, token: int) -> str:
+        """The text of one token; U+FFFD stands for a part of a character."""
+        return self.token_bytes(token).decode(errors="replace")
+
     def _find_bytes(self, token: int) -> bytes:
         before = self.encode("a", special=False)[-1:]  # alone, some tokens lose a space
         text = self.decode([*before, token], special=True)[len(self.decode(before)) :]

@@ -1,1 +1,1 @@
-"""For who runs the server: the cache, named prefixes, explanations, the page."""
+"""Routes about the cache: its tree, named prefixes, explanations, the page."""

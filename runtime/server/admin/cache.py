@@ -1,4 +1,4 @@
-"""The cache of all clients, for who administrates it: tree, statistics, flush, named prefixes."""
+"""The administrator's view of all clients' cache: tree, statistics, flush, named prefixes."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from radixcache.snapshot import MAX_DEPTH, ROOT, CachedNode, Look, Picture
 router = APIRouter(dependencies=[ADMINISTRATOR])
 
 _KEY = secrets.token_bytes(32)
-"""So that nobody who sees a digest finds what it is of by trying."""
+"""Keys the digests, so that their input cannot be found by trying."""
 
 
 def share_key(key: bytes) -> None:
-    """Name salts and nodes as the other replicas do that are given the same key."""
+    """Name salts and nodes like all other replicas with the same key."""
     global _KEY
     _KEY = key
 
@@ -61,11 +61,11 @@ async def view_cache(
     reveal: str | None = None,
     if_none_match: Annotated[str | None, Header()] = None,
 ) -> Any:
-    """What is cached, as a tree for each salt, and what the cache has been good for.
+    """The cached tree of each salt, and the cache's statistics.
 
-    `rows` leaves and `levels` nodes one after the other have room; what has none is folded, what
-    was used last not. `under` and `reveal` are ids of nodes: the one to begin with (404 if it has
-    gone), and one that does not fold.
+    At most `rows` leaves and `levels` levels are shown, those that were used last; the rest is
+    folded. `under` and `reveal` are ids of nodes: the one to begin with (404 if it is gone), and
+    one that is not folded.
     """
     cache, worker = context.llm.cache, context.llm.worker
     # Nodes go by no other name than the one told: whether one of a guessed hash is there is secret.
@@ -75,7 +75,7 @@ async def view_cache(
 
     def look() -> tuple[str, dict[str, Any], list[RecentRequest], Picture | None]:
         stats = _statistics(context)
-        # Between steps only pins, flushes and aborts change anything, and these the rest tells.
+        # Between steps only pins, flushes and aborts change anything; the other values show these.
         tag = f'"{_digest((context.created, worker.num_steps, stats, {**cache.pins}, wanted))}"'
         picture = None if tag == if_none_match else cache.outline().draw(wanted)
         return tag, stats, [*context.metrics.recent], picture
@@ -131,7 +131,7 @@ def _statistics(context: ServingContext) -> dict[str, Any]:
 async def search_cache(
     context: ContextDep, text: Annotated[str, Query(min_length=1, max_length=1000)]
 ) -> CacheHits:
-    """The nodes in which `text` ends, on whatever path it is, letter case apart; 100 of them."""
+    """The first 100 nodes in which `text` ends, on any path, regardless of case."""
     if context.options.hide_texts:
         raise ApiError(403, "this server hides what prompts say")
     nodes = await context.jobs.look(lambda: context.llm.cache.outline().spell())
@@ -142,14 +142,13 @@ async def search_cache(
 
 @router.post("/v1/cache/flush")
 async def flush_cache(context: ContextDep) -> dict[str, bool]:
-    """Forget all that is cached and zero the statistics; 409 while requests run or pins live."""
+    """Empty the cache and zero the statistics; 409 while requests run or prefixes are pinned."""
     try:
         await asyncio.to_thread(context.llm.reset_prefix_cache)
     except LeaseError:
         raise ApiError(
             409,
-            "requests run or prefixes are pinned: flush when the ones have ended and the others "
-            "are deleted",
+            "requests run or prefixes are pinned: flush once they have ended, and are deleted",
         ) from None
     return {"flushed": True}
 
@@ -164,13 +163,13 @@ def _node(node: CachedNode, tokenizer: Tokenizer | None) -> CacheNode:
 
 
 _node_ids: dict[str, str] = {}
-"""The ids of the nodes that were told last, by what they are called outside."""
+"""The ids of the nodes that were shown last, by their public names."""
 _MAX_NODE_IDS = 50_000
-_node_ids_lock = threading.Lock()  # names are told by several threads
+_node_ids_lock = threading.Lock()  # several threads name nodes
 
 
 def _name(node: str) -> str:
-    """What a node is called outside: some ids are hashes of the text."""
+    """A node's public name; its id may be a hash of its text."""
     name = _digest(node)
     with _node_ids_lock:
         _node_ids.pop(name, None)
@@ -185,7 +184,7 @@ def name_of_salt(salt: Hashable) -> str | None:
 
 
 def _digest(value: object) -> str:
-    """A name for a salt, a node or a state that does not give it away; of this process only."""
+    """A name for a salt, a node or a state that does not reveal it; valid in this process."""
     return hashlib.blake2b(str(value).encode(), digest_size=8, key=_KEY).hexdigest()
 
 
@@ -211,7 +210,7 @@ async def list_prefixes(context: ContextDep) -> CachePrefixList:
 
 @router.delete("/v1/cache/prefixes/{namespace}/{name}")
 async def unpin_prefix(namespace: str, name: PrefixName, context: ContextDep) -> DeletedPrefix:
-    """Let a prefix be evicted like anything else."""
+    """Unpin a prefix."""
     prefixes = context.llm.prefixes
 
     def unpin() -> bool:

@@ -1,4 +1,4 @@
-"""POST /v1/explain: what of a prompt is cached, without computing it."""
+"""POST /v1/explain: which tokens of a prompt are cached, without computing it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ router = APIRouter(route_class=BodyRoute)
 
 @router.post("/v1/explain", response_model=Explained)
 async def explain(body: ExplainRequest, request: Request, context: ContextDep) -> Any:
-    """What of a prompt is cached, and why the rest is not; nothing is computed, or changed."""
+    """How much of a prompt is cached, and why the rest is not; computes and changes nothing."""
     model = context.check_model(body.model)
     salt = body.cache_salt
     tokens = await _encode(body, request, context)
@@ -36,11 +36,10 @@ async def explain(body: ExplainRequest, request: Request, context: ContextDep) -
 
 
 async def _encode(body: ExplainRequest, request: Request, context: ServingContext) -> TokensLike:
-    """The prompt's tokens, as the request that is meant would have them."""
+    """The prompt's tokens, as in the request that the body describes."""
     client, meant = client_of(request, body.cache_salt), body.meant
     if isinstance(meant, CompletionRequest):
         (tokens,) = await encode_prompts(meant, context, request)
         return tokens
-    return (
-        await encode(context, turn_of(meant, context.chat_defaults, context.tokenizer), client)
-    ).tokens
+    turn = turn_of(meant, context.chat_defaults, context.tokenizer)
+    return (await encode(context, turn, client)).tokens

@@ -1,4 +1,4 @@
-"""What the page at `/` has to know of the model."""
+"""The data of the page at `/`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ router = APIRouter(include_in_schema=False)
 
 @router.get("/page.json")
 async def about(context: ContextDep) -> dict[str, Any]:
-    """The model, how it answers where a request does not say, and something that it can be asked;
-    `note` says what may be expected of it."""
+    """The model's name and sampling defaults, an example to ask, and a note on what to expect."""
     example = note = None
     if context.llm.model_name == BUNDLED_MODEL.name:
         questions = [question.text for question in SCRIPT if DOCUMENTS[question.user] == TABLE]

@@ -1,4 +1,4 @@
-"""Named prefixes, as a client sees them: those of its own salt."""
+"""Routes of named prefixes; a client sees those of its own salt."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ router = APIRouter(route_class=BodyRoute)
 
 @router.post("/v1/prefixes")
 async def pin_prefix(body: PrefixRequest, request: Request, context: ContextDep) -> Prefix:
-    """Compute a prefix and pin it; 409 if the salt has that name for another one, or no pages left
-    to pin."""
+    """Compute a prefix and pin it; 409 if the salt uses the name for another prefix, or has no
+    pages left to pin."""
     client = client_of(request, body.cache_salt)
     tokens: TokensLike = body.prompt if isinstance(body.prompt, list) else ()
     if not isinstance(body.prompt, list):
@@ -65,7 +65,7 @@ async def get_prefix(name: PrefixName, context: ContextDep, cache_salt: CacheSal
 async def unpin_prefix(
     name: PrefixName, context: ContextDep, cache_salt: CacheSalt = None
 ) -> DeletedPrefix:
-    """Let a prefix be evicted like anything else."""
+    """Unpin a prefix."""
     await context.find_prefix(name, cache_salt)
     await context.jobs.call(lambda: context.llm.prefixes.unpin(name, cache_salt))
     return DeletedPrefix(name=name)

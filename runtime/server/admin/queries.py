@@ -1,4 +1,4 @@
-"""A query parameter that a route does not have is refused, as a field of a body is."""
+"""Refuses unknown query parameters, as unknown fields of a body are refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastapi import Depends, Request
 from radixcache.runtime.server.http.errors import ApiError
 
 _OF_CLIENTS = {"beta", "api-version"}
-"""What Anthropic's and Azure's clients add to requests of any kind."""
+"""Parameters that Anthropic's and Azure's clients add to every request."""
 
 
 def _check(request: Request) -> None:
@@ -21,4 +21,4 @@ def _check(request: Request) -> None:
 
 
 QUERY = Depends(_check)
-"""400 for a query parameter that would be ignored."""
+"""Dependency of routes: 400 for a query parameter that would be ignored."""

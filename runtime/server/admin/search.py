@@ -1,4 +1,4 @@
-"""Where in the tree a text is."""
+"""Finds a text in the tree."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ MAX_HITS = 100
 def search(
     nodes: Sequence[Spelled], text: str, tokenizer: Tokenizer
 ) -> tuple[list[list[str]], int]:
-    """The ids from the root to each node in which `text` ends, letter case apart.
+    """The ids from the root to each node in which `text` ends, regardless of case.
 
-    The first `MAX_HITS`, in the order of the tree, and how many there are. Each node's tokens are
-    decoded by themselves: a character whose bytes are in two nodes is not found.
+    Returns the first `MAX_HITS` in the tree's order, and how many there are. Each node is decoded
+    by itself, so a character whose bytes are in two nodes is not found.
 
     Args:
-        nodes: as `Outline.spell` tells them, children behind their parents.
+        nodes: of `Outline.spell`, children after their parents.
     """
     wanted, children = text.casefold(), [list[int]() for _ in nodes]
     todo = [(at, "", -1) for at, node in enumerate(nodes) if node.parent < 0][::-1]

@@ -65,7 +65,7 @@ async def create_message(
 
 @router.post("/v1/messages/count_tokens", responses=_RESPONSES)
 async def count_tokens(body: CountRequest, request: Request, context: ContextDep) -> JSON:
-    """How many tokens the prompt of such a message has."""
+    """Count the tokens of a message's prompt."""
     context.check_model(body.model)
     turn = await on_thread(turn_of, body, context.chat_defaults, context.tokenizer)
     tokens = await context.tokenizing.run(
@@ -78,7 +78,7 @@ async def count_tokens(body: CountRequest, request: Request, context: ContextDep
 def _length(
     turns: Conversations, turn: Turn, messages: list[Message], prompt: TokenisedText
 ) -> int:
-    """How many tokens of a prompt its first messages are; 0 if the template does not take them."""
+    """Tokens of the prompt up to the end of `messages`; 0 if the template refuses them alone."""
     try:
         how = {**turn.rendering, "ask": False, "continue_final": False}
         text = turns.render([*map(for_template, messages)], turn.cache_salt, **how)
@@ -93,10 +93,10 @@ def _length(
 
 
 class _Message(BlockExchange[MessagesRequest]):
-    """A message, of whose prompt some prefixes are marked to stay.
+    """A message whose prompt may have prefixes that are marked to stay cached.
 
     Attributes:
-        prefixes: tokens up to where a `cache_control` stands, and its seconds.
+        prefixes: the length in tokens, and the lifetime in seconds, of each `cache_control`.
     """
 
     prefixes: list[tuple[int, float]]
@@ -126,7 +126,7 @@ class _Message(BlockExchange[MessagesRequest]):
         yield error.body_at("/v1/messages")
 
     def finish(self, output: RequestOutput) -> JSON:
-        """What is marked stays cached, if it can, and is remembered."""
+        """Also keeps the marked prefixes cached, and stores the turn for `diagnostics`."""
         end = output.outputs[0]
         message = self._message(len(end.token_ids))
         if end.finish_reason == "length":
@@ -137,7 +137,7 @@ class _Message(BlockExchange[MessagesRequest]):
             has_calls = any(part.kind == "call" for part in self.parts)
             message["stop_reason"] = "tool_use" if has_calls else "end_turn"
         message["content"] = [_block(part) for part in self.parts]
-        message["radixcache"] = self.extension()
+        message["radixcache"] = self.extension(self.answers.turn)
         tokens, salt = self.answers.prompt.tokens, self.body.cache_salt
         if self.prefixes:
             with suppress(EngineStopped):
@@ -153,7 +153,7 @@ class _Message(BlockExchange[MessagesRequest]):
                 self.context.llm.prefixes.prefer(tokens[:length], seconds, cache_salt)
 
     def _message(self, num_tokens: int) -> JSON:
-        """The message when it has so many tokens, without its content and end."""
+        """The message at `num_tokens` tokens, without its content and end."""
         cached = self.job.requests[0].sequences[0].cached_tokens
         marked = max((length for length, _ in self.prefixes), default=0)
         written = max(0, marked - cached) * self.context.llm.cache.caches
@@ -178,7 +178,7 @@ class _Message(BlockExchange[MessagesRequest]):
         return message
 
     def _diagnose(self, previous: str, cached: int) -> JSON | None:
-        """Why less was cached than of the earlier message's prompt; None if it was not less."""
+        """Why less was cached than the earlier message's prompt; None if all of it was."""
         earlier = self.store.find(previous, self.body.cache_salt)
         if earlier is None:
             return {"cache_miss_reason": {"type": "previous_message_not_found"}}
@@ -203,7 +203,7 @@ _DELTAS = {
 def _block(part: Part) -> JSON:
     if part.kind == "call":
         values = {} if not part.text else Call(part.call_id, part.name, part.text).values
-        if values is None:  # it was cut, or is no JSON
+        if values is None:  # the call was cut off, or is no JSON
             values = {"INVALID_JSON": part.text}
         return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": values}
     if part.kind == "reasoning":

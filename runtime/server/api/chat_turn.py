@@ -1,11 +1,11 @@
-"""The next message of a conversation, whichever API asks for it."""
+"""Generates the next message of a conversation, for all chat APIs."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from collections.abc import Collection, Hashable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from radixcache.errors import InvalidRequest
@@ -25,14 +25,14 @@ from radixcache.runtime.tokens.tool_formats import THOUGHT, as_rule
 from radixcache.runtime.tokens.tool_parser import MessageParser
 
 MAX_LOOSE = 4
-"""Tools that are found one by one not to compile, before all are given any object."""
+"""Tools whose schemas may fail to compile, one by one, before every tool is given any object."""
 
 
 def turn_of(body: TurnRequest, defaults: SamplingParams, tokenizer: Tokenizer, *more: Any) -> Turn:
-    """What a request asks for; of Responses, `more` is the whole conversation.
+    """The turn that a body asks for; for Responses, `more` is the whole conversation.
 
     Raises:
-        ApiError: the model cannot be told not to think.
+        ApiError: the model does not support switching thinking off.
         InvalidRequest: a value makes no sense.
     """
     turn = body.turn(defaults, *more)
@@ -46,26 +46,23 @@ def turn_of(body: TurnRequest, defaults: SamplingParams, tokenizer: Tokenizer, *
     if "enable_thinking" in template and (wanted is not None or not values):
         values["enable_thinking"] = thinks
     elif not thinks and not values and tokenizer.reasons:
-        raise ApiError(400, "one cannot tell this model not to think", place)
+        raise ApiError(400, "this model does not support switching thinking off", place)
     return replace(turn, template_kwargs={**values, **turn.template_kwargs})
 
 
 async def begin(context: ServingContext, turn: Turn, client: Hashable) -> Answers:
-    """Queue a turn. Whoever gets its answers must read them to the end, or end their `job`.
-
-    Raises:
-        ApiError: it is refused.
-    """
+    """Queue a turn; `ApiError` if it is refused. The caller must read the answers to their end, or
+    end their `job`."""
     prompt = await encode(context, turn, client)
     params = turn.params
-    if turn.tools or params.structured_outputs:  # whose schemas may be long
+    if turn.tools or params.structured_outputs:  # on threads: schemas may be long
         params = await _guided(context, turn, prompt.text, client)
     job = await context.submit([prompt.tokens], params, client, turn.cache_salt, turn.stream)
     return Answers(context, turn, prompt, job)
 
 
 async def encode(context: ServingContext, turn: Turn, client: Hashable) -> TokenisedText:
-    """What the model is given; `ApiError` if that is refused."""
+    """The turn's prompt; `ApiError` if it is refused."""
     messages = turn.messages
     if turn.prefix is not None:
         prefix = await context.find_prefix(turn.prefix, turn.cache_salt)
@@ -82,7 +79,7 @@ async def encode(context: ServingContext, turn: Turn, client: Hashable) -> Token
 
 
 def _check_results(messages: list[Message]) -> None:
-    """Refuse, as OpenAI and Anthropic do, results of calls that nobody made."""
+    """Refuse results without a call before them, as OpenAI and Anthropic do."""
     known: set[str] = set()
     for index, message in enumerate(messages):
         known |= {call.get("id") for call in message.get("tool_calls") or ()}
@@ -97,8 +94,8 @@ def _check_results(messages: list[Message]) -> None:
 async def _guided(
     context: ServingContext, turn: Turn, prompt: str, client: Hashable
 ) -> SamplingParams:
-    """The turn's parameters, with a grammar that compiles: tools that are not strict, and whose
-    schemas do not, are given any object. So are all of them if it is too large or still fails."""
+    """The turn's parameters, with a grammar that compiles: a tool that is not strict is given any
+    object if its schema does not compile. So are all tools if the grammar is too large or fails."""
     loose: set[str] = set()
     while True:
         try:
@@ -128,7 +125,7 @@ def _callable(turn: Turn) -> list[Tool]:
 def _with_grammar(
     turn: Turn, tokenizer: Tokenizer, prompt: str, loose: Collection[str]
 ) -> SamplingParams:
-    """The turn's parameters, with a grammar where calls must come, or must follow their schemas."""
+    """The turn's parameters, with a grammar if calls must come or must follow their schemas."""
     tools, choice, wanted = turn.tools, turn.choice, turn.params.structured_outputs
     after = THOUGHT if thoughts_of(prompt) else None
     if wanted and after and not wanted.after:
@@ -151,26 +148,26 @@ def _with_grammar(
     return replace(params, structured_outputs=StructuredOutputsParams.grammar(grammar, after=after))
 
 
+@dataclass(eq=False)
 class Answers:
-    """The `n` messages that come, piece by piece or as a whole.
+    """The `n` messages that answer a turn, piece by piece or as a whole.
 
     Attributes:
-        job: the request of the engine; its `deltas` are for `pieces`.
-        prompt: what the model was given.
+        prompt: what the model is given.
+        job: the engine's request; its `deltas` are for `pieces`.
     """
 
-    def __init__(
-        self, context: ServingContext, turn: Turn, prompt: TokenisedText, job: Job
-    ) -> None:
-        self.turn = turn
-        self.prompt = prompt
-        self.job = job
-        self._context = context
-        self._parsers: defaultdict[int, MessageParser] = defaultdict(self._make_parser)
+    context: ServingContext
+    turn: Turn
+    prompt: TokenisedText
+    job: Job
+
+    def __post_init__(self) -> None:
+        self._parsers = defaultdict[int, MessageParser](self._make_parser)
         """By the completion's index."""
 
     def _make_parser(self) -> MessageParser:
-        tokenizer, turn = self._context.tokenizer, self.turn
+        tokenizer, turn = self.context.tokenizer, self.turn
         calls = bool(turn.tools) and turn.choice.mode != "none"
         return MessageParser(
             tokenizer.tool_format if calls else None,
@@ -180,22 +177,22 @@ class Answers:
         )
 
     def pieces(self, delta: Delta) -> list[ParsedDelta]:
-        """What the message `delta.index` gained; with its end, all that was held back."""
+        """The pieces that message `delta.index` gained; at its end, also those held back."""
         end = delta.finish_reason
         return self._parsers[delta.index].feed(delta.text, end is not None, cut=end == "length")
 
     def message(self, index: int) -> ParsedMessage:
-        """All that a message says so far."""
+        """A message so far."""
         return self._parsers[index].message()
 
     def finish_reason(self, end: Delta | CompletionOutput) -> str | None:
-        """As the engine says, or "tool_calls"; but "stop" for the one function that was named."""
+        """The engine's reason, or "tool_calls"; "stop" if the client named the function to call."""
         if end.finish_reason != "stop" or self.turn.choice.named:
             return end.finish_reason
         return "tool_calls" if self.message(end.index).calls else "stop"
 
     def read(self, output: RequestOutput) -> Answers:
-        """Take in messages that were not streamed."""
+        """Parse messages that were not streamed."""
         for answer in output.outputs:
             cut = answer.finish_reason == "length"
             self._parsers[answer.index].feed(answer.text, ended=True, cut=cut)
@@ -203,8 +200,7 @@ class Answers:
         return self
 
     def remember(self, output: RequestOutput) -> None:
-        """Let conversations go on from these messages; at the end of a stream."""
+        """Let conversations go on from these messages; call this at a stream's end."""
+        remember = self.context.tokenizing.remember
         for answer in output.outputs:
-            self._context.tokenizing.remember(
-                self.prompt, answer.token_ids, self.message(answer.index)
-            )
+            remember(self.prompt, answer.token_ids, self.message(answer.index))

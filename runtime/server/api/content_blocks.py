@@ -1,6 +1,4 @@
-"""Answers that consist of parts: reasoning, texts and calls, in the order in which they came.
-
-Those of /v1/responses and /v1/messages do."""
+"""Answers in parts, as /v1/responses and /v1/messages have them: reasoning, texts and calls."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from radixcache.runtime.outputs import RequestOutput
 from radixcache.runtime.server.api.chat_turn import Answers
-from radixcache.runtime.server.api.generation import JSON, B, Exchange, extension
+from radixcache.runtime.server.api.generation import JSON, B, Exchange
 from radixcache.runtime.server.api.response_store import (
     Change,
     ResponseStore,
@@ -47,9 +45,9 @@ def parts_of(message: ParsedMessage) -> list[Part]:
 
 
 class BlockExchange(Exchange[B]):
-    """One request and the message that answers it, in parts of which the last one may be open.
+    """A request and its answer in parts, of which the last may be open.
 
-    `finish` makes the whole message; `begin`, `step` and `end` are the events of its stream.
+    `finish` makes the whole message; `begin`, `step` and `end` make the events of its stream.
     """
 
     def __init__(
@@ -63,11 +61,11 @@ class BlockExchange(Exchange[B]):
 
     @abstractmethod
     def finish(self, output: RequestOutput) -> JSON:
-        """The whole message; to be called once."""
+        """The whole message; call it once."""
 
     @abstractmethod
     def begin(self, num_tokens: int) -> Iterator[JSON]:
-        """The events before any other, of an answer that has so many tokens."""
+        """The first events, of an answer that has `num_tokens` so far."""
 
     @abstractmethod
     def step(self, step: Step) -> Iterator[JSON]: ...
@@ -112,9 +110,6 @@ class BlockExchange(Exchange[B]):
         if self._is_open:
             self._is_open = False
             yield Step("close", len(self.parts) - 1, self.parts[-1])
-
-    def extension(self) -> JSON:
-        return extension(self.context, self.job, self.answers.turn)
 
     def compare(self, earlier: StoredResponse, cached: int) -> tuple[Change, int]:
         prompt, granularity = self.answers.prompt.tokens, self.context.llm.cache.granularity

@@ -1,4 +1,4 @@
-"""What answering takes, whichever API asks: an answer as a whole, or as server-sent events."""
+"""Sends answers, for all APIs: as a whole, or as server-sent events."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ from radixcache.runtime.server.jobs import Job, Prefilled, PromptDelta
 from radixcache.runtime.server.protocol.openai import GenerationRequest
 from radixcache.runtime.server.protocol.turn import Turn
 from radixcache.runtime.server.serving import ServingContext
-from radixcache.runtime.tokens.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 JSON = dict[str, Any]
 
 SILENCE = 10.0
-"""Seconds after which a stream gives a sign of life: proxies and clients give silent ones up."""
+"""Seconds after which a silent stream gives a sign of life, since proxies give up on it."""
 
 
 class MayStream(Protocol):
@@ -40,11 +39,11 @@ B = TypeVar("B", bound=MayStream)
 R = TypeVar("R", bound=GenerationRequest)
 
 STREAM_RESPONSE: dict[int | str, JSON] = {200: {"content": {"text/event-stream": {}}}}
-"""For the OpenAPI document: what a route answers besides JSON."""
+"""For the OpenAPI document: the route may also stream."""
 
 
 async def finish(job: Job, request: Request) -> list[RequestOutput]:
-    """The outputs of a job, which is aborted if the client hangs up in the meantime."""
+    """The outputs of a job; it is aborted if the client hangs up."""
 
     async def watch() -> None:
         await hung_up(request.receive)
@@ -59,17 +58,17 @@ async def finish(job: Job, request: Request) -> list[RequestOutput]:
 
 
 async def hung_up(receive: Receive) -> None:
-    """Wait until the client has; the body of its request is read."""
+    """Wait until the client hangs up; its request's body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class Exchange(ABC, Generic[B]):
-    """One request and what answers it, in the words of an API.
+    """One request and its answer, in the format of an API.
 
     Attributes:
-        head: what the answer, or each chunk of it, begins with.
-        end_mark: what a stream ends with.
+        head: the first fields of the answer, or of each chunk.
+        end_mark: the text that ends a stream.
     """
 
     end_mark = ""
@@ -81,10 +80,10 @@ class Exchange(ABC, Generic[B]):
         self.job = job
 
     async def answer(self, request: Request, left_out: Sequence[str] = ()) -> Response:
-        """The response to the client, who may abort the job by hanging up.
+        """The response to the client, which may abort the job by hanging up.
 
         Args:
-            left_out: kinds of tools of which the model was not told: a header says so.
+            left_out: kinds of tools that the model was not told of; a header names them.
         """
         if self.body.stream:
             response: Response = _EventStream(self)
@@ -97,7 +96,7 @@ class Exchange(ABC, Generic[B]):
         return response
 
     async def settle(self) -> None:
-        """Wait for what has to be done before the client hears of the end."""
+        """Wait for work that must be done before the client sees the end."""
 
     @abstractmethod
     def whole(self, outputs: list[RequestOutput]) -> JSON:
@@ -105,18 +104,59 @@ class Exchange(ABC, Generic[B]):
 
     @abstractmethod
     def events(self, news: Any) -> Iterator[JSON]:
-        """What is sent of a delta, or of how far the prompts are computed."""
+        """The events for a delta, or for the prompts' progress."""
 
     @abstractmethod
     def last(self, outputs: list[RequestOutput]) -> Iterator[JSON]:
-        """What is sent when all is done, before the end mark."""
+        """The events of the end, before the end mark."""
 
     def fail(self, error: ApiError) -> Iterator[JSON]:
-        """What is sent in place of `last`."""
+        """The events of an error, in place of `last`."""
         yield error.body
 
+    def usage(self, outputs: Sequence[RequestOutput]) -> JSON:
+        """The counts of tokens, in OpenAI's names."""
+        prompt = sum(len(output.prompt_token_ids) for output in outputs)
+        completion = sum(len(c.token_ids) for output in outputs for c in output.outputs)
+        cached = sum(output.num_cached_tokens for output in outputs)
+        written = (prompt - cached) * self.context.llm.cache.caches
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached, "cache_write_tokens": written},
+        }
+
+    def extension(self, wants: Turn | GenerationRequest) -> JSON:
+        """What the engine says about a finished job, and OpenAI has no field for.
+
+        ttft: seconds from the request's arrival to its first token.
+        loaded_tokens: cached tokens that came up from a tier below the KV memory.
+        drafted_tokens, accepted_tokens: tokens computed before they were drawn, and those of them
+            that were drawn.
+        explanation: what was loaded and what missed, prompt by prompt, if the request asks for it.
+        repetitions: for each answer, how many tokens its end repeats over and over, or null; null
+            as a whole if no answer does.
+        """
+        requests, explanation = self.job.requests, None
+        if wants.explain:
+            parts: list[Loaded | Miss] = []
+            for request in requests:
+                parts += [*request.sequences[0].loaded, *(request.explanation or ())]
+            explanation = describe_misses(self.context, parts, wants.prefix)
+        sequences = [sequence for request in requests for sequence in request.sequences]
+        repetitions = [find_repetition(sequence.generated) for sequence in sequences]
+        return {
+            "ttft": requests[0].ttft,
+            "loaded_tokens": sum(request.sequences[0].num_loaded for request in requests),
+            "drafted_tokens": sum(s.num_drafted.total() for s in sequences),
+            "accepted_tokens": sum(s.num_accepted.total() for s in sequences),
+            "explanation": explanation,
+            "repetitions": repetitions if any(repetitions) else None,
+        }
+
     def sign_of_life(self) -> str:
-        """What is sent where there is nothing to say; clients skip a comment."""
+        """The text that keeps a silent stream alive: a comment, which clients skip."""
         return ": still at work\n\n"
 
     async def stream(self) -> AsyncIterator[str]:
@@ -152,7 +192,7 @@ class _EventStream(StreamingResponse):
 
 
 def head_of(body: GenerationRequest, context: ServingContext, prefix: str, kind: str) -> JSON:
-    """What a chat or a plain completion begins with."""
+    """The first fields of a chat or a plain completion."""
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": kind,
@@ -176,7 +216,7 @@ class Chunks(Exchange[R]):
 
     @abstractmethod
     def of(self, prompt: int, delta: Delta) -> Iterator[JSON]:
-        """The chunks of a delta of the prompt of this number."""
+        """The chunks of a delta for the prompt with this index."""
 
     def chunk(self, *choices: JSON, **more: JSON) -> JSON:
         head = {**self.head, "object": self.chunk_kind}
@@ -199,67 +239,56 @@ class Chunks(Exchange[R]):
         return sum(len(request.prompt_token_ids) for request in self.job.requests)
 
     def last(self, outputs: list[RequestOutput]) -> Iterator[JSON]:
-        """If more was asked for than text."""
+        """A chunk without choices, if the request asks for more than text."""
         more: JSON = {}
         if self.body.include_usage:
-            more["usage"] = usage(self.context, outputs)
+            more["usage"] = self.usage(outputs)
         if more or self.body.explain:
-            more["radixcache"] = extension(self.context, self.job, self.body)
+            more["radixcache"] = self.extension(self.body)
             yield self.chunk(**more)
+
+    def token_name(self, token: int) -> str:
+        """What logprobs call a token: its text; its bytes, as in OpenAI's API, if they are no text;
+        or its id if the request asks for that."""
+        if self.body.return_tokens_as_token_ids:
+            return f"token_id:{token}"
+        data = self.context.tokenizer.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{b:02x}" for b in data)
+
+    def prompt_logprobs(self, output: RequestOutput) -> list[JSON | None] | None:
+        """The log-probabilities of the prompt's tokens as vLLM has them, if they are asked for."""
+        if self.body.prompt_logprobs is None:
+            return None
+
+        def describe(top: dict[int, float]) -> JSON:
+            likeliest = sorted(top, key=lambda token: -top[token])[: self.body.prompt_logprobs]
+            ranks = {token: rank for rank, token in enumerate(likeliest, 1)}
+            return {
+                str(token): {
+                    "logprob": clamp(logprob),
+                    "rank": ranks.get(token),
+                    "decoded_token": text_of(token),
+                }
+                for token, logprob in top.items()
+            }
+
+        text_of = self.context.tokenizer.token_text
+        return [None if top is None else describe(top) for top in output.prompt_logprobs or []]
 
 
 def event(chunk: JSON) -> str:
-    """One event; APIs whose events have a type want it on a line of its own as well."""
+    """One event; a type is repeated on a line of its own, as Anthropic's and Responses want it."""
     data = f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
     return f"event: {chunk['type']}\n{data}" if "type" in chunk else data
-
-
-def usage(context: ServingContext, outputs: Sequence[RequestOutput]) -> JSON:
-    prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    completion = sum(len(c.token_ids) for output in outputs for c in output.outputs)
-    cached = sum(output.num_cached_tokens for output in outputs)
-    written = (prompt - cached) * context.llm.cache.caches
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached, "cache_write_tokens": written},
-    }
-
-
-def extension(context: ServingContext, job: Job, wants: Turn | GenerationRequest) -> JSON:
-    """What the engine has to say about a job that is finished, and OpenAI has no field for.
-
-    ttft: seconds from the request's arrival to its first token.
-    loaded_tokens: of the cached ones, those that came up from a tier below the KV memory.
-    drafted_tokens, accepted_tokens: that were computed before they were drawn, and those of them
-        that were drawn.
-    explanation: of each prompt in turn, if it was asked for: what was loaded, and what missed.
-    repetitions: of each answer how many tokens it says again and again at its end, null if it does
-        not; null as a whole if none does.
-    """
-    explanation = None
-    if wants.explain:
-        parts: list[Loaded | Miss] = []
-        for request in job.requests:
-            parts += [*request.sequences[0].loaded, *(request.explanation or ())]
-        explanation = describe_misses(context, parts, wants.prefix)
-    sequences = [sequence for request in job.requests for sequence in request.sequences]
-    repetitions = [find_repetition(sequence.generated) for sequence in sequences]
-    return {
-        "ttft": job.requests[0].ttft,
-        "loaded_tokens": sum(request.sequences[0].num_loaded for request in job.requests),
-        "drafted_tokens": sum(s.num_drafted.total() for s in sequences),
-        "accepted_tokens": sum(s.num_accepted.total() for s in sequences),
-        "explanation": explanation,
-        "repetitions": repetitions if any(repetitions) else None,
-    }
 
 
 def describe_misses(
     context: ServingContext, misses: Sequence[Loaded | Miss], prefix: str | None
 ) -> list[JSON]:
-    """What was loaded, and why tokens were not cached; for a client who named this prefix."""
+    """What was loaded and why tokens were not cached, for a client that named this prefix."""
     tokenizer = context.llm.tokenizer
     if context.options.hide_texts:
         misses = [miss.redacted(before=prefix is not None) for miss in misses]
@@ -270,46 +299,6 @@ def describe_misses(
     ]
 
 
-def prompt_logprobs(
-    context: ServingContext, body: GenerationRequest, output: RequestOutput
-) -> list[JSON | None] | None:
-    """The log-probabilities of the prompt's tokens as vLLM has them, if they were asked for."""
-    if body.prompt_logprobs is None:
-        return None
-    tokenizer = context.tokenizer
-
-    def describe(top: dict[int, float]) -> JSON:
-        likeliest = sorted(top, key=lambda token: -top[token])[: body.prompt_logprobs]
-        ranks = {token: rank for rank, token in enumerate(likeliest, 1)}
-        return {
-            str(token): {
-                "logprob": clamp(logprob),
-                "rank": ranks.get(token),
-                "decoded_token": token_text(tokenizer, token),
-            }
-            for token, logprob in top.items()
-        }
-
-    return [None if top is None else describe(top) for top in output.prompt_logprobs or []]
-
-
-def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """The text of one token, as logprobs show it."""
-    return tokenizer.token_bytes(token).decode(errors="replace")
-
-
-def token_name(tokenizer: Tokenizer, token: int, body: GenerationRequest) -> str:
-    """What logprobs call a token: its text; its bytes, as in OpenAI's API, if they are no text; or
-    its id if the request asks for that."""
-    if body.return_tokens_as_token_ids:
-        return f"token_id:{token}"
-    data = tokenizer.token_bytes(token)
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{b:02x}" for b in data)
-
-
 def clamp(logprob: float) -> float:
-    """A log-probability as JSON can say it, which knows no infinity."""
+    """A log-probability without infinity, which JSON lacks."""
     return max(logprob, -9999.0)

@@ -9,17 +9,7 @@ from fastapi import APIRouter, Request
 
 from radixcache.runtime.outputs import CompletionOutput, Delta, RequestOutput
 from radixcache.runtime.server.api.chat_turn import Answers, begin, turn_of
-from radixcache.runtime.server.api.generation import (
-    JSON,
-    STREAM_RESPONSE,
-    Chunks,
-    clamp,
-    extension,
-    head_of,
-    prompt_logprobs,
-    token_name,
-    usage,
-)
+from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE, Chunks, clamp, head_of
 from radixcache.runtime.server.http.bodies import BodyRoute
 from radixcache.runtime.server.protocol.openai import ChatRequest
 from radixcache.runtime.server.protocol.turn import call_of
@@ -33,11 +23,8 @@ router = APIRouter(route_class=BodyRoute)
 async def chat_completions(body: ChatRequest, request: Request, context: ContextDep) -> Any:
     """Answer a conversation."""
     head = head_of(body, context, "chatcmpl", "chat.completion")
-    answers = await begin(
-        context,
-        turn_of(body, context.chat_defaults, context.tokenizer),
-        client_of(request, body.cache_salt),
-    )
+    turn = turn_of(body, context.chat_defaults, context.tokenizer)
+    answers = await begin(context, turn, client_of(request, body.cache_salt))
     return await _Chat(body, context, head, answers).answer(request)
 
 
@@ -57,9 +44,9 @@ class _Chat(Chunks[ChatRequest]):
         return {
             **self.head,
             "choices": [self._choice(one) for one in output.outputs],
-            "usage": usage(self.context, outputs),
-            "radixcache": extension(self.context, self.job, self.body),
-            "prompt_logprobs": prompt_logprobs(self.context, self.body, output),
+            "usage": self.usage(outputs),
+            "radixcache": self.extension(self.body),
+            "prompt_logprobs": self.prompt_logprobs(output),
             "prompt_token_ids": output.prompt_token_ids if self.body.return_token_ids else None,
         }
 
@@ -77,7 +64,7 @@ class _Chat(Chunks[ChatRequest]):
                 "reasoning_content": reasoning,
                 "refusal": None,
             },
-            "logprobs": _logprobs(self.context, body, answer.token_ids, answer.logprobs),
+            "logprobs": self._logprobs(answer.token_ids, answer.logprobs),
             "finish_reason": self._answers.finish_reason(answer),
             "stop_reason": answer.stop_reason,
             "token_ids": answer.token_ids if body.return_token_ids else None,
@@ -90,7 +77,7 @@ class _Chat(Chunks[ChatRequest]):
             if self.body.return_token_ids:
                 first["prompt_token_ids"] = self._answers.prompt.tokens.tolist()
             yield first
-        logprobs = _logprobs(self.context, self.body, delta.token_ids, delta.logprobs)
+        logprobs = self._logprobs(delta.token_ids, delta.logprobs)
         shown: JSON = {"logprobs": logprobs} if logprobs and delta.token_ids else {}
         if self.body.return_token_ids and delta.token_ids:
             shown["token_ids"] = delta.token_ids
@@ -112,6 +99,25 @@ class _Chat(Chunks[ChatRequest]):
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self.chunk({**choice, **more})
 
+    def _logprobs(self, tokens: list[int], logprobs: list[dict[int, float]] | None) -> JSON | None:
+        if logprobs is None:
+            return None
+        tokenizer, count = self.context.tokenizer, self.body.top_logprobs or 0
+
+        def describe(token: int, logprob: float) -> JSON:
+            return {
+                "token": self.token_name(token),
+                "logprob": clamp(logprob),
+                "bytes": [*tokenizer.token_bytes(token)],
+            }
+
+        content = []
+        for token, top in zip(tokens, logprobs, strict=True):
+            likeliest = sorted(top.items(), key=lambda item: -item[1])[:count]
+            alternatives = [describe(*item) for item in likeliest]
+            content.append({**describe(token, top[token]), "top_logprobs": alternatives})
+        return {"content": content, "refusal": None}
+
 
 def _delta(piece: ParsedDelta) -> JSON:
     match piece.kind:
@@ -124,28 +130,3 @@ def _delta(piece: ParsedDelta) -> JSON:
         case "arguments":
             more = {"function": {"arguments": piece.text}}
     return {"tool_calls": [{"index": piece.call, **more}]}
-
-
-def _logprobs(
-    context: ServingContext,
-    body: ChatRequest,
-    tokens: list[int],
-    logprobs: list[dict[int, float]] | None,
-) -> JSON | None:
-    if logprobs is None:
-        return None
-    tokenizer, count = context.tokenizer, body.top_logprobs or 0
-
-    def describe(token: int, logprob: float) -> JSON:
-        return {
-            "token": token_name(tokenizer, token, body),
-            "logprob": clamp(logprob),
-            "bytes": [*tokenizer.token_bytes(token)],
-        }
-
-    content = []
-    for token, top in zip(tokens, logprobs, strict=True):
-        likeliest = sorted(top.items(), key=lambda item: -item[1])[:count]
-        alternatives = [describe(*item) for item in likeliest]
-        content.append({**describe(token, top[token]), "top_logprobs": alternatives})
-    return {"content": content, "refusal": None}

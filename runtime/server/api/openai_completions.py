@@ -11,17 +11,7 @@ from fastapi import APIRouter, Request
 
 from radixcache.base import TokensLike, as_tokens
 from radixcache.runtime.outputs import CompletionOutput, Delta, RequestOutput
-from radixcache.runtime.server.api.generation import (
-    JSON,
-    STREAM_RESPONSE,
-    Chunks,
-    clamp,
-    extension,
-    head_of,
-    prompt_logprobs,
-    token_name,
-    usage,
-)
+from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE, Chunks, clamp, head_of
 from radixcache.runtime.server.http.bodies import BodyRoute
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.jobs import Job
@@ -51,7 +41,7 @@ async def completions(body: CompletionRequest, request: Request, context: Contex
 async def encode_prompts(
     body: CompletionRequest, context: ServingContext, request: Request
 ) -> list[TokensLike]:
-    """The token ids of the prompts, behind those of the prefix if one is named."""
+    """The token ids of the prompts, each after those of the named prefix, if any."""
     client = client_of(request, body.cache_salt)
     prefix = body.prefix and await context.find_prefix(body.prefix, body.cache_salt)
     special = not prefix and body.add_special_tokens is not False
@@ -80,7 +70,7 @@ async def _echoes(body: CompletionRequest, context: ServingContext, client: Hash
 
 
 class _Completion(Chunks[CompletionRequest]):
-    """Its choices are the completions of each prompt in turn."""
+    """The choices are the completions of each prompt in turn."""
 
     def __init__(
         self,
@@ -95,13 +85,13 @@ class _Completion(Chunks[CompletionRequest]):
         self._n = n
         self._echoes = echoes
         self._offsets: dict[int, TextOffsets] = {}
-        """Where tokens begin in the text of each choice, if it has log-probabilities."""
+        """Finds where tokens begin in each choice's text, for log-probabilities."""
         self._begun: set[int] = set()
 
     def whole(self, outputs: list[RequestOutput]) -> JSON:
         choices = [
             {
-                "prompt_logprobs": prompt_logprobs(self.context, self.body, output),
+                "prompt_logprobs": self.prompt_logprobs(output),
                 "token_ids": None,
                 "prompt_token_ids": None,
                 **self._choice(number, completion),
@@ -109,8 +99,7 @@ class _Completion(Chunks[CompletionRequest]):
             for number, output in enumerate(outputs)
             for completion in output.outputs
         ]
-        more = {"usage": usage(self.context, outputs)}
-        more["radixcache"] = extension(self.context, self.job, self.body)
+        more = {"usage": self.usage(outputs), "radixcache": self.extension(self.body)}
         return {**self.head, "choices": choices, **more}
 
     def of(self, prompt: int, delta: Delta) -> Iterator[JSON]:
@@ -120,12 +109,12 @@ class _Completion(Chunks[CompletionRequest]):
             yield self.chunk(choice)
 
     def _places(self, start: int) -> TextOffsets:
-        """Where tokens begin in a text behind `start` characters."""
+        """Finds where tokens begin in a text that follows `start` characters."""
         shown = self.body.skip_special_tokens is False
         return TextOffsets(self.context.tokenizer, start, shown)
 
     def _choice(self, prompt: int, gained: Delta | CompletionOutput) -> JSON:
-        """What a completion gained, behind what is echoed if it begins."""
+        """What a completion gained; at its beginning, after the echo."""
         index = prompt * self._n + gained.index
         text, tokens = gained.text, gained.token_ids
         logprobs: Logprobs | None = gained.logprobs
@@ -133,7 +122,7 @@ class _Completion(Chunks[CompletionRequest]):
         starts: list[int] = []
         if index not in self._begun:
             self._begun.add(index)
-            request = self.job.requests[prompt]  # its prompt is final by now
+            request = self.job.requests[prompt]  # the prompt is final by now
             before = request.prompt_token_ids.tolist()
             if ids:
                 ids["prompt_token_ids"] = before
@@ -143,7 +132,7 @@ class _Completion(Chunks[CompletionRequest]):
                     starts = [*map(self._places(0).add, before)]
                     tokens = before + tokens
                     logprobs = [*(request.prompt_logprobs or []), *logprobs]
-        shown = _logprobs(self.context, self.body, tokens, logprobs)
+        shown = self._logprobs(tokens, logprobs)
         if shown is not None:
             if index not in self._offsets:
                 echo = self._echoes[prompt] if self._echoes else ""
@@ -158,23 +147,14 @@ class _Completion(Chunks[CompletionRequest]):
             **ids,
         }
 
-
-def _logprobs(
-    context: ServingContext,
-    body: CompletionRequest,
-    tokens: list[int],
-    logprobs: Logprobs | None,
-) -> JSON | None:
-    if logprobs is None:
-        return None
-
-    def name(token: int) -> str:
-        return token_name(context.tokenizer, token, body)
-
-    return {
-        "tokens": [name(token) for token in tokens],
-        "token_logprobs": [
-            top and clamp(top[token]) for token, top in zip(tokens, logprobs, strict=True)
-        ],
-        "top_logprobs": [top and {name(t): clamp(p) for t, p in top.items()} for top in logprobs],
-    }
+    def _logprobs(self, tokens: list[int], logprobs: Logprobs | None) -> JSON | None:
+        if logprobs is None:
+            return None
+        name, tops = self.token_name, [*zip(tokens, logprobs, strict=True)]
+        return {
+            "tokens": [name(token) for token in tokens],
+            "token_logprobs": [top and clamp(top[token]) for token, top in tops],
+            "top_logprobs": [
+                top and {name(t): clamp(p) for t, p in top.items()} for top in logprobs
+            ],
+        }

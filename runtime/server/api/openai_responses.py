@@ -1,4 +1,4 @@
-"""POST /v1/responses, and what is kept of it to go on from."""
+"""POST /v1/responses, and the routes of stored responses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastapi import APIRouter, Query, Request
 from radixcache.runtime.outputs import RequestOutput
 from radixcache.runtime.server.api.chat_turn import begin, encode, turn_of
 from radixcache.runtime.server.api.content_blocks import BlockExchange, Part, Step
-from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE, event, usage
+from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE, event
 from radixcache.runtime.server.api.response_store import ResponseStore, StoreDep, StoredResponse
 from radixcache.runtime.server.http.bodies import BodyRoute, on_thread
 from radixcache.runtime.server.http.errors import ApiError
@@ -66,7 +66,7 @@ async def count_input_tokens(
 async def get_response(
     response_id: str, store: StoreDep, cache_salt: CacheSalt = None, stream: bool = False
 ) -> JSON:
-    """A response that is kept."""
+    """A stored response."""
     if stream:
         raise ApiError(400, "a response that is kept is not streamed", "stream")
     kept = _find(store, response_id, cache_salt).response or {}
@@ -83,7 +83,7 @@ async def list_input_items(
     after: str | None = None,
     include: Annotated[list[str] | None, Query()] = None,
 ) -> JSON:
-    """What a response that is kept was given, those before it included; the last first."""
+    """The input of a stored response and of those before it, the last item first."""
     items = (_find(store, response_id, cache_salt).response or {}).get("input", [])
     items = items[::-1] if order == "desc" else items
     start = next((i for i, item in enumerate(items, 1) if item["id"] == after), 0)
@@ -97,7 +97,7 @@ async def list_input_items(
 
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(response_id: str, store: StoreDep, cache_salt: CacheSalt = None) -> JSON:
-    """Forget a response, on disk too; 503 if it is not gone from there."""
+    """Delete a response, on disk too; 503 if the disk fails to."""
     _find(store, response_id, cache_salt)
     if (gone := store.drop(response_id, cache_salt)) is not None:
         from radixcache.runtime.kv_offload.disk import confirm_gone
@@ -126,7 +126,7 @@ def _find(store: ResponseStore, response_id: str, cache_salt: str | None) -> Sto
 
 
 def _begin(body: ResponsesRequest, context: ServingContext) -> JSON:
-    """The response before there is anything of it."""
+    """The response without any output."""
     shown = {"reasoning", "temperature", "text", "tool_choice", "tools", "top_p"}
     given = body.model_dump(mode="json", include=shown, exclude_none=True)
     defaults = context.chat_defaults
@@ -160,12 +160,12 @@ def _begin(body: ResponsesRequest, context: ServingContext) -> JSON:
 
 
 class _Response(BlockExchange[ResponsesRequest]):
-    """Its `head` is what is known of it so far.
+    """A response; its `head` is the response so far.
 
     Attributes:
-        conversation: all its messages but the instructions.
-        items: the same, as they were given.
-        kinds: of the tools.
+        conversation: all messages except the instructions.
+        items: the conversation as the client gave it.
+        kinds: the kind of each tool, by name.
     """
 
     conversation: list[Message]
@@ -175,7 +175,7 @@ class _Response(BlockExchange[ResponsesRequest]):
     num_events = 0
 
     async def settle(self) -> None:
-        """It is on disk then, unless that fails or takes long: here it is kept all the same."""
+        """Wait until the response is on disk, for some seconds; memory keeps it in any case."""
         if self.saved is not None:
             await asyncio.wait([asyncio.wrap_future(self.saved)], timeout=_SAVE_SECONDS)
 
@@ -202,7 +202,7 @@ class _Response(BlockExchange[ResponsesRequest]):
                 yield self._event(f"{name}.delta", **place, delta=step.text)
         else:
             whole = {key: item[key] for key in _WHOLE.get(item["type"], ())} or {"text": part.text}
-            if item["type"] == "custom_tool_call":  # its text is known at its end
+            if item["type"] == "custom_tool_call":  # its text is known only now
                 yield self._event(f"{name}.delta", **place, delta=item["input"])
             if name:
                 yield self._event(f"{name}.done", **place, **whole)
@@ -226,7 +226,7 @@ class _Response(BlockExchange[ResponsesRequest]):
         yield self._event("failed", response=self.head)
 
     def finish(self, output: RequestOutput) -> JSON:
-        """It is kept if that is wanted."""
+        """Also stores the response, unless `store` is false."""
         body, response, answers = self.body, self.head, self.answers
         cut, parts = output.outputs[0].finish_reason == "length", self.parts
         ends = ["completed"] * (len(parts) - 1) + ["incomplete" if cut else "completed"]
@@ -239,7 +239,7 @@ class _Response(BlockExchange[ResponsesRequest]):
         if body.compared is not None:
             earlier = self.store.find(body.compared, body.cache_salt)
             response["prompt_cache_diagnostics"] = self._diagnose(earlier, output.num_cached_tokens)
-        response["radixcache"] = self.extension()
+        response["radixcache"] = self.extension(self.answers.turn)
         if response["store"]:
             parsed = answers.message(0)
             answer = for_template(
@@ -272,8 +272,8 @@ class _Response(BlockExchange[ResponsesRequest]):
         return {"id": f"msg_{name}", "type": "message", **message}
 
     def _usage(self, output: RequestOutput) -> JSON:
-        counts = usage(self.context, [output])
-        # As the tokenizer splits the text: what the model chose is not known by part.
+        counts = self.usage([output])
+        # As the tokenizer splits the text: the generated tokens are not known by part.
         thoughts = "".join(part.text for part in self.parts if part.kind == "reasoning")
         reasoning = self.context.tokenizer.encode(thoughts, special=False)
         return {
@@ -285,7 +285,7 @@ class _Response(BlockExchange[ResponsesRequest]):
         }
 
     def _diagnose(self, earlier: StoredResponse | None, cached: int) -> JSON:
-        """Why the prompt was not cached as far as an earlier response would have it."""
+        """Why the prompt was not cached as far as an earlier response's."""
         if earlier is None:
             return {"type": "comparison_response_not_found"}
         change, reused = self.compare(earlier, cached)
@@ -316,7 +316,7 @@ _REASONS = {
 
 
 def _call_item(name: str, part: Part, status: str, kinds: Mapping[str, ToolKind]) -> JSON:
-    """The call of a function, as that of the kind of tool that it stands for."""
+    """A function call as an item of the tool's own kind."""
     kind = kinds.get(part.name, ToolKind("function", part.name, None))
     item = {"status": status, "call_id": part.call_id}
     values = read_object(part.text) if part.text else {"input": "", "command": []}

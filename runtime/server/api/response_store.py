@@ -1,4 +1,4 @@
-"""What clients asked before: to go on from it, and to say what has changed since."""
+"""Keeps finished turns, so that clients can go on from one or learn what has changed since."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ if TYPE_CHECKING:  # imports xxhash and sqlite3
 Change = Literal["tools", "settings", "system", "messages", "nothing", "unknown"]
 
 _OBJECTS = 4096
-"""Bytes, about, that a turn takes however short its texts are."""
+"""Bytes, about, that a turn takes besides its texts."""
 
 
 @dataclass(frozen=True, eq=False)
 class StoredResponse:
-    """A turn that is over.
+    """A finished turn.
 
     Attributes:
-        prompt: [n] its tokens.
-        conversation: its messages but for instructions that only it had, and the answer.
-        response: what the client was given, if it may ask for it again.
+        prompt: [n] token ids.
+        conversation: the messages and the answer, without instructions that only this turn had.
+        response: the answer's body, if the client may ask for it again.
     """
 
     turn: Turn
@@ -47,12 +47,12 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The last turns, by salt and id: nobody finds those of another salt.
+    """The last turns, by salt and id; a request finds only turns of its own salt.
 
-    If there are too many, the oldest of the salt that has most is forgotten first.
+    If they take too many bytes, the salt that has most loses its oldest turn.
 
     Args:
-        disk: where those without a salt are, too, that clients may ask for again.
+        disk: also keeps the responses without a salt that clients may ask for again.
     """
 
     def __init__(self, max_bytes: int = 64 << 20, disk: DiskStore | None = None) -> None:
@@ -65,26 +65,26 @@ class ResponseStore:
     def num_bytes(self) -> int:
         return self._num_bytes.total()
 
-    def keep(
-        self, name: str, entry: StoredResponse, *, is_saved: bool = False
-    ) -> Future[object] | None:
+    def keep(self, name: str, entry: StoredResponse) -> Future[object] | None:
         """Remember a turn under an id that cannot be guessed. O(its text).
 
-        Args:
-            is_saved: it came from the disk.
-
         Returns:
-            What is done once it is on disk; None if it does not get there.
+            A future that is done once the turn is on disk; None if it stays in memory.
         """
-        salt, text = entry.turn.cache_salt, _spell(entry)
+        text, saved = _spell(entry), None
+        if self._disk is not None and entry.turn.cache_salt is None and entry.response is not None:
+            saved = self._disk.note(f"{RESPONSE}{name}", text)
+        self._put(name, entry, text)
+        return saved
+
+    def _put(self, name: str, entry: StoredResponse, text: str) -> None:
+        salt = entry.turn.cache_salt
         size = entry.prompt.nbytes + len(salt or "") + len(text) + _OBJECTS
         self._stored[salt][name] = entry, size
         self._num_bytes[salt] += size
-        saved = None if is_saved else self._save(name, entry, text)
         while self.num_bytes > self.max_bytes:
             ((most, _),) = self._num_bytes.most_common(1)
             self.drop(next(iter(self._stored[most])), most)
-        return saved
 
     def find(self, name: str | None, salt: str | None) -> StoredResponse | None:
         """The salt's turn with this id, if it is remembered."""
@@ -92,8 +92,8 @@ class ResponseStore:
         return kept and kept[0]
 
     def load(self) -> None:
-        """Take in what the disk has from before; nothing if it takes no more, as what is deleted
-        now would be found again."""
+        """Take in the responses on disk, unless it takes no more notes: what is deleted then would
+        come back."""
         if self._disk is None:
             return
         self._disk.note("serving", str(now := time.time()))
@@ -108,15 +108,10 @@ class ResponseStore:
             )
             tokens = np.array(kept.prompt, np.int32)
             entry = StoredResponse(turn, tokens, kept.conversation, kept.response)
-            self.keep(name.removeprefix(RESPONSE), entry, is_saved=True)
-
-    def _save(self, name: str, entry: StoredResponse, text: str) -> Future[object] | None:
-        if self._disk is not None and entry.turn.cache_salt is None and entry.response is not None:
-            return self._disk.note(f"{RESPONSE}{name}", text)
-        return None
+            self._put(name.removeprefix(RESPONSE), entry, note)
 
     def drop(self, name: str, salt: str | None) -> Future[object] | None:
-        """Forget it; what is returned is done once it is gone from the disk, None if it was never
+        """Forget a turn; the future is done once the disk has forgotten it, None if it was not
         there."""
         gone = None
         if self._disk is not None and salt is None:
@@ -142,7 +137,7 @@ def _store_of(request: Request) -> ResponseStore:
 
 
 StoreDep = Annotated[ResponseStore, Depends(_store_of)]
-"""The turns that the app of a route remembers."""
+"""The store of the app that a route belongs to."""
 
 
 def compare(
@@ -150,21 +145,21 @@ def compare(
 ) -> tuple[Change, int]:
     """What a client changed since an earlier turn, so that less of its prompt was cached.
 
-    "nothing": all of the earlier prompt was cached, or as far as this one goes on from it.
-    "unknown": it is not for the client's changes that it was not; see the explanation.
+    "nothing": the earlier prompt was cached, as far as this one goes on from it.
+    "unknown": the client's changes are not the reason; see the explanation.
 
     Args:
-        cached: leading tokens of `prompt` that were, in a cache that hits in multiples of
-            `granularity`.
+        cached: leading tokens of `prompt` that were cached.
+        granularity: the cache hits in multiples of this.
 
     Returns:
-        The change, and how many leading tokens of the earlier prompt were of use.
+        The change, and how many leading tokens of the earlier prompt could be reused.
     """
     length = min(len(earlier.prompt), len(prompt))
     shared = common_length(earlier.prompt[:length], prompt[:length])
     change = _change(earlier.turn, turn) if shared < len(earlier.prompt) else None
     reused = min(max(shared, cached), len(earlier.prompt))
-    # The last token of a prompt is computed in any case.
+    # The last token of a prompt is always computed.
     if cached >= (length if change else shared) - max(1, granularity):
         return "nothing", reused
     return change or "unknown", reused

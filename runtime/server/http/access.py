@@ -1,4 +1,4 @@
-"""Who may do what: keys, the names of the server, other web pages; size and time of bodies."""
+"""Access control: keys, host names, origins; limits on the size and time of bodies."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from radixcache.runtime.server.http import static
 from radixcache.runtime.server.http.errors import ApiError
 
 OPEN_PATHS = {"/health", *static.FILES}
-"""What needs no key, and may be asked for by any name of the server."""
+"""Paths that need no key, under any host name."""
 
 BODY_SECONDS = 60.0
-"""From the head of a request to the end of its body."""
+"""Time for a request's body, from the end of its head on."""
 
 _TOO_LARGE, _CLOSE = "the request's body is larger than {} bytes", {"Connection": "close"}
 _ADMINISTRATES = "radixcache.administrates"
@@ -27,18 +27,18 @@ _FORWARDED = ("forwarded", "via", "x-forwarded-for", "x-real-ip")
 
 
 class Access:
-    """Lets requests in, marks those that may administrate, and cuts bodies that are too large.
+    """Middleware that admits requests, marks an administrator's, and refuses large bodies.
 
-    A browser may be made to send requests by any page that it shows. Two things give them away:
+    Any web page can make a browser send requests. Two headers give them away:
 
-    - Their `Origin` is that of the page. It has to be where the request goes, a name in
-      `ServerArgs.host` or `allowed_hosts`, or one of `ServerArgs.allowed_origins`.
-    - Their `Host` is the page's, if its name was made to lead here (DNS rebinding). So who sends no
-      key must use a name of the server: `localhost`, an address, since addresses lead nowhere else,
-      or one in `ServerArgs.host` or `allowed_hosts`. A page cannot know a key.
+    - `Origin` is the page's. It must be the server's own, a name in `ServerArgs.host` or
+      `allowed_hosts`, or one of `ServerArgs.allowed_origins`.
+    - `Host` is the page's name if that was made to lead here (DNS rebinding). A request without a
+      key must therefore name `localhost`, an IP address, or a name in `ServerArgs.host` or
+      `allowed_hosts`. A page cannot know a key.
 
-    To administrate takes the admin key. A server without any key lets this machine do so, but no
-    page of another origin, which somebody on this machine may have been led to.
+    Administration needs the admin key. A server without any key lets requests of its own machine
+    administrate, except those of pages of another origin.
     """
 
     def __init__(self, app: ASGIApp, options: ServerArgs) -> None:
@@ -55,7 +55,7 @@ class Access:
         try:
             scope[_ADMINISTRATES] = self._admit(scope, headers)
             if "content-length" in headers and "transfer-encoding" in headers:
-                # Who reads it otherwise takes its end for another request (RFC 9112, 6.3).
+                # Parsers disagree where such a body ends: request smuggling (RFC 9112, 6.3).
                 message = "Content-Length and Transfer-Encoding exclude each other"
                 raise ApiError(400, message, headers=_CLOSE)
             length = headers.get("content-length", "")
@@ -67,11 +67,11 @@ class Access:
         await self._app(scope, _bounded(receive, limit), send)
 
     def _admit(self, scope: Scope, headers: Headers) -> bool:
-        """Whether the request may administrate; `ApiError` if it may not even come in."""
+        """Whether the request may administrate; `ApiError` if it is not admitted."""
         host, options = headers.get("host", "").lower(), self._options
         is_foreign = False
         if (origin := headers.get("origin")) is not None:
-            page = origin.partition("://")[2].lower()  # of "null", nothing
+            page = origin.partition("://")[2].lower()  # "" for "null"
             is_foreign = not page or (page != host and _host_name(page) not in self._names)
             if is_foreign and {origin, "*"}.isdisjoint(options.allowed_origins):
                 raise ApiError(403, f"web pages of {origin!r} may not use this server")
@@ -90,27 +90,27 @@ class Access:
                 )
         if options.api_key is not None or options.admin_key is not None or is_foreign:
             return False
-        # A proxy on this machine is local, too; who comes through it is not.
+        # A proxy on this machine is local, but its clients need not be.
         forwarded = any(header in headers for header in _FORWARDED)
         client = scope.get("client")
         return client is not None and _is_local(client[0]) and _is_local(name) and not forwarded
 
 
 def _bounded(receive: Receive, limit: int) -> Receive:
-    """Gives a body of so many bytes at most, in `BODY_SECONDS` from now."""
+    """Receives a body of at most `limit` bytes, within `BODY_SECONDS` from now."""
     loop, size, is_whole = asyncio.get_running_loop(), 0, False
     deadline = loop.time() + BODY_SECONDS
 
     async def receive_bounded() -> Message:
         nonlocal size, is_whole
-        if is_whole:  # the next message is that the client has hung up
+        if is_whole:  # the next message says that the client has hung up
             return await receive()
         try:
             message = await asyncio.wait_for(receive(), deadline - loop.time())
         except asyncio.TimeoutError:
             late = f"the request's body did not come within {BODY_SECONDS:g} seconds"
             raise ApiError(408, late, headers=_CLOSE) from None
-        except asyncio.CancelledError:  # who serves ends what has not even come
+        except asyncio.CancelledError:  # the server shuts down
             raise ApiError(503, "the server is shutting down", headers=_CLOSE) from None
         is_whole = not message.get("more_body", False)
         size += len(message.get("body", b""))
@@ -134,13 +134,13 @@ def _require_administrator(request: Request) -> None:
 
 
 ADMINISTRATOR = Depends(_require_administrator)
-"""What a route depends on that tells of all clients, or acts on all: 401 or 403."""
+"""Dependency of routes that show or change other clients' data: 401 or 403."""
 
 
 def _keys(headers: Headers) -> list[bytes]:
-    """The bearer token, and what Anthropic's clients send."""
+    """The bearer token, and the `x-api-key` of Anthropic's clients."""
     scheme, _, key = headers.get("authorization", "").encode("latin-1").partition(b" ")
-    # The scheme's case means nothing (RFC 9110, 11.1).
+    # The scheme is case-insensitive (RFC 9110, 11.1).
     bearer = key.strip() if scheme.lower() == b"bearer" else b""
     return [bearer, headers.get("x-api-key", "").encode("latin-1").strip()]
 
@@ -150,7 +150,7 @@ def _has(keys: list[bytes], wanted: str | None) -> bool:
 
 
 def _host_name(netloc: str) -> str:
-    """The name or address in "name:port"; "" if there is none, or more than these."""
+    """The name or address in "name:port"; "" if it is anything else."""
     if not {*netloc}.isdisjoint("@/?#"):
         return ""
     try:
@@ -167,7 +167,7 @@ def _is_address(name: str) -> bool:
 
 
 def _is_local(name: str) -> bool:
-    """Also for 0.0.0.0 and ::, which lead to the machine that they are used on."""
+    """Also true of 0.0.0.0 and ::, which lead to the machine itself."""
     if name == "localhost" or not _is_address(name):
         return name == "localhost"
     return ip_address(name).is_loopback or ip_address(name).is_unspecified

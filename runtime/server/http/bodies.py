@@ -1,4 +1,4 @@
-"""Reads the bodies of requests, large ones on threads: they hold up nobody else."""
+"""Reads the bodies of requests; large ones on threads, so that others need not wait."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from radixcache.runtime.server.http.errors import ApiError, as_api_error
 from radixcache.runtime.tokens.tool_calls import TOO_MANY, has_too_many_values
 
 SMALL = 4096
-"""Bytes of a body that is read at once, and waits for no larger one."""
+"""Bytes up to which a body is read on the event loop, without waiting for larger ones."""
 
 _readers = ThreadPoolExecutor(2, "bodies")
-"""Each takes its turns with the engine's thread, and for long where C reads or compares."""
+"""They compete with the engine's thread for the GIL, which C code holds for long."""
 
 _rests = threading.local()
 
@@ -34,10 +34,10 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)  # glibc's
 
 
 def read_json(body: bytes) -> Any:
-    """What a body says; it is counted first, in a hundredth of the time that reading takes.
+    """The value of a JSON body. Values are counted first, in a hundredth of the time.
 
     Raises:
-        ApiError: it is not JSON, or has too many values.
+        ApiError: the body is not JSON, or has too many values.
     """
     if has_too_many_values(body):
         raise ApiError(400, f"the body has {TOO_MANY}")
@@ -52,12 +52,12 @@ def read_json(body: bytes) -> Any:
 
 
 async def on_thread(function: Callable[..., Any], *args: Any) -> Any:
-    """What `function` gives, on one of the threads for bodies."""
+    """The result of `function`, on one of the threads for bodies."""
     return await asyncio.get_running_loop().run_in_executor(_readers, _rested, function, *args)
 
 
 def _rested(function: Callable[..., Any], *args: Any) -> Any:
-    """Not before the thread has rested twice as long as it was busy last: others get on then."""
+    """First rest twice as long as the thread was busy last, so that other threads get on."""
     time.sleep(max(0.0, getattr(_rests, "end", 0.0) - time.monotonic()))
     began = time.monotonic()
     try:
@@ -68,8 +68,8 @@ def _rested(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _tidy_later() -> None:
-    """Give back what large bodies have taken, in some time, when others have ended, too:
-    templates leave circles behind, and malloc keeps what it has."""
+    """Soon free the memory of large bodies, of several together: templates leave reference cycles,
+    and malloc keeps freed memory."""
     global _is_tidying
 
     def tidy() -> None:
@@ -83,7 +83,7 @@ def _tidy_later() -> None:
 
 
 class BodyRoute(APIRoute):
-    """A route that is given a body, if it wants one, which has been read and checked; see above."""
+    """A route whose JSON body is read and checked as above."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -103,7 +103,7 @@ class BodyRoute(APIRoute):
 
 
 class _Checked(Request):
-    """A request whose JSON is a body of this kind."""
+    """A request whose `json` is a checked body."""
 
     def __init__(self, request: Request, kind: type[BaseModel]) -> None:
         super().__init__(request.scope, request.receive)
@@ -117,17 +117,17 @@ class _Checked(Request):
             checked = await on_thread(_check, self._kind, self._body)
         else:
             checked = _check(self._kind, self._body)
-        self._body = b""  # nobody asks for it again, and a request lives as long as its stream
+        self._body = b""  # a request lives as long as its stream, and this is not read again
         try:
             if isinstance(checked, ApiError):
                 raise checked
             return checked
         finally:
-            del checked  # which else keeps itself, and all in the frames that it passes
+            del checked  # else the error's traceback keeps it and its frames alive
 
 
 def _check(kind: type[BaseModel], body: bytes) -> BaseModel | ApiError:
-    """`ApiError` for whatever is wrong: of all else, FastAPI says that it cannot parse it."""
+    """The checked body or an `ApiError`, the one kind whose message FastAPI passes on."""
     try:
         return kind.model_validate(read_json(body))
     except (ApiError, ValidationError) as error:
@@ -135,8 +135,8 @@ def _check(kind: type[BaseModel], body: bytes) -> BaseModel | ApiError:
 
 
 def _alone(error: ApiError | ValidationError) -> ApiError:
-    """What an error says, without the frames that hold all that was read, and the error with it:
-    they would stay until garbage is collected some day."""
+    """The error without its traceback, whose frames hold the body and the error itself: that cycle
+    would live until the next garbage collection."""
     if isinstance(error, ApiError):
         return ApiError(error.status, error.message)
     errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]

@@ -1,4 +1,4 @@
-"""A running server, asked with nothing but the standard library."""
+"""Asks a running server, with the standard library alone."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 from radixcache.errors import InvalidRequest
 
 SECONDS = 60
-"""How long a server may be silent."""
+"""How long the client waits for a silent server."""
 
 MOST = 1 << 26
-"""Bytes of an answer: some 60 MB, more than any prompt's explanation has."""
+"""Bytes of an answer: 64 MiB, more than any prompt's explanation has."""
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """For the key goes along, and wherever it leads is not what was named."""
+    """A redirect would send the key to a server that the user did not name."""
 
     def redirect_request(self, *_: object) -> None:
         return None
@@ -28,13 +28,13 @@ _OPENER = build_opener(_NoRedirects)
 
 
 def post(url: str, path: str, body: dict[str, Any], api_key: str) -> dict[str, Any]:
-    """The object that the server at `url` answers, which may end in `/v1`.
+    """The JSON object with which the server at `url`, which may end in `/v1`, answers.
 
     Args:
-        api_key: "" if there is none.
+        api_key: "" for none.
 
     Raises:
-        InvalidRequest: nobody answers there, or with an error, or with no JSON object.
+        InvalidRequest: no server answers, or it answers with an error or no JSON object.
     """
     root = url.rstrip("/").removesuffix("/v1")
     if not root.startswith(("http://", "https://")):
@@ -54,7 +54,7 @@ def post(url: str, path: str, body: dict[str, Any], api_key: str) -> dict[str, A
         reason = getattr(error, "reason", None) or error
         detail = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
         raise InvalidRequest(f"no server answers at {root}: {detail}") from None
-    except ValueError as error:  # of the address, or of a key that is no Unicode
+    except ValueError as error:  # the address is malformed, or the key is no Unicode
         raise InvalidRequest(f"cannot ask {root}{path}: {error}") from None
     try:
         answer = json.loads(text)
@@ -66,7 +66,7 @@ def post(url: str, path: str, body: dict[str, Any], api_key: str) -> dict[str, A
 
 
 def _message(error: HTTPError) -> str:
-    """The sentence of an error as OpenAI's API has it, else what HTTP calls it."""
+    """The message of an error in OpenAI's shape, else HTTP's phrase for its status."""
     try:
         return str(json.loads(error.read(MOST))["error"]["message"])
     except (OSError, HTTPException, ValueError, RecursionError, LookupError, TypeError):

@@ -45,7 +45,7 @@ _ANTHROPIC_KINDS = {
 
 
 class ApiError(HTTPException):
-    """What a client is told instead of an answer."""
+    """An error answer."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class ApiError(HTTPException):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        if len(message) > MAX_MESSAGE:  # some tell what the client has sent
+        if len(message) > MAX_MESSAGE:  # some repeat what the client sent
             message = f"{message[:MAX_MESSAGE]} ..."
         if status in (429, 503):
             headers = headers or {"Retry-After": "1"}
@@ -71,7 +71,7 @@ class ApiError(HTTPException):
 
     @classmethod
     def unauthorized(cls, key: str) -> ApiError:
-        """No key, or a wrong one; `key` says which is needed."""
+        """The key is missing or wrong; `key` names it."""
         return cls(
             401,
             f"{key} is needed: send the header 'Authorization: Bearer KEY'",
@@ -85,15 +85,15 @@ class ApiError(HTTPException):
         return {"error": {**fields, "param": self.param, "code": self.code}}
 
     def body_at(self, path: str) -> dict[str, Any]:
-        """The error in the words of the API at this path."""
+        """The error in the shape of the API at this path."""
         if not path.startswith(("/v1/messages", "/v1/v1/messages", "/messages")):
             return self.body
         other = "invalid_request_error" if self.status < 500 else "api_error"
         kind = _ANTHROPIC_KINDS.get(self.status, other)
-        # By its first words Claude Code knows to make a summary of the conversation.
+        # At these first words Claude Code summarises the conversation.
         too_long = "prompt is too long: " * (self.code == _TOO_LONG)
         error: dict[str, Any] = {"type": kind, "message": too_long + self.message}
-        if self.param == "thread":  # then Anthropic's client goes on without one
+        if self.param == "thread":  # Anthropic's client then goes on without one
             error["details"] = {"error_code": "thread_unsupported_request", "unsupported": []}
         return {"type": "error", "error": error}
 
@@ -107,10 +107,10 @@ def as_api_error(error: Exception) -> ApiError:
             return error
         case LeaseError() | PinError():
             return ApiError(409, str(error))
-        case ContextExceeded():  # the code by which clients know to cut their prompts
+        case ContextExceeded():  # at this code, clients cut their prompts
             return ApiError(400, str(error), code=_TOO_LONG)
         case EngineFailed():
-            # Its own text may tell of others that were in the step.
+            # Its own text may reveal other requests of the step.
             return ApiError(500, f"the engine failed: {type(error.__cause__).__name__}")
         case EngineStopped() | Busy():
             return ApiError(503, str(error))
@@ -127,11 +127,11 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def _describe_validation(error: RequestValidationError) -> ApiError:
-    if isinstance(error.body, bytes):  # what is called anything but JSON is not parsed
+    if isinstance(error.body, bytes):  # FastAPI parses bodies of JSON's content type alone
         return ApiError(400, "the body must be JSON: send 'Content-Type: application/json'")
     errors = error.errors()
     field = [*takewhile(lambda part: not _is_branch(part), errors[0]["loc"])]
-    # Where a value may be of several kinds, each says why it is none; who got furthest says most.
+    # A value of several possible types has an error for each; the deepest one says most.
     alike = [other for other in errors if [*other["loc"][: len(field)]] == field]
     first, *others = _furthest(alike)
     place = first["loc"][1:] if first["loc"][:1] == ("query",) else first["loc"]
@@ -143,7 +143,7 @@ def _describe_validation(error: RequestValidationError) -> ApiError:
 
 
 def _furthest(errors: Sequence[Any]) -> list[Any]:
-    """The first, and those that got as far with as much to say, all of them of a wrong type."""
+    """The deepest error, or all of the deepest that are about a wrong type."""
     ranks = [(len(e["loc"]), not e["type"].endswith("_type")) for e in errors]
     best = max(ranks)
     found = [error for error, rank in zip(errors, ranks, strict=True) if rank == best]
@@ -151,16 +151,16 @@ def _furthest(errors: Sequence[Any]) -> list[Any]:
 
 
 def _is_branch(part: int | str) -> bool:
-    """Whether a part of a location is pydantic's name of a type, as in `list[TextPart]`."""
+    """Whether a part of a location is pydantic's name for a type, such as `list[TextPart]`."""
     return isinstance(part, str) and "[" in part
 
 
 _OTHERS = {path: ["/v1/cache/flush"] for path in ("/reset_prefix_cache", "/flush_cache")}
-"""What vLLM and SGLang call a route."""
+"""The same routes under vLLM's and SGLang's names."""
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error of `app` in the shape of the API that was asked."""
+    """Answer every error of `app` in the shape of the API of its path."""
 
     async def handle(request: Request, error: Exception) -> JSONResponse:
         path = request.url.path

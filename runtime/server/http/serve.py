@@ -21,13 +21,13 @@ from radixcache.runtime.server.args import KEEP_ALIVE
 from radixcache.runtime.server.http.listener import address_of
 
 HEAD_SECONDS = 10.0
-"""From a connection, or from the first byte of a further request on it, to the end of the head."""
+"""Within which a request's head must come, from its first byte or the connection on."""
 
 FLUSH_SECONDS = 3
-"""For connections to take what is left, once nothing runs any more."""
+"""Seconds for clients to read the rest of their answers, once no request runs."""
 
 _GARBAGE = 50_000
-"""New objects after which garbage is looked for, while all wait; a large body has as many."""
+"""New objects between collections of garbage, which hold up all; a large body has as many."""
 
 
 def configure(
@@ -39,14 +39,14 @@ def configure(
         log_level=log_level,
         access_log=False,
         server_header=False,
-        proxy_headers=False,  # who is on this machine is not for a header to say
+        proxy_headers=False,  # a header must not say that a client is local
         timeout_keep_alive=keep_alive,  # type: ignore[arg-type]  # it takes any number
         timeout_graceful_shutdown=FLUSH_SECONDS,
     )
 
 
 def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> None:
-    """Serve an app until a signal ends it; its `state` has a `context` and a `frontend`."""
+    """Serve an app until a signal ends it; its state needs a `context` and a `frontend`."""
     announce(app.state.context, listener)
     keep_alive = app.state.context.options.keep_alive_timeout
     server = Server(configure(app, keep_alive=keep_alive), shutdown_timeout)
@@ -55,25 +55,25 @@ def serve(app: FastAPI, listener: socket.socket, shutdown_timeout: float) -> Non
 
 
 def announce(context: Any, listener: socket.socket) -> None:
-    """Say where all is loaded now and can be asked; what was loaded is no garbage from now on."""
+    """Print the address and notes, and take what is loaded out of garbage collection."""
     gc.collect()
-    gc.freeze()  # to look through it would hold up all streams for a sixth of a second
-    gc.collect()  # now Python counts without it, and does not wait for a quarter of that
+    gc.freeze()  # a collection would hold up all streams for a sixth of a second
+    gc.collect()  # resets the count of old objects, a quarter of which Python would wait for
     gc.set_threshold(_GARBAGE)
     host = listener.getsockname()[0]
     if context.options.api_key is None and not ip_address(host).is_loopback:
-        warning = "Warning: without an --api-key, whoever reaches this address may use the server"
+        warning = "Warning: without an --api-key, anyone who reaches this address may use it"
         print(warning, file=sys.stderr)
     names, where = ", ".join(context.names), address_of(listener)
     print(f"Serving {names} at {where}", *context.notes, sep="\n", file=sys.stderr, flush=True)
 
 
 class Frontend(Protocol):
-    """What takes requests in.
+    """Takes requests.
 
     Attributes:
-        draining: nothing more is taken; whoever sets it calls `drain`.
-        alive: there is something behind it.
+        draining: new requests are refused; whoever sets this calls `drain`.
+        alive: an engine or a replica runs.
     """
 
     draining: bool
@@ -84,10 +84,10 @@ class Frontend(Protocol):
 
 
 class _Connection(H11Protocol):
-    """A connection that is closed if the head of a request does not come in time.
+    """A connection that is closed if a request's head does not come in time.
 
-    uvicorn itself limits the size of a head, and the time between two requests, but not this: such
-    connections would stay, until the process may have no more.
+    uvicorn limits a head's size and the time between requests, but not this, so that idle
+    connections could use up all file descriptors.
     """
 
     _late: asyncio.TimerHandle | None = None
@@ -119,10 +119,7 @@ class _Connection(H11Protocol):
 class Server(uvicorn.Server):
     """Lets requests end on the first signal, and dies of the second.
 
-    While they end, the socket stays open, so that who comes is told 503 and not left to guess.
-
-    Attributes:
-        frontend: of what is served.
+    The socket stays open while they end, so that new requests get status 503.
     """
 
     frontend: Frontend
@@ -157,5 +154,5 @@ class Server(uvicorn.Server):
         self._drain = asyncio.create_task(drain())
 
     def _tell_of_drain(self) -> None:
-        text = f"Requests that run have {self._grace:g} s to end; a second signal ends all at once"
+        text = f"Running requests have {self._grace:g} s to end; a second signal ends all at once"
         print(text, file=sys.stderr, flush=True)

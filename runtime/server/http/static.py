@@ -1,4 +1,4 @@
-"""The files of the page at `/`: a chat, the tree of what is cached, and how requests did."""
+"""The files of the page at `/`: a chat, the cached tree, and recent requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FILES = {
     for path in sorted(FOLDER.iterdir())
     if path.suffix in TYPES
 }
-"""File and content type of each path. They hold nothing secret, and the page asks for the key."""
+"""File and content type of each path. They are public; the page asks the user for the key."""
 
 HEADERS = {
     "Cache-Control": "no-cache",
@@ -30,7 +30,7 @@ HEADERS = {
 }
 
 router = APIRouter(include_in_schema=False)
-"""Of the page; they need no model."""
+"""The page's routes, which need no model."""
 
 
 def _add(path: str, name: str, media_type: str) -> None:

@@ -1,7 +1,6 @@
-"""What Prometheus is told: latencies as they happen, the engine's state when it asks.
+"""Metrics for Prometheus: latencies as they happen, the engine's state when it is scraped.
 
-What vLLM has a name for is shown under that as well, with the same numbers, so that dashboards and
-alerts made for vLLM work here.
+Metrics that vLLM has are repeated under vLLM's names, so that its dashboards and alerts work.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ VLLM = {
     "vllm:num_requests_waiting": "radixcache_requests_waiting",
     "vllm:kv_cache_usage_perc": "radixcache_kv_usage",
 }
-"""Families by vLLM's name, and ours of which each is another view."""
+"""Families by vLLM's names, with the names of ours that they repeat."""
 
 
 _HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
@@ -77,10 +76,10 @@ class Metrics:
     """The metrics of one server, in a registry of its own.
 
     Args:
-        model_name: what vLLM's families have as their label.
+        model_name: the label of vLLM's families.
 
     Attributes:
-        recent: the requests that got their first token last, oldest first; the engine thread's.
+        recent: the last requests that got a first token, oldest first; for the engine's thread.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -104,7 +103,7 @@ class Metrics:
         self._finished = {reason: finished.labels(reason) for reason in _REASONS}
 
     def note_token(self, request: Request, now: float) -> None:
-        """A step gave `request` a token, or one for each of its completions."""
+        """A step gave `request` one token for each running completion."""
         before = self._last_token.get(request)
         if before is not None:
             self._observe("inter_token_latency_seconds", now - before)
@@ -121,7 +120,7 @@ class Metrics:
         self._last_token[request] = now
 
     def note_end(self, request: Request) -> None:
-        """`request` is over, whatever the reason; phases that it did not end are not counted."""
+        """`request` has ended, for whatever reason; only its finished phases are counted."""
         self._last_token.pop(request, None)
         self._observe("request_latency_seconds", request.latency)
         for phase, start, end in request.phases:
@@ -135,7 +134,7 @@ class Metrics:
         for length in lengths:
             self._observe("request_generation_tokens", length)
         self._observe("request_longest_generation_tokens", max(lengths))
-        # Of one that nobody waits for, the engine hears after this.
+        # A request that was given up has no finish reason yet.
         self._finished[request.sequences[0].finish_reason or "abort"].inc()
 
     def _observe(self, name: str, value: float) -> None:
@@ -169,7 +168,7 @@ def _renamed(family: Metric, name: str, model_name: str) -> Metric:
 
 
 def engine_metrics(llm: LLM) -> list[Metric]:
-    """The engine as it is, read on its thread; no counter ever goes back, not even at a flush.
+    """The engine's state, read on its thread; counters never go back, even at a flush.
     O(leased pages)."""
     engine, cache, scheduler = llm.engine, llm.cache, llm.engine.scheduler
     stats, pool, kept = engine.lifetime_stats, cache.pool, scheduler.logits_cache

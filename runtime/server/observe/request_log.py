@@ -1,4 +1,4 @@
-"""An id for each request, and a line of JSON when it is answered."""
+"""Gives each request an id, and logs a line of JSON once it is answered."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from radixcache.runtime.server.http.errors import as_api_error
 REQUEST_ID = "X-Request-Id"
 
 jobs_of_task: ContextVar[list[AsyncJob]] = ContextVar("jobs_of_task")
-"""Where a task sets it, the jobs that it submits are listed: they are one HTTP request's."""
+"""The list to which a task's submissions are added: the jobs of one HTTP request."""
 
 _log = logging.getLogger(__name__)
 
 
 class RequestLog:
-    """Gives every answer, errors and streams included, the id of its request.
+    """Gives every answer, also errors and streams, the id of its request.
 
-    The id is the client's if that is 1 to 128 letters, digits and ``._:-``, else a new one. The
-    log has no texts, no keys and no query, so that it may be kept.
+    The client's id is kept if it is 1 to 128 letters, digits and ``._:-``. The log has no texts,
+    keys or queries.
 
     Args:
-        access_log: print a line for each request, once the last byte of its answer is sent.
+        access_log: print a line for each request, once its answer is sent.
     """
 
     def __init__(self, app: ASGIApp, access_log: bool) -> None:
@@ -48,7 +48,7 @@ class RequestLog:
         request_id = Headers(scope=scope).get(REQUEST_ID, "")
         if not re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", request_id):
             request_id = uuid4().hex
-        jobs: list[AsyncJob] = scope.setdefault("radixcache.jobs", [])  # a replica looks there, too
+        jobs: list[AsyncJob] = scope.setdefault("radixcache.jobs", [])  # a replica reads it, too
         jobs_of_task.set(jobs)
 
         async def send_with_id(message: Message) -> None:
@@ -60,7 +60,7 @@ class RequestLog:
 
         try:
             await self._app(scope, receive, send_with_id)
-        except Exception as error:  # nothing further out would know the id
+        except Exception as error:  # outer middleware would not know the id
             _log.error("request %s failed", request_id)
             if not status:
                 await as_api_error(error).response_at(scope["path"])(scope, receive, send_with_id)
@@ -73,7 +73,7 @@ class RequestLog:
 def _print_line(
     scope: Scope, request_id: str, status: int, seconds: float, jobs: list[AsyncJob]
 ) -> None:
-    """`status` is 0 if the client was gone before there was an answer."""
+    """`status` is 0 if the client hung up before an answer."""
     line: dict[str, Any] = {
         "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
         "request_id": request_id,
@@ -88,5 +88,5 @@ def _print_line(
         line["prompt_tokens"] = sum(len(request.prompt_token_ids) for request in requests)
         line["cached_tokens"] = sum(request.sequences[0].cached_tokens for request in requests)
         line["generated_tokens"] = sum(len(s.generated) for r in requests for s in r.sequences)
-    with suppress(OSError, ValueError):  # whoever read it has left: the server goes on
+    with suppress(OSError, ValueError):  # the reader of standard output has left
         print(json.dumps(line), flush=True)

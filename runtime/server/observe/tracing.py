@@ -1,7 +1,6 @@
-"""OpenTelemetry: what became of each request, told as spans from its times when it is over.
+"""OpenTelemetry traces: spans are made from a request's times when it has ended.
 
-The spans hang below that of the HTTP request, which honours the client's `traceparent`. The engine
-knows nothing of them.
+Their parent is the span of the HTTP request, which honours the client's `traceparent`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from radixcache import __version__
 from radixcache.runtime.request import Request
 
 CLOSE_SECONDS = 3.0
-"""For a collector to take the last spans."""
+"""Seconds that a collector has for the last spans."""
 
 _OPERATIONS = {"/v1/completions": "text_completion", "/v1/prefixes": "pin_prefix"}
 
@@ -34,8 +33,8 @@ class Tracing:
     """The traces of one server.
 
     Args:
-        endpoint: of an OTLP collector; None is the one that the environment names.
-        model: the model's name in them.
+        endpoint: address of an OTLP collector; None takes the environment's.
+        model: the model's name in the traces.
     """
 
     def __init__(self, endpoint: str | None, model: str) -> None:
@@ -47,25 +46,25 @@ class Tracing:
         self._model = model
 
     def instrument(self, app: FastAPI, but: Iterable[str], headers: list[str]) -> None:
-        """Have a span for each HTTP request but of some paths; of the answer it tells `headers`."""
+        """Trace each HTTP request, except to the paths `but`; spans record `headers` of answers."""
         FastAPIInstrumentor.instrument_app(
             app,
             tracer_provider=self.provider,
             meter_provider=metrics.NoOpMeterProvider(),
             excluded_urls=",".join(f"{re.escape(path)}$" for path in but),
             http_capture_headers_server_response=headers,
-            exclude_spans=["receive", "send"],  # else each chunk of a stream has one
+            exclude_spans=["receive", "send"],  # one for each chunk of a stream
         )
 
     def close(self) -> None:
-        """Send what is left, for a few seconds at most."""
+        """Send the last spans, for a few seconds at most."""
         timer = Timer(CLOSE_SECONDS, self._exporter.shutdown)
         timer.start()
         self.provider.shutdown()
         timer.cancel()
 
     def follow(self) -> Callable[[list[Request], Exception | None], None]:
-        """Who is to be told the requests of the HTTP request at hand, and its error, at its end."""
+        """A function that records the requests of the current HTTP request when it ends."""
         parent = context.get_current()
         route = getattr(trace.get_current_span(parent), "attributes", {}).get("http.route", "")
         operation = _OPERATIONS.get(route, "chat")
@@ -83,7 +82,7 @@ class Tracing:
         zero = time.time_ns() - int(now * 1e9)
 
         def unix(seconds: float | None) -> int:
-            """Nanoseconds of Unix time for the engine's; what has not come is now."""
+            """The engine's time as Unix time in nanoseconds; None is now."""
             return zero + int((now if seconds is None else seconds) * 1e9)
 
         whole = self._tracer.start_span(
@@ -106,7 +105,7 @@ class Tracing:
 
 
 def _describe(request: Request, operation: str, model: str) -> dict[str, Any]:
-    """A request in the words of OpenTelemetry's conventions for generative models."""
+    """A request's attributes, by OpenTelemetry's conventions for generative models."""
     params, sequences = request.params, request.sequences
     attributes = {
         "gen_ai.operation.name": operation,

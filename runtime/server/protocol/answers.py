@@ -1,5 +1,5 @@
-"""Answers of the routes that are this server's own. Those of OpenAI's and Anthropic's APIs are made
-where they are given, in `api/`: dictionaries, whether whole or streamed."""
+"""Answers of this server's own routes; those of OpenAI's and Anthropic's APIs are dictionaries,
+made in `api/`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from radixcache.snapshot import Folded
 
 
 class MissedTokens(Body):
-    """Prompt tokens [start, end) that were not cached, or had to be loaded: why, and that in a
+    """Prompt tokens [start, end) that were not cached or had to be loaded; the reason, also as a
     sentence."""
 
     reason: Reason | Literal["loaded"]
@@ -21,7 +21,7 @@ class MissedTokens(Body):
 
 
 class Explained(Body):
-    """The answer of /v1/explain; a last token computed for its logits alone is in no stretch."""
+    """The answer of /v1/explain; no stretch has a last token that is computed for its logits."""
 
     object: Literal["explanation"] = "explanation"
     model: str
@@ -50,7 +50,7 @@ class PrefixList(Body):
 
 
 class CachePrefix(Prefix):
-    """A pinned prefix, and which salt's it is, as in `CacheNamespace`."""
+    """A pinned prefix and its salt's `namespace`, as in `CacheNamespace`."""
 
     namespace: str | None
 
@@ -85,8 +85,8 @@ class CacheNode(Body):
 
 
 class CacheNamespace(Body):
-    """The tree of the requests with one salt; `namespace` is a digest of it, keyed by the process,
-    null without a salt."""
+    """The tree of one salt; `namespace` is a digest of the salt, keyed by the process, or null
+    without a salt."""
 
     namespace: str | None
     tree: CacheNode
@@ -121,8 +121,8 @@ class CacheStatistics(Body):
 
 
 class RecentRequest(Body):
-    """What a request hit, how much of that was loaded from a tier below, how long that took, and
-    how long it waited for its first token, in seconds."""
+    """A request's hit, how much of it was loaded from a tier below, and the seconds for loading and
+    to the first token."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -132,8 +132,8 @@ class RecentRequest(Body):
 
 
 class CacheView(Body):
-    """The answer of GET /v1/cache; `above` has the nodes from the root to the one it is about,
-    `more` the salts that it leaves out, `recent` the last requests, oldest first."""
+    """The answer of GET /v1/cache; `above` has the nodes from the root to the one shown, `more` the
+    salts left out, `recent` the last requests, oldest first."""
 
     kind: str
     stats: CacheStatistics
@@ -150,7 +150,7 @@ class CacheHit(Body):
 
 
 class CacheHits(Body):
-    """The answer of GET /v1/cache/search; `total` counts those that it leaves out, too."""
+    """The answer of GET /v1/cache/search; `total` also counts the hits that are left out."""
 
     total: int
     data: list[CacheHit]

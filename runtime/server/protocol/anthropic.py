@@ -41,12 +41,11 @@ JSON = dict[str, Any]
 
 MAX_BREAKPOINTS = 4
 _BILLING = "x-anthropic-billing-header"
-"""How a text begins that changes with each request: as part of the prompt, it would let none be
-found in the cache."""
+"""The start of a text that changes with each request: in the prompt, it would prevent every hit."""
 
 
 class CacheControl(StrictModel):
-    """The prompt up to here will be sent again within `ttl`; who shares it, a salt says."""
+    """The prompt up to here will be sent again within `ttl`; a salt says who shares it."""
 
     harmless: ClassVar = frozenset({"scope"})
 
@@ -88,7 +87,7 @@ class TextBlock(Block):
 
 
 class ResultBlock(Block):
-    """A text, or a tool that a search has found: its description is told in this place."""
+    """A text, or a tool that a search has found, whose description is put here."""
 
     type: Literal["text", "tool_reference"]  # type: ignore[assignment]
 
@@ -104,7 +103,7 @@ class ChatTurn(StrictModel):
         return self.content or [Block(type="text", text="")]
 
     def as_messages(self, blocks: list[Block]) -> list[Message]:
-        """The message with these of its blocks: results of tools are messages of their own."""
+        """The messages that `blocks` make: results of tools are messages of their own."""
         results = [
             {
                 "role": "tool",
@@ -168,7 +167,7 @@ class ClientToolChoice(StrictModel):
 
 
 class ThinkingOptions(StrictModel):
-    """Whether the model thinks; how much is not limited, but by `max_tokens`."""
+    """Whether the model thinks; only `max_tokens` limits how much."""
 
     harmless: ClassVar = frozenset({"budget_tokens", "display"})
 
@@ -176,7 +175,7 @@ class ThinkingOptions(StrictModel):
 
 
 class Edit(StrictModel):
-    """What to leave out of the conversation: thoughts, but for those of the last turns."""
+    """Removes thoughts from the conversation, except those of the last turns."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"] | JSON | None = None
@@ -203,7 +202,7 @@ class OutputConfig(FormatOptions):
 
 
 class Diagnostics(StrictModel):
-    """Why less of the prompt was cached than of an earlier one; null begins with this one."""
+    """Asks why less was cached than an earlier prompt; null starts with this request."""
 
     previous_message_id: Text | None = None
 
@@ -229,7 +228,7 @@ class CountRequest(TurnRequest, StrictModel):
 
     @property
     def offered(self) -> tuple[Tool, ...]:
-        """Tools that a server would look for are told at once, as here it does not."""
+        """All tools; deferred ones are told at once if a hosted tool would search for them."""
         searched = any(kind.startswith("tool_search") for kind in self.left_out)
         return tuple(replace(t, deferred=t.deferred and not searched) for t in super().offered)
 
@@ -248,13 +247,13 @@ class CountRequest(TurnRequest, StrictModel):
 
     @property
     def system_texts(self) -> list[TextBlock]:
-        """The system prompt, without what changes with each request."""
+        """The system prompt, without texts that change with each request."""
         system = self.system or []
         blocks = [TextBlock(type="text", text=system)] if isinstance(system, str) else system
         return [block for block in blocks if not (block.text or "").startswith(_BILLING)]
 
     def breakpoints(self) -> Iterator[tuple[list[Message], CacheControl]]:
-        """What ends where the client says that a prefix does: the messages up to there.
+        """The messages up to each `cache_control`.
 
         Templates put the tools beside the system prompt, so both end together.
         """

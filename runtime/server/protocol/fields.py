@@ -1,4 +1,4 @@
-"""The kinds of values that bodies consist of, and what they refuse."""
+"""Types of fields, with their limits, and base classes of bodies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from radixcache.runtime.tokens.tool_calls import flaw_of
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
-"""Stop strings of a request, and stop tokens: each is looked for in every step."""
+"""Stop strings or stop tokens of a request: every step looks for each."""
 MAX_STOP_LENGTH = 4096
 """Characters of all stop strings of a request."""
 
@@ -32,13 +32,13 @@ MAX_SCHEMAS = 1 << 20
 """Characters of the schemas of all tools of a request."""
 
 MAX_SHOWN_IDS = 100_000
-"""Token ids that are made text for a client."""
+"""Token ids of a request to /detokenize."""
 
 T = TypeVar("T")
 
 
 def _check_text(text: str) -> str:
-    """JSON can say half of a surrogate pair, which is no text."""
+    """JSON can hold half of a surrogate pair, which is no text."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -54,7 +54,7 @@ def check_stop(stop: str | list[str] | None) -> str | list[str] | None:
 
 
 def _check_bias(bias: dict[str, Any]) -> dict[int, float]:
-    """JSON's keys are strings. Only the first that is wrong is told."""
+    """Convert JSON's string keys; only the first error is reported."""
     checked: dict[int, float] = {}
     if len(bias) > MAX_ITEMS:
         raise ValueError(f"at most {MAX_ITEMS} tokens have a bias")
@@ -68,7 +68,7 @@ def _check_bias(bias: dict[str, Any]) -> dict[int, float]:
 
 
 def _check_count(items: Any) -> Any:
-    """Nobody else is answered while they are looked at, a tenth of a millisecond each."""
+    """Checking an item takes a tenth of a millisecond, in which no other client is answered."""
     lists, count = [items] if isinstance(items, list) else [], 0
     while lists:
         for item in lists.pop():
@@ -81,14 +81,14 @@ def _check_count(items: Any) -> Any:
 
 
 def _check_json(value: Any) -> Any:
-    """What Python reads may not be what can be written again, or rendered."""
+    """Python reads some JSON that it cannot write again, or render."""
     if flaw := flaw_of(value):
         raise ValueError(flaw)
     return value
 
 
 def _check_metadata(pairs: dict[str, Any]) -> dict[str, str]:
-    """OpenAI's limits. Only the first that is wrong is told."""
+    """OpenAI's limits; only the first error is reported."""
     for key, value in pairs.items():
         if len(pairs) > 16 or len(key) > 64 or not isinstance(value, str) or len(value) > 512:
             raise ValueError("at most 16 texts of 512 characters, with names of 64")
@@ -96,7 +96,7 @@ def _check_metadata(pairs: dict[str, Any]) -> dict[str, str]:
 
 
 def _decode_header(text: str) -> str:
-    """A header that is UTF-8, although it was read as Latin-1."""
+    """Read a header as UTF-8 that was decoded as Latin-1."""
     try:
         return text.encode("latin-1").decode()
     except UnicodeError:
@@ -104,7 +104,7 @@ def _decode_header(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_check_text)]
-# An error for each item of a large body would take gigabytes, and all clients would wait for it.
+# fail_fast: an error for each item of a large body would take gigabytes, and hold up all clients.
 List = Annotated[list[T], Field(fail_fast=True)]
 Items = Annotated[List[T], BeforeValidator(_check_count)]
 SomeItems = Annotated[List[T], Field(min_length=1), BeforeValidator(_check_count)]
@@ -118,7 +118,7 @@ Stop = Annotated[Text | List[Text] | None, AfterValidator(check_stop)]
 ToolName = Annotated[Text, Field(pattern=r"^[^\s\"<>{}\[\]]{1,128}$")]
 Json = Annotated[dict[str, Any], BeforeValidator(_check_json)]
 Metadata = Annotated[Json, AfterValidator(_check_metadata)]
-# Once each: however often they are named, a step looks at each of them for each row.
+# Without repetitions: a step looks at each of them for each row.
 Allowed = Annotated[
     TokenIds, AfterValidator(lambda ids: [*dict.fromkeys(ids)]), Field(min_length=1)
 ]
@@ -153,15 +153,15 @@ NO_MEDIA = dict.fromkeys(
     "file_url".split(),
     Unsupported("models here read and write text"),
 )
-"""What parts of a message have that are no text, in whichever API."""
+"""Fields of a message's parts that are no text, in any API."""
 
 
 class StrictModel(Body):
-    """What a client asks for, of which no field is ignored that would change the answer.
+    """A body that ignores no field which would change the answer.
 
     Attributes:
-        harmless: names that are taken, since they change nothing here.
-        refused: names that are refused, unless they ask for nothing; null never does.
+        harmless: fields that are accepted, since they change nothing here.
+        refused: fields that are refused, unless their value asks for nothing, as null does.
     """
 
     harmless: ClassVar[frozenset[str]] = frozenset()
@@ -181,13 +181,13 @@ class StrictModel(Body):
                 problem = f"not supported: {instead}"
             elif near := get_close_matches(name[:64], [*cls.model_fields, *cls.refused], 1):
                 problem += f": did you mean {near[0]}?"
-            # The first one only: an error for each field of a large body would take gigabytes.
+            # Only the first: an error for each field of a large body would take gigabytes.
             _REFUSAL.validate_python({name[:64]: problem})
         return data
 
 
 class OneOf(StrictModel):
-    """A body whose `type` says which of its other fields there are."""
+    """A body whose `type` says which other fields it must have."""
 
     needs: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 

@@ -1,7 +1,7 @@
-"""Requests as OpenAI's API has them, with vLLM's names for what it adds.
+"""Bodies of OpenAI's API, with vLLM's names for fields that it adds.
 
-No field is ignored that would change the answer: what is not supported is refused (see
-`unsupported.py`), and so is what nobody knows.
+A field that would change the answer is never ignored: an unsupported one is refused (see
+`unsupported.py`), and so is an unknown one.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ class StreamOptions(StrictModel):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = Field(
-        None, description="With include_usage: every chunk has the usage so far, as in vLLM."
+        None, description="With include_usage, every chunk has the usage so far, as in vLLM."
     )
     include_progress: bool | None = Field(
         None,
-        description="Until the first token, say in chunks without choices how many tokens of the "
-        "prompt are computed.",
+        description="Until the first token, send chunks without choices that say how many prompt "
+        "tokens are computed.",
     )
 
 
 _SAMPLING = {field.name for field in fields(SamplingParams)} - {"logprobs", "structured_outputs"}
-"""What fields and `SamplingParams` call alike."""
+"""The fields that have their name in `SamplingParams`."""
 
 
 class GenerationRequest(StructuredFields, StrictModel):
-    """What chat and plain completions have in common. None is the model's own default."""
+    """The fields of both chat and plain completions; None is the model's own default."""
 
     harmless: ClassVar[frozenset[str]] = HARMLESS
 
@@ -101,7 +101,7 @@ class GenerationRequest(StructuredFields, StrictModel):
         None, description="Cached prefixes are shared only among requests with the same salt."
     )
     prefix: PrefixName | None = Field(
-        None, description="Name of a pinned prefix that the prompt goes on from."
+        None, description="Name of a pinned prefix that goes before the prompt."
     )
 
     explain: bool | None = Field(
@@ -117,11 +117,8 @@ class GenerationRequest(StructuredFields, StrictModel):
         return bool(self.stream_options and self.stream_options.include_progress)
 
     def sampling_params(self, defaults: SamplingParams, **more: Any) -> SamplingParams:
-        """Sampling as asked for, and else as in `defaults`.
-
-        Raises:
-            InvalidRequest: a value makes no sense.
-        """
+        """The sampling parameters, with `defaults` for what is not given; `InvalidRequest` if a
+        value makes no sense."""
         given = {name: value for name, value in self if name in _SAMPLING and value is not None}
         return replace(defaults, structured_outputs=self.structured(), **{**given, **more})
 
@@ -141,7 +138,7 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = Field(
-        None, description="False leaves out what the model wants around a text, such as BOS."
+        None, description="False leaves out tokens that the model wants around a text, such as BOS."
     )
     best_of: int | None = Field(None, description="Must equal n.")
 
@@ -220,12 +217,12 @@ class PrefixRequest(PromptOrMessages):
 
     name: PrefixName
     lifetime: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Seconds until it is unpinned by itself; null is never."
+        None, description="Seconds until the prefix is unpinned; null is never."
     )
     cache_salt: Salt | None = None
 
     def encode(self, tokenizer: Tokenizer) -> TokensLike:
-        """Its tokens; `tokenizer` is not asked if they are given."""
+        """The prefix's tokens; `tokenizer` is not used if they are given."""
         if self.messages is not None:
             text = tokenizer.render_chat([m.plain() for m in self.messages], ask=False)
             return tokenizer.encode(text, special=False)
@@ -233,9 +230,9 @@ class PrefixRequest(PromptOrMessages):
 
 
 class ExplainRequest(ToolFields, PromptOrMessages):
-    """POST /v1/explain: either `prompt` or `messages`, and what else the prompt depends on.
+    """POST /v1/explain: either `prompt` or `messages`, and other fields that the prompt depends on.
 
-    The rest of a chat or a completion may come along, and changes nothing that is cached.
+    All other fields of a chat or a completion are allowed, and change nothing.
     """
 
     harmless: ClassVar[frozenset[str]] = HARMLESS | frozenset(
@@ -252,7 +249,7 @@ class ExplainRequest(ToolFields, PromptOrMessages):
 
     @property
     def meant(self) -> ChatRequest | CompletionRequest:
-        """The request whose prompt this is; of its fields, those that the prompt depends on."""
+        """The request whose prompt is explained, with the fields that the prompt depends on."""
         kind = CompletionRequest if self.messages is None else ChatRequest
         names = self.model_fields_set & kind.model_fields.keys()
         return kind.model_construct(**{name: getattr(self, name) for name in names})

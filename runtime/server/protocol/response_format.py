@@ -1,4 +1,4 @@
-"""Fields that ask for an answer of some form: OpenAI's, vLLM's, and the old ones of vLLM's."""
+"""Fields that ask for structured outputs: OpenAI's and vLLM's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Choices = Annotated[List[Text], Field(min_length=1)]
 
 
 class NamedSchema(Body):
-    """A JSON schema as OpenAI has it; it is always followed strictly."""
+    """A JSON schema as OpenAI has it; answers always follow it strictly."""
 
     name: Text | None = None
     description: Text | None = None
@@ -42,7 +42,7 @@ class ResponseFormat(Body):
 
 
 class OutputFormat(NamedSchema):
-    """The form of the answer as `/v1/responses` and `/v1/messages` have it: all in one object."""
+    """The format of /v1/responses and /v1/messages: a type and a schema in one object."""
 
     type: Literal["text", "json_object", "json_schema"]
 
@@ -57,7 +57,7 @@ class OutputFormat(NamedSchema):
 
 
 class FormatOptions(StrictModel):
-    """What these two have beside it differs."""
+    """Options with a format, as /v1/responses and /v1/messages have them."""
 
     format: OutputFormat | None = None
 
@@ -65,7 +65,7 @@ class FormatOptions(StrictModel):
 def sampled(
     defaults: SamplingParams, options: FormatOptions | None, **asked: Any
 ) -> SamplingParams:
-    """Sampling as asked for, None being as in `defaults`, and an answer of this form."""
+    """Sampling parameters with the options' format; values that are None are `defaults`'."""
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     form = None if options is None else options.format
     return replace(defaults, structured_outputs=form.structured() if form else None, **given)
@@ -81,7 +81,7 @@ def _structured(kind: str, schema: NamedSchema | None) -> StructuredOutputsParam
 
 
 class StructuredOutputs(Body):
-    """The form of the answer as vLLM has it: exactly one of these."""
+    """The form of the answer as vLLM has it; exactly one field is given."""
 
     json_: Schema | Text | None = Field(None, alias="json")
     regex: Text | None = None

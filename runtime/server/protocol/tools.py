@@ -1,4 +1,4 @@
-"""Messages with calls of tools, and what a request says of tools and templates."""
+"""Chat messages with tool calls, and the fields about tools and templates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
 
 
 class TextPart(OneOf):
-    """A part of a message's content; text is the only kind there is, and a refusal is one."""
+    """A part of a message's content: text, or a refusal, which is text, too."""
 
     harmless = frozenset({"cache_control", "prompt_cache_breakpoint", "annotations", "logprobs"})
     refused: ClassVar[Mapping[str, Unsupported]] = NO_MEDIA
@@ -56,7 +56,7 @@ class ToolCall(Body):
 class ChatMessage(StrictModel):
     """A message of a conversation; one of role "tool" answers the call `tool_call_id`."""
 
-    harmless = frozenset(  # what answers of this kind have, and what clients add to them
+    harmless = frozenset(  # fields of answers that are sent back, and what clients add
         "annotations cache_control id parsed provider_specific_fields reasoning_details "
         "thinking_blocks".split()
     )
@@ -75,9 +75,9 @@ class ChatMessage(StrictModel):
     refusal: Text | None = None
 
     def plain(self) -> dict[str, Any]:
-        """The message as chat templates take it; parts are joined by line breaks."""
+        """The message as chat templates take it, its parts joined by line breaks."""
         content = None if self.content is None else join_texts(self.content)
-        # Few templates know developers, and some leave out whom they do not know.
+        # Few templates know developers, and some drop messages of unknown roles.
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": content}
         if self.tool_calls:
@@ -100,8 +100,8 @@ class ChatMessage(StrictModel):
 
 
 class Function(StrictModel):
-    """A function that the model may call; `parameters` is a JSON schema of an object, and without
-    them it takes none."""
+    """A function that the model may call; `parameters` is a JSON schema of an object, absent if the
+    function takes none."""
 
     name: ToolName
     description: Text | None = None
@@ -114,11 +114,11 @@ class Function(StrictModel):
 
 
 class OneOfTools(OneOf):
-    """A tool, which may be one that the API's own servers would run: of those the model is not
-    told, and nobody here reads their other fields.
+    """A tool. The model is not told of hosted tools, which the API's own servers would run, and
+    their other fields are ignored.
 
     Attributes:
-        hosted: the types of those.
+        hosted: matches the types of hosted tools.
     """
 
     hosted: ClassVar[re.Pattern[str]]
@@ -158,14 +158,14 @@ class NamedTool(Body):
 
 
 class AllowedTools(Body):
-    """Tools of which some must, or may, be called."""
+    """The tools that may be called, and whether one must be."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[List[NamedTool], Field(min_length=1)]
 
 
 class AllowedToolChoice(Body):
-    """A choice among fewer tools than the model is told of."""
+    """A choice among some of the tools that the model is told of."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools

@@ -1,4 +1,4 @@
-"""What is asked for by whoever wants the next message of a conversation, whichever API it is."""
+"""A request for the next message of a conversation, the same for all APIs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, is_longer
 
 
 class Thinking(NamedTuple):
-    """How much to think, whether to at all (None leaves both to the model), and the field that says
+    """How much to think, whether to think (None leaves it to the model), and the field that says
     so."""
 
     effort: str | None = None
@@ -25,18 +25,18 @@ class Thinking(NamedTuple):
 
 @dataclass(frozen=True)
 class Turn:
-    """A request, as each API's body says it.
+    """A request, whichever API's body made it.
 
     Attributes:
         messages: as chat templates take them: `content` is a string; an assistant's `tool_calls`
             are [{"id", "type", "function": {"name", "arguments": dict}}]; role "tool" has a
             `tool_call_id`.
         params: without the grammar of tools.
-        template_kwargs: more values that the chat template takes.
-        left_out: kinds of tools that the model is not told of, as a server would have to run them.
-        continue_final: the last message goes on instead of a new one beginning.
+        template_kwargs: more values for the chat template.
+        left_out: kinds of hosted tools, which the model is not told of.
+        continue_final: the last message goes on, and no new one begins.
         ask: the prompt asks for the next message.
-        prefix: name of a pinned prefix that the messages go on from.
+        prefix: name of a pinned prefix that goes before the messages.
         explain: keep why prompt tokens were not cached.
     """
 
@@ -56,7 +56,7 @@ class Turn:
 
     @property
     def rendering(self) -> dict[str, Any]:
-        """How its messages are rendered, as `Tokenizer.render_chat` takes it."""
+        """The options of `Tokenizer.render_chat`."""
         return {
             "tools": [tool.as_template() for tool in self.tools if not tool.deferred],
             "template_kwargs": self.template_kwargs,
@@ -66,7 +66,7 @@ class Turn:
 
 
 class TurnRequest(Body):
-    """The body of such a request, which may offer tools."""
+    """A body that asks for a turn, and may offer tools."""
 
     cache_salt: Salt | None = None
     tools: Sequence[Any] | None = None
@@ -78,7 +78,7 @@ class TurnRequest(Body):
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """The kinds of tools that have no functions: another server would run them."""
+        """The kinds of tools without functions: the API's own servers would run them."""
         return tuple(dict.fromkeys(tool.type for tool in self.tools or () if not tool.as_tools()))
 
     @property
@@ -86,7 +86,7 @@ class TurnRequest(Body):
         raise NotImplementedError
 
     def turn(self, defaults: SamplingParams) -> Turn:
-        """What is asked for, and else as in `defaults`; `InvalidRequest` if it makes no sense."""
+        """The turn; `defaults` fill in what is not given. `InvalidRequest` if it makes no sense."""
         raise NotImplementedError
 
     @model_validator(mode="after")
@@ -105,6 +105,6 @@ class TurnRequest(Body):
 
 
 def call_of(call_id: str | None, name: str | None, arguments: object) -> dict[str, Any]:
-    """A call of a function, as messages of chats have it; arguments are JSON text, or an object."""
+    """A function call as chat messages have it; arguments are JSON text or an object."""
     function = {"name": name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}

@@ -1,7 +1,7 @@
 """Fields of OpenAI's and vLLM's requests that are not supported, and what to do instead.
 
-A value that asks for nothing is taken. So are the harmless ones, whatever they say: who asks, how
-urgent it is, what to log and where to keep it has no effect on an answer of this server.
+A value that asks for nothing is accepted, and so is any value of a harmless field: users,
+priorities, logging and storage have no effect on an answer here.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REFUSED = {
 
 
 def _others(names: str) -> dict[str, Unsupported]:
-    """Fields of other APIs, and what they are called in this one."""
+    """Fields of other APIs, with their names in this one."""
     pairs = (pair.split("=") for pair in names.split())
     return {name: Unsupported(f"this API calls it {here}") for name, here in pairs}
 

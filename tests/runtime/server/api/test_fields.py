@@ -14,7 +14,6 @@ from openai.types.chat import ChatCompletionStreamOptionsParam
 from tokenizers.processors import TemplateProcessing
 
 from radixcache import SamplingParams
-from radixcache.runtime.server.api.generation import token_text
 from radixcache.runtime.server.protocol.fields import StrictModel
 from radixcache.runtime.server.protocol.openai import ChatRequest, CompletionRequest, StreamOptions
 from radixcache.runtime.server.protocol.unsupported import HARMLESS
@@ -126,7 +125,7 @@ def test_prompt_logprobs_are_those_of_the_embedded_runtime(server: LiveServer, p
         assert expected is not None and seen.keys() == {str(t) for t in expected}
         for key, value in seen.items():
             assert value["logprob"] == pytest.approx(expected[int(key)], abs=1e-3)
-            assert value["decoded_token"] == token_text(server.backend.tokenizer, int(key))
+            assert value["decoded_token"] == server.backend.tokenizer.token_text(int(key))
             likelier = sum(other > expected[int(key)] for other in expected.values())
             assert value["rank"] in (None, likelier + 1)
         assert {value["rank"] for value in seen.values()} - {None} == {1, 2}
