@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Hashable
+from functools import partial
 from itertools import islice
 from math import inf
 from typing import Literal
@@ -27,7 +28,7 @@ from radixcache.lease import Lease
 from radixcache.runtime.engine.chunk import Chunk
 from radixcache.runtime.engine.fairness import FairShares
 from radixcache.runtime.engine.logits_cache import PromptLogitsCache
-from radixcache.runtime.engine.prefills import is_coming, may_begin
+from radixcache.runtime.engine.prefills import may_begin
 from radixcache.runtime.engine.state_planner import StatePlanner
 from radixcache.runtime.engine.step_budget import StepBudget
 from radixcache.runtime.kv_offload.page_loader import NO_LOADS, PageLoader
@@ -169,9 +170,8 @@ class Scheduler:
         rank = lambda s: (len(s.pending) > 1, s.in_prefill, s.in_prefill * len(s.pending))  # noqa: E731
         prompts = [sequence for sequence in going if sequence.in_prefill]
         share = 1
-        if prompts and not self._is_full:  # half for waiting prompts that these do not compute
-            first = islice(self.waiting, LOOK_AHEAD)
-            share += any(not is_coming(sequence, prompts, self.match) for sequence in first)
+        if prompts and not self._is_full:  # half for waiting prompts, if one may begin
+            share += any(self._may_begin(s, prompts, 2) for s in islice(self.waiting, LOOK_AHEAD))
         parts = len(prompts) * share
         for sequence in sorted(going, key=rank):
             if sequence.lease is None:  # preempted a moment ago
@@ -257,12 +257,8 @@ class Scheduler:
         for sequence in self._shares.in_turn(self.waiting, self.running, self._by_prefix):
             if not budget.room(0) or len(self.running) >= self.max_num_seqs:
                 break
-            if self.loads.waits(sequence):
-                continue
-            any_size = self.loads is not NO_LOADS or sequence.num_skips >= MAX_SKIPS
-            room = None if any_size else budget.room
-            asks = prompts and not self.loads.has_read(sequence)
-            if asks and not may_begin(sequence, prompts, self.match, room):
+            begins = self.loads.has_read(sequence) or self._may_begin(sequence, prompts)
+            if self.loads.waits(sequence) or not begins:
                 continue
             lease = self._acquire(sequence)
             reads_more = self.loads.load(sequence, lease)
@@ -305,6 +301,11 @@ class Scheduler:
             ending |= self._ending([chunk])
             budget.spend(chunk.cost, hit)
             prompts += [sequence] * sequence.in_prefill
+
+    def _may_begin(self, sequence: Sequence, prompts: list[Sequence], parts: int = 1) -> bool:
+        any_size = self.loads is not NO_LOADS or sequence.num_skips >= MAX_SKIPS
+        room = None if any_size else partial(self.budget.room, parts=parts)
+        return not prompts or may_begin(sequence, prompts, self.match, room)
 
     def _ending(self, chunks: list[Chunk]) -> set[PromptKey]:
         """The prompts whose logits will be kept once these chunks are computed."""

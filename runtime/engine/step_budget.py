@@ -77,12 +77,13 @@ class StepBudget:
         if not self._is_warm or not total:
             self._is_warm |= bool(total)
             return
+        known = {*self._measured}
         before = [self._token_seconds(position) for position, _ in prefills]
         expected = sum(s * count for s, (_, count) in zip(before, prefills, strict=True))
         for each, (position, count) in zip(before, prefills, strict=True):
             depth = _depth(position)
             now = each * seconds / expected if expected else seconds / total
-            if depth in self._measured:  # a step may have been held up by anything
+            if depth in known:  # a step may have been held up by anything
                 weight = count / (count + 128)
                 now = each + weight * (min(now, 2 * each) - each)
             self._measured[depth] = now

@@ -306,6 +306,15 @@ def test_the_shortest_rest_ends_first_and_the_longest_goes_on():
     assert ends[3] < ends[2] < ends[1] < ends[0] < ends[4]
 
 
+def test_no_half_of_a_step_is_kept_for_a_prompt_that_may_not_begin():
+    shared = Shared(slots=64, budget=64)
+    first, second = shared.ask("a", 2, prompt=4000, answer=1)
+    (other,) = shared.ask("b", prompt=3000, answer=1)
+    shared.finish(first, second, other)
+    assert max(shared.ended.values()) <= 11_000 // 64 + 3
+    assert shared.ended[first] <= 4000 // 64 + 1
+
+
 def test_short_prompts_without_end_starve_no_long_one():
     shared = Shared(slots=64, budget=64)
     long = shared.ask("a", prompt=4000, answer=1) + shared.ask("b", prompt=4000, answer=1)

@@ -52,6 +52,18 @@ def test_before_anything_was_measured_a_step_is_short() -> None:
     assert budget.room(0) == 2048
 
 
+@pytest.mark.parametrize("prompts", [1, 2, 5])
+@pytest.mark.parametrize("position", [0, 5000])
+def test_prompts_that_are_first_measured_together_count_as_one_would(
+    prompts: int, position: int
+) -> None:
+    budget = StepBudget(STEP_SECONDS)
+    for _ in range(3):
+        budget.note([(position, 200)] * prompts, 0.1 * prompts)
+    budget.begin(2048, alone=False)
+    assert budget.room(position) == pytest.approx(500, abs=2)
+
+
 def test_one_step_that_was_held_up_does_not_make_the_next_ones_short() -> None:
     budget = StepBudget(STEP_SECONDS)
     for seconds in (0.1, 0.1, 0.1, 9.0):
