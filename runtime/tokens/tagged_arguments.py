@@ -34,8 +34,11 @@ class Alternative(NamedTuple):
 
 def alternatives(schema: Any, root: Mapping[str, Any]) -> list[Alternative]:
     """Of a schema in `root`, references followed; at least one. O(size of `root`)."""
-    found: list[Alternative] = []
-    rest, known = [schema], set[str]()
+    return _find(schema, root, set()) or [_alternative({})]
+
+
+def _find(schema: Any, root: Mapping[str, Any], known: set[str]) -> list[Alternative]:
+    found, rest = list[Alternative](), [schema]
     while rest:
         node = rest.pop()
         if not isinstance(node, Mapping):
@@ -44,16 +47,21 @@ def alternatives(schema: Any, root: Mapping[str, Any]) -> list[Alternative]:
             found.append(Alternative({"type": "null"}, [], {"null"}))
         parts = node.get("allOf", node.get("anyOf", node.get("oneOf")))
         if isinstance(parts, list) and (parts := [p for p in parts if isinstance(p, Mapping)]):
-            if "allOf" in node:
-                parts = [{key: value for part in parts for key, value in part.items()}]
             kept = {name: node[name] for name in _KEPT if name in node}
-            rest += [{**kept, **part} for part in reversed(parts)]
+            if "allOf" not in node:
+                rest += [{**kept, **part} for part in reversed(parts)]
+                continue
+            merged = {key: value for part in [kept, *parts] for key, value in part.items()}
+            inner = _find(merged, root, known)
+            kinds = {kind for one in inner for kind in one.kinds}
+            is_text = "string" in kinds or any(one.values for one in inner)
+            found += inner if is_text or not kinds else [Alternative(node, [], kinds)]
         elif "$ref" not in node:
             found.append(_alternative(node))
         elif (path := str(node["$ref"])) not in known:  # each is followed once
             known.add(path)
             rest.append(_resolve(path, root))
-    return found or [_alternative({})]
+    return found
 
 
 def _alternative(schema: Mapping[str, Any]) -> Alternative:

@@ -160,6 +160,14 @@ def test_parameters_that_are_no_object_are_refused(grammars: Grammars, template:
         fmt(template).grammar([Tool("f", {"type": kind})], ToolChoice("required"), grammars.spell)
 
 
+ALL_OF = {
+    "allOf": [
+        {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+        {"type": "object", "properties": {"y": {"type": "boolean"}}},
+    ]
+}
+
+
 @pytest.mark.parametrize(
     ("told", "text", "valid"),
     [
@@ -175,6 +183,12 @@ def test_parameters_that_are_no_object_are_refused(grammars: Grammars, template:
         ({"$ref": "#/properties/b"}, "3", True),
         ({"$ref": "#/properties/b"}, "z", False),
         ({}, "any", True),
+        (ALL_OF, '{"x":1,"y":true}', True),
+        (ALL_OF, '{"x":"","y":true}', False),
+        (ALL_OF, '{"y":true}', False),
+        ({"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 5}]}, "2", False),
+        ({"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 5}]}, "4", True),
+        ({"allOf": [{"type": "string"}, {"maxLength": 2}]}, "text", True),
     ],
 )
 def test_tagged_arguments_are_what_will_be_read(
