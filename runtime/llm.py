@@ -50,23 +50,22 @@ T = TypeVar("T")
 class LLM:
     """A model with a prefix cache, for any number of threads.
 
-    Requests of all threads run together, on one thread of the engine's own: whoever calls waits for
-    nothing but the answer. `close` ends that thread, as does the end of a ``with`` block, or of
-    the last reference.
+    The requests of all threads run together, on the engine's own thread. `close` ends that thread,
+    and so does the end of a ``with`` block or of the last reference.
 
     >>> llm = LLM()  # doctest: +SKIP
     >>> llm.generate("...", SamplingParams(temperature=0))[0].outputs[0].text  # doctest: +SKIP
 
     Args:
-        model: a folder, GGUF file or hub id of any causal language model that transformers loads
-            and that can run over KV pages; None is the bundled `tabletalk`.
-        settings: the others of `EngineArgs`, by name.
+        model: folder, GGUF file or hub id of a causal language model that transformers loads and
+            that can run over KV pages; None is the bundled `tabletalk`.
+        settings: the other fields of `EngineArgs`.
 
     Raises:
-        ModelError: no such model, or one that would be silently wrong over pages, or not exact, or
-            that cannot be shared out so.
+        ModelError: there is no such model, or it cannot run correctly over pages, exactly, or on so
+            many devices.
         InvalidRequest: a setting makes no sense.
-        RanksLost: one of the model's processes ended as it was loaded.
+        RanksLost: one of the model's processes ended during loading.
     """
 
     __signature__ = signature(EngineArgs)
@@ -90,21 +89,21 @@ class LLM:
         if self.offload is not None and self.offload.disk is not None:
             try:
                 session.restore(self.offload.disk, self.inputs.conversations, self._pin)
-                self.cache.stats = CacheStats()  # nobody has asked anything yet
+                self.cache.stats = CacheStats()  # a restore counts no requests
             except BaseException:
-                self.close()  # or the folder would be locked as long as the error's traceback
+                self.close()  # else the error's traceback would keep the folder locked
                 raise
-        give_back()  # what loading took of memory, and no longer needs
+        give_back()  # memory that loading no longer needs
         self.load_seconds = time.perf_counter() - start
 
     @property
     def cache(self) -> PrefixCache:
-        """The prefix cache, to look at: statistics, pins. Changes are the engine's (`call`)."""
+        """The prefix cache, to read statistics and pins; `call` what changes it."""
         return self.engine.cache
 
     @property
     def notes(self) -> list[str]:
-        """What runs where, how much context there is, and what loading took: a line each."""
+        """Lines on placement, context, memory and the time of loading."""
         pool, threads = self.engine.kv_pool, torch.get_num_threads()
         tokens = pool.num_pages * pool.page_size
         each = self.engine.model.bytes_per_token
@@ -135,7 +134,7 @@ class LLM:
         return self.inputs.turns
 
     def __repr__(self) -> str:
-        engine = getattr(self, "engine", None)  # none while it is made, as a debugger shows it
+        engine = getattr(self, "engine", None)  # absent during construction, as in a debugger
         return f"LLM({self.model_name}: {engine.model.placement})" if engine else "LLM(not loaded)"
 
     def __enter__(self) -> LLM:
@@ -150,14 +149,14 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End the engine's thread, and the model's other processes if it has any; who waits for an
-        answer, or asks later, gets `EngineStopped`."""
+        """End the engine's thread and the model's other processes; requests that wait or come later
+        get `EngineStopped`."""
         self._close()
 
     def call(self, function: Callable[[], T]) -> T:
         """The result of `function`, run on the engine's thread between two steps.
 
-        For what this class does not offer of `engine`, `cache` and `prefixes`.
+        For uses of `engine`, `cache` and `prefixes` that this class does not offer.
 
         Raises:
             EngineStopped: `close` was called.
@@ -165,9 +164,10 @@ class LLM:
         return self.worker.call(function).result()
 
     def reset_prefix_cache(self) -> None:
-        """Forget all that is cached, on disk too, and the tokens that conversations had;
-        `LeaseError` while requests run or prefixes are pinned; `Busy` if it is not gone from the
-        disk."""
+        """Empty the cache, on disk too, and forget conversations' tokens.
+
+        `LeaseError` while requests run or prefixes are pinned; `Busy` if the disk fails.
+        """
 
         def reset() -> None:
             self.prefixes.drop_yielding()
@@ -196,13 +196,13 @@ class LLM:
         Args:
             prompts: strings, lists of token ids, or dicts with "prompt_token_ids".
             sampling_params: one for all or one for each; by default the model's own settings.
-            prefix: name of a pinned prefix of this salt that each prompt goes on from; see
+            prefix: name of a pinned prefix of this salt that goes before each prompt; see
                 `pin_prefix`.
             cache_salt: requests share cached prefixes only within the same salt.
             use_tqdm: show a progress bar for more than one prompt.
 
         Raises:
-            InvalidRequest: any prompt is unusable; then none is run.
+            InvalidRequest: a prompt is unusable; then none runs.
             PinError: no prefix of that name and salt is pinned.
             EngineFailed: the steps of these requests failed again and again.
             EngineStopped: `close` was called.
@@ -247,14 +247,14 @@ class LLM:
         cache_salt: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Explanation:
-        """Why `prompt`, sent now, would not be cached in full; print it. Changes nothing.
+        """Why `prompt`, sent now, would not be cached in full; print the result. Changes nothing.
 
-        `prompt` is one of `generate`'s, or the messages, and `tools`, of one of `chat`'s. It may
-        show texts that other prompts have put into the cache: it is for whoever runs the engine.
-        See `radixcache.runtime.engine.explain`.
+        `prompt` is a prompt of `generate`, or the messages of `chat`, with `tools`. The result may
+        show texts of other prompts in the cache, so it is for the engine's operator. See
+        `radixcache.runtime.engine.explain`.
 
         Raises:
-            InvalidRequest: no request could have the prompt (`ContextExceeded` if it is too long).
+            InvalidRequest: the prompt is unusable (`ContextExceeded` if it is too long).
             PinError: no prefix of that name and salt is pinned.
         """
         if is_conversation(prompt):
@@ -286,12 +286,11 @@ class LLM:
         """Compute the KV of `prompt` and keep it until `unpin_prefix`, or for `lifetime` seconds.
 
         `generate(..., prefix=name)` with the same salt goes on from it; so does any prompt that
-        begins with it. `llm.prefixes.list()` tells what is pinned. The prefixes of a salt, or of
+        begins with it. `llm.prefixes.list()` lists the pinned prefixes. Those of one salt, or of
         none, may hold `llm.cache.pins.share` pages: a quarter of all, and all together half.
 
         Raises:
-            PinError: the salt has that name for another prefix, or there are too few pages left to
-                pin.
+            PinError: the salt uses the name for another prefix, or too few pages can be pinned.
             InvalidRequest: the prompt is unusable.
         """
         return self._pin(name, prompt, lifetime=lifetime, cache_salt=cache_salt)
@@ -313,7 +312,7 @@ class LLM:
         return self.call(lambda: keep(name, job.requests[0]))
 
     def unpin_prefix(self, name: str, *, cache_salt: str | None = None) -> None:
-        """Let a pinned prefix be evicted like any other; `PinError` if it is unknown."""
+        """Unpin a prefix; `PinError` if there is none of that name."""
         self.call(lambda: self.prefixes.unpin(name, cache_salt))
 
     def chat(
@@ -333,12 +332,12 @@ class LLM:
         A conversation that goes on from an earlier one, answers included, reuses its tokens.
 
         Args:
-            tools: functions that may be called, described as OpenAI's API does; `read_message`
-                finds the calls in an answer.
-            chat_template_kwargs: more values that the template takes, such as `enable_thinking`.
+            tools: functions that the model may call, in OpenAI's format; `read_message` finds the
+                calls in an answer.
+            chat_template_kwargs: more values for the template, such as `enable_thinking`.
             add_generation_prompt: ask for the assistant's next message.
-            continue_final_message: go on with the last message instead; `add_generation_prompt`
-                does not matter then.
+            continue_final_message: go on with the last message instead, whatever
+                `add_generation_prompt` is.
         """
         texts = self.inputs.render(
             messages,
@@ -361,13 +360,13 @@ class LLM:
         *,
         cache_salt: str | None = None,
     ) -> Message:
-        """The message that an output of `chat` is, to go on from: `content`, and if there are any
+        """The message in an output of `chat`, to go on from: `content` and, if there are any,
         `reasoning_content` and `tool_calls`, whose `arguments` are a dict.
 
         Args:
-            tools: those that `chat` was given: some models' calls cannot be read without.
-            index: of the completion.
-            cache_salt: that of `chat`.
+            tools: the tools of `chat`, without which some models' calls cannot be read.
+            index: index of the completion.
+            cache_salt: the salt of `chat`.
         """
         tokenizer, completion = self.inputs.tokenizer, output.outputs[index]
         begun = thoughts_of(tokenizer.decode(output.prompt_token_ids[-8:], special=True))
@@ -386,7 +385,7 @@ class LLM:
         return message
 
     def encode(self, prompt: Prompt, *, special: bool = True) -> TokensLike:
-        """The token ids of a prompt; `special` adds what the model wants around a text, as BOS.
+        """The token ids of a prompt; `special` adds tokens that the model wants around it, as BOS.
 
         Raises:
             InvalidRequest: it is neither text nor token ids, or the model has no tokenizer.
@@ -400,7 +399,7 @@ class LLM:
         prefix: str | None = None,
         client: Hashable = None,
     ) -> list[Request]:
-        """Queue a request for each input, or none if any is unusable; on the engine's thread.
+        """Queue a request for each input, or none if one is unusable; on the engine's thread.
 
         Clients share the engine fairly (see `radixcache.runtime.engine.fairness`).
         """
@@ -432,12 +431,12 @@ def _close(
     inputs: InputProcessor,
     prefixes: NamedPrefixes,
 ) -> None:
-    if model.ranks is not None:  # first: the step under way may wait for one that hangs
+    if model.ranks is not None:  # first, as the running step may wait for a rank that hangs
         model.ranks.stop()
     worker.close()
     if offload is not None:
         offload.close(inputs.conversations, prefixes.lasting())
-    if kv_events is not None:  # nothing changes the cache any more
+    if kv_events is not None:  # after the cache's last change
         kv_events.close()
     if model.ranks is not None:
         model.ranks.close()

@@ -87,9 +87,7 @@ def bind(
         max_constructor_retry_count=1,  # for the first replicas; replacements keep trying
         **count,
     )(Replica)
-    if (
-        engine.model is not None and Path(engine.model).exists()
-    ):  # made absolute: replicas run elsewhere
+    if engine.model is not None and Path(engine.model).exists():  # replicas run elsewhere
         engine = replace(engine, model=str(Path(engine.model).resolve()))
     return deployment.bind(engine, replace(options, access_log=False), key)
 
