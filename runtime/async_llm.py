@@ -25,7 +25,7 @@ T = TypeVar("T")
 def _on_thread(
     method: Callable[Concatenate[LLM, P], T],
 ) -> Callable[Concatenate[AsyncLLM, P], Coroutine[Any, Any, T]]:
-    """The same method as a coroutine, run on a thread."""
+    """A method of `LLM` as a coroutine that runs it on a thread."""
 
     @wraps(method)
     async def call(self: AsyncLLM, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -37,16 +37,16 @@ def _on_thread(
 class AsyncLLM:
     """A model with a prefix cache, for any number of tasks in any event loop.
 
-    Every method does what `LLM`'s of that name does, and the event loop goes on in the meantime.
-    A task that is cancelled, and a stream that is left, abort their requests; an error comes to the
-    task whose requests it concerns. (vLLM's `AsyncLLM.generate` is `stream` here.)
+    Each method does what `LLM`'s method of that name does, without blocking the event loop.
+    Cancelling a task or closing a stream aborts its requests; an error is raised in the task whose
+    requests failed. (vLLM's `AsyncLLM.generate` is `stream` here.)
 
     >>> async with AsyncLLM() as llm:  # doctest: +SKIP
     ...     async for output in llm.stream("..."):
     ...         print(output.outputs[0].new_text, end="")
 
     Args:
-        model: as `LLM`'s, or an `LLM`, whose engine then serves threads and tasks together.
+        model: as for `LLM`, or an `LLM`, whose engine then serves threads and tasks.
         options: `LLM`'s other arguments.
 
     Attributes:
@@ -70,7 +70,7 @@ class AsyncLLM:
         await self.close()
 
     async def check_health(self) -> None:
-        """Return once the engine has answered; `EngineStopped` if it never will."""
+        """Wait until the engine answers; `EngineStopped` if it has stopped."""
         await self.call(lambda: None)
 
     async def call(self, function: Callable[[], T]) -> T:

@@ -1,4 +1,4 @@
-"""A conversation whose every turn computes only what is new."""
+"""A conversation in which each turn computes only its new tokens."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ from radixcache.runtime.tokens.tool_calls import check_tools
 class Chat:
     """A multi-turn conversation with a model.
 
-    The next turn's prompt consists of the very token ids of the last one: its prompt, what was
-    generated, and the new text, which alone is tokenised (see `TokenHistory`). Generated text that
-    would tokenise differently a second time therefore never costs a hit: all is cached but the new
-    text and the last sampled token.
+    A turn's prompt is the token ids of the last prompt and answer, and the new text, which alone is
+    tokenised (see `TokenHistory`). Generated text that would tokenise differently a second time
+    therefore never costs a hit: all but the new text and the last sampled token is cached.
 
-    Turns are taken one after the other: a thread that asks during another's turn waits for its end.
+    Turns come one after the other: a thread that asks during another's turn waits for its end.
 
     >>> chat = Chat(llm, system="...")  # doctest: +SKIP
     >>> chat.ask("How old is Ada Byron?").outputs[0].text  # doctest: +SKIP
 
     Args:
-        system: a message that comes first.
-        tools: functions that may be called, described as OpenAI's API does. The calls of an answer
-            are in ``messages[-1].get("tool_calls")``; `ask` takes messages with their results.
+        system: text of a system message.
+        tools: functions that the model may call, in OpenAI's format. An answer's calls are in
+            ``messages[-1].get("tool_calls")``; `ask` takes messages with their results.
     """
 
     def __init__(
@@ -61,10 +60,10 @@ class Chat:
             self.messages.append({"role": "system", "content": system})
 
     def fork(self) -> Chat:
-        """A copy that goes its own way, and shares what the cache holds of the way so far.
+        """A copy that goes on by itself, and shares the cached tokens so far.
 
-        Fork before a question that may be edited later: asking other words in the copy computes
-        only what follows the last token that both questions have in common.
+        Fork before a question that may be edited later: another question to the copy computes only
+        the tokens after the questions' common prefix.
         """
         twin = copy(self)
         twin._turn, twin._asking = Lock(), None
@@ -74,24 +73,24 @@ class Chat:
     def ask(
         self, text: str | Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> RequestOutput:
-        """Say `text`, or such messages; the answer is part of the conversation from now on."""
+        """Say `text` or messages; the answer becomes part of the conversation."""
         *_, output = self.stream(text, sampling_params)
         return output
 
     def explain(self, text: str | Sequence[Message]) -> Explanation:
-        """Why the prompt that `ask` would make is not cached in full; see `LLM.explain`."""
+        """Why the prompt of `ask` would not be cached in full; see `LLM.explain`."""
         messages = [*self.messages, *_as_messages(text)]
         return self.llm.explain(messages, cache_salt=self.cache_salt, tools=self.tools)
 
     def stream(
         self, text: str | Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> Generator[RequestOutput, None, None]:
-        """Say `text`, or such messages, yielding the answer's state after every token.
+        """Say `text` or messages, yielding the answer's state after every token.
 
-        A turn that is not read to its end leaves the conversation as it was before it.
+        A turn that is not read to its end leaves the conversation unchanged.
 
         Raises:
-            InvalidRequest: this thread has not read the turn before to its end.
+            InvalidRequest: this thread has not read the previous turn to its end.
         """
         params = self.llm.default_params if sampling_params is None else sampling_params
         check_params(params)
@@ -130,7 +129,6 @@ class Chat:
 
 
 def _as_messages(text: str | Sequence[Message]) -> Sequence[Message]:
-    """What a user says, as messages."""
     messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
     if not isinstance(messages, Sequence):
         raise InvalidRequest(f"say a text or a list of messages, not {type(text).__name__}")

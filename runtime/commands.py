@@ -1,7 +1,6 @@
-"""What the commands of the command line do, each with the flags that `cli.py` has parsed.
+"""Runs the commands of the command line, with the flags that `cli.py` has parsed.
 
-torch and transformers take seconds to import, so nothing here imports them before a command needs
-a model.
+torch and transformers take seconds to import, so a command imports them only once it needs a model.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def chat(args: argparse.Namespace) -> int:
 
 
 def _answer(chat: Chat, text: str, params: SamplingParams, note: Note) -> None:
-    """Print the answer as it comes, and a note on what it took."""
+    """Print the answer as it comes, and a note on its costs."""
     output = None
     try:
         with closing(chat.stream(text, params)) as stream:
@@ -100,7 +99,7 @@ def _answer(chat: Chat, text: str, params: SamplingParams, note: Note) -> None:
 
 
 def _ask_user() -> str | None:
-    """The next line of input, None at its end."""
+    """The next line of input, None at the end."""
     interactive = sys.stdin.isatty()
     if interactive:
         with suppress(ImportError):
@@ -134,7 +133,7 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def serve(args: argparse.Namespace) -> int:
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # the event loop always wants a core
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # the event loop needs a core
     for package in ("pydantic_settings", "fastapi", "uvicorn", "prometheus_client"):
         if find_spec(package) is None:
             raise MissingDependency(
@@ -144,7 +143,7 @@ def serve(args: argparse.Namespace) -> int:
 
     _take_model(args)
     engine, server = read_settings(_given(args, ("config", *SETTINGS)))
-    # What is wrong with the port or the model is told before torch is imported, or a model loaded.
+    # The port and the model are checked before torch is imported.
     with listen(server.host, server.port) as listener:
         check_model(engine.model)
         if server.replicas is not None and find_spec("ray") is None:
@@ -176,7 +175,7 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def explain(args: argparse.Namespace) -> int:
-    """Ask a running server; takes neither torch nor a model."""
+    """Ask a running server, without torch or a model."""
     from radixcache.runtime.explanation import summarise
     from radixcache.runtime.server.http import client
 
@@ -195,9 +194,9 @@ def explain(args: argparse.Namespace) -> int:
 
 
 def _meant(args: argparse.Namespace) -> dict[str, Any]:
-    """The prompt or the messages that are to be explained."""
+    """The body for the prompt or the messages to explain."""
     if (args.PROMPT is None) == (args.messages is None):
-        raise InvalidRequest("either a prompt or --messages FILE is explained")
+        raise InvalidRequest("give either a prompt or --messages FILE")
     if args.PROMPT is not None:
         return {"prompt": _read("-") if args.PROMPT == "-" else args.PROMPT}
     text = _read(args.messages)
@@ -239,7 +238,7 @@ def _note_use(folder: Path) -> None:
 
 
 def info(_: argparse.Namespace) -> int:
-    """What runs here, and why what does not."""
+    """Print versions and what runs here, or why it does not."""
     import torch
     import transformers
 
@@ -279,7 +278,7 @@ def _version_of(package: str) -> str | None:
 
 
 def _prompts(args: argparse.Namespace) -> list[Prompt]:
-    """What is to be completed, from the one source that was named."""
+    """The prompts, from the one source that was named."""
     if args.prompt is not None:
         sources = {"--prompt": args.prompt}
     elif args.PROMPT not in (None, "-"):
@@ -304,7 +303,7 @@ def _parse_record(where: str, line: str) -> Prompt:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise InvalidRequest(f"{where}: not JSON: {error.msg}") from None
-    except (RecursionError, ValueError):  # of numbers with thousands of digits
+    except (RecursionError, ValueError):  # ValueError: a number with thousands of digits
         raise InvalidRequest(f"{where}: JSON that is too deep, or has too long a number") from None
     match record:
         case {"prompt": str(text), **rest} if not rest:
@@ -320,7 +319,7 @@ def _parse_record(where: str, line: str) -> Prompt:
 
 
 def _take_model(args: argparse.Namespace) -> None:
-    """The model may be named by its place."""
+    """Take the positional MODEL as --model."""
     if args.MODEL is not None and args.model is not None:
         raise InvalidRequest(f"two models are given: {args.MODEL} and --model {args.model}")
     args.model = args.model if args.MODEL is None else args.MODEL
@@ -339,7 +338,7 @@ def _load(args: argparse.Namespace | EngineArgs) -> LLM:
 
 @contextmanager
 def _show_progress() -> Iterator[None]:
-    """A bar on a terminal, if loading takes more than a second; it does not stay."""
+    """Show a bar on a terminal while loading, if that takes more than a second."""
     from tqdm import tqdm
 
     bar = tqdm(total=1, leave=False, disable=None, delay=1, mininterval=0, miniters=0)
@@ -354,7 +353,7 @@ def _show_progress() -> Iterator[None]:
 
 
 def _silence(args: argparse.Namespace | EngineArgs) -> None:
-    """No bars of transformers', beside ours; of downloads, and warnings, where they are seen."""
+    """Hide transformers' own bars; show downloads and warnings on a terminal only."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging
 
@@ -370,9 +369,9 @@ def _silence(args: argparse.Namespace | EngineArgs) -> None:
 def _share_cores() -> None:
     """Let torch's threads sleep rather than spin if the machine has other work to do.
 
-    libgomp's threads busy-wait for each other for milliseconds. While another process holds one of
-    the cores, every operation then takes up to 25 times as long. 1000 is what libgomp itself takes
-    once it knows that cores are shared; on an idle machine it costs a tenth of the decoding speed.
+    libgomp's threads busy-wait for each other for milliseconds. While another process holds a core,
+    each operation then takes up to 25 times as long. libgomp itself uses 1000 once it knows that
+    cores are shared; on an idle machine that costs a tenth of the decoding speed.
     """
     if os.getloadavg()[0] > (os.cpu_count() or 1) / 2:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -383,12 +382,12 @@ def _names(kind: type) -> tuple[str, ...]:
 
 
 def _given(args: argparse.Namespace | EngineArgs, names: tuple[str, ...]) -> dict[str, Any]:
-    """The flags that were given; the others keep the defaults of what they are passed to."""
+    """The given flags, without those that are left to defaults."""
     return {name: value for name in names if (value := getattr(args, name, None)) is not None}
 
 
 def _read(name: str) -> str:
-    """The text of a file, or of standard input for "-"."""
+    """The text of a file, or of standard input if the name is "-"."""
     try:
         return sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except OSError as error:
@@ -398,7 +397,7 @@ def _read(name: str) -> str:
 
 
 def _make_note() -> Note:
-    """Prints remarks on standard error, dim on a terminal, so that standard output stays clean."""
+    """A function that prints remarks on standard error, dim on a terminal."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
@@ -406,7 +405,7 @@ def _make_note() -> Note:
 
 
 def _describe(output: RequestOutput) -> str:
-    """What a request took, in one line."""
+    """A request's costs, in one line."""
     metrics = output.metrics
     if output.error is not None:
         return f"failed: {output.error}"

@@ -65,7 +65,7 @@ class LLM:
         ModelError: there is no such model, or it would be silently wrong over pages, or it is not
             exact, or it cannot be split over so many ranks.
         InvalidRequest: a setting makes no sense.
-        RanksLost: one of the model's processes ended as it was loaded.
+        RanksLost: one of the model's processes ended during loading.
     """
 
     __signature__ = signature(EngineArgs)
@@ -91,7 +91,7 @@ class LLM:
                 session.restore(self.offload.disk, self.inputs.conversations, self._pin)
                 self.cache.stats = CacheStats()  # no request has come yet
             except BaseException:
-                self.close()  # or the folder would be locked as long as the error's traceback
+                self.close()  # else the error's traceback would keep the folder locked
                 raise
         give_back()  # the memory that only loading needed
         self.load_seconds = time.perf_counter() - start
@@ -134,7 +134,7 @@ class LLM:
         return self.inputs.turns
 
     def __repr__(self) -> str:
-        engine = getattr(self, "engine", None)  # none while it is made, as a debugger shows it
+        engine = getattr(self, "engine", None)  # absent during construction, as in a debugger
         return f"LLM({self.model_name}: {engine.model.placement})" if engine else "LLM(not loaded)"
 
     def __enter__(self) -> LLM:
@@ -194,7 +194,7 @@ class LLM:
         Args:
             prompts: strings, lists of token ids, or dicts with "prompt_token_ids".
             sampling_params: one for all or one for each; by default the model's own settings.
-            prefix: name of a pinned prefix of this salt that each prompt goes on from; see
+            prefix: name of a pinned prefix of this salt that goes before each prompt; see
                 `pin_prefix`.
             cache_salt: requests share cached prefixes only within the same salt.
             use_tqdm: show a progress bar for more than one prompt.
@@ -252,7 +252,7 @@ class LLM:
         `radixcache.runtime.engine.explain`.
 
         Raises:
-            InvalidRequest: no request could have the prompt (`ContextExceeded` if it is too long).
+            InvalidRequest: the prompt is unusable (`ContextExceeded` if it is too long).
             PinError: no prefix of that name and salt is pinned.
         """
         if is_conversation(prompt):
@@ -288,8 +288,7 @@ class LLM:
         hold `llm.cache.pins.share` pages: a quarter of all; those of all salts together half.
 
         Raises:
-            PinError: the salt has that name for another prefix, or there are too few pages left to
-                pin.
+            PinError: the salt uses the name for another prefix, or too few pages can be pinned.
             InvalidRequest: the prompt is unusable.
         """
         return self._pin(name, prompt, lifetime=lifetime, cache_salt=cache_salt)
@@ -311,7 +310,7 @@ class LLM:
         return self.call(lambda: keep(name, job.requests[0]))
 
     def unpin_prefix(self, name: str, *, cache_salt: str | None = None) -> None:
-        """Let a pinned prefix be evicted like any other; `PinError` if it is unknown."""
+        """Unpin a prefix; `PinError` if there is none of that name."""
         self.call(lambda: self.prefixes.unpin(name, cache_salt))
 
     def chat(
@@ -335,8 +334,8 @@ class LLM:
                 finds the calls in an answer.
             chat_template_kwargs: more values for the template, such as `enable_thinking`.
             add_generation_prompt: ask for the assistant's next message.
-            continue_final_message: go on with the last message instead; `add_generation_prompt`
-                does not matter then.
+            continue_final_message: go on with the last message instead, whatever
+                `add_generation_prompt` is.
         """
         texts = self.inputs.render(
             messages,

@@ -1,1 +1,1 @@
-"""The demo: a script, and what plays it."""
+"""The demo: a script and its players."""

@@ -1,8 +1,8 @@
 """The demo: three users chat about two documents, with the prefix cache on and off.
 
-Every answer is a look-up in a table, so a wrong KV page shows as a wrong answer, which anybody can
-check. What a turn should compute is worked out here from the token ids alone, by comparing them
-with everything computed before; the cache has to agree to the token.
+Every answer is a look-up in a table, so a wrong KV page shows as a wrong answer. What a turn should
+compute is worked out from the token ids alone, by comparing them with all computed before; the
+cache must agree to the token.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _NEXT = "Next: radixcache serve (or make serve), to chat in a browser and see th
 
 @dataclass(frozen=True)
 class Turn:
-    """A line of the script as it was played, with the cache and without.
+    """A played line of the script, with the cache and without.
 
     Attributes:
         turn_of_user: 1 for a user's first question.
-        page_offset: how far into a KV page the hit ends; 0 is a page boundary.
-        new_tokens: prompt tokens after the longest prefix that any earlier turn has computed;
-            what a perfect cache prefills.
-        same_tokens: the prompt and the answer without the cache are the same, token by token.
+        page_offset: tokens by which the hit reaches into a KV page; 0 is a page boundary.
+        new_tokens: prompt tokens after the longest prefix that an earlier turn has computed, which
+            a perfect cache prefills.
+        same_tokens: prompt and answer have the same tokens without the cache.
     """
 
     number: int
@@ -105,18 +105,18 @@ class Totals:
 
 
 class Player:
-    """Plays the script on one LLM, and works out what each turn has to compute."""
+    """Plays the script on one LLM, and works out what each turn must compute."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self._chats = {user: Chat(llm, path.read_text()) for user, path in DOCUMENTS.items()}
         self._before: dict[str, Chat] = {}
         self._computed: list[list[int]] = []
-        self._chats["Ana"].fork().ask(SCRIPT[0].text, _GREEDY)  # so that no turn pays for a start
+        self._chats["Ana"].fork().ask(SCRIPT[0].text, _GREEDY)  # a warm-up
         llm.reset_prefix_cache()
 
     def ask(self, question: Question) -> tuple[RequestOutput, int]:
-        """Play one line; returns what came back and how many prompt tokens were new."""
+        """Play one line; returns the output and the number of new prompt tokens."""
         user = question.user
         if question.edits:
             self._chats[user] = self._before[user]
@@ -169,7 +169,7 @@ def play(engine: Mapping[str, Any]) -> Iterator[Turn]:
 
 
 def run(engine: Mapping[str, Any], as_json: bool = False) -> int:
-    """Play and show the demo; returns the exit code: 0 if everything was as it should be."""
+    """Play and show the demo; returns the exit code, 0 if all was right."""
     turns = play(engine)
     totals = _show_json(turns) if as_json else _show(turns)
     return 0 if totals.ok else 1
@@ -212,7 +212,7 @@ def _show_json(turns: Iterable[Turn]) -> Totals:
 
 
 def _show(turns: Iterable[Turn]) -> Totals:
-    """Fits 80 columns and 24 lines, with the shell's own two; a file gets whole lines, plain."""
+    """Show the turns in 80 columns and 22 lines on a terminal, in whole lines in a file."""
     from rich.console import Console
     from rich.text import Text
 
@@ -247,7 +247,7 @@ def _numbers(turn: Turn) -> str:
 
 
 def _answer(turn: Turn) -> str:
-    """The cell that was asked for, or what was said instead."""
+    """The right cell, or the wrong answer."""
     return turn.expected if turn.right else f"WRONG, not {turn.expected}: {turn.answer!r}"
 
 

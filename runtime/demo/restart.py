@@ -2,7 +2,7 @@
 
     python -m radixcache.runtime.demo.restart < job.json
 
-is one of the processes: it answers a conversation, and prints what that took.
+is one of the processes: it answers a conversation, and prints the costs.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _ROWS = ("in the first process", "after a restart", "the same, without kv_dir")
 
 @dataclass(frozen=True)
 class Turn:
-    """What a process has answered.
+    """A process's answer.
 
     Attributes:
-        tokens: of prompt and answer.
+        tokens: ids of the prompt and the answer.
         computed: prompt tokens that were prefilled.
     """
 
@@ -41,7 +41,7 @@ class Turn:
 
 
 def run(engine: Mapping[str, Any], as_json: bool = False) -> int:
-    """Play and show it; returns the exit code: 0 if everything was as it should be."""
+    """Play and show the demo; returns the exit code, 0 if all was right."""
     messages = [{"role": "system", "content": TABLE.read_text()}, _ask(_FIRST)]
     with TemporaryDirectory(prefix="radixcache-") as folder:
         kept = {**engine, "kv_dir": folder, "kv_dir_size": "500MB"}

@@ -1,4 +1,4 @@
-"""What is played: three users, two documents, twelve questions with one right answer each."""
+"""The script: three users, two documents, twelve questions with one right answer each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Question:
     """A line of the script: `user` asks for one cell of the user's document.
 
     Attributes:
-        edits: it replaces the user's last question, whose turn is taken back.
+        edits: the question replaces the user's last one, whose turn is taken back.
     """
 
     user: str

@@ -19,12 +19,12 @@ class KVEventsConfig:
         enable_kv_cache_events: whether anything is published.
         publisher: "zmq", or "null" to publish nothing after all.
         endpoint: where to publish. It is bound if it has a `*` or `::`, or is `ipc://`; any other
-            is taken for the address of a subscriber, which the publisher connects to.
-        replay_endpoint: where to answer who asks for earlier batches; always bound.
-        buffer_steps: batches that are kept for them.
+            is the address of a subscriber, to which the publisher connects.
+        replay_endpoint: where to answer requests for earlier batches; always bound.
+        buffer_steps: batches that are kept for replays.
         hwm: batches that wait for a slow subscriber before it misses some; 0 is no limit.
-        max_queue_size: batches that wait for the thread that sends.
-        topic: what subscribers choose by; llm-d wants "kv@POD@MODEL".
+        max_queue_size: batches that wait for the sending thread.
+        topic: the topic to which clients subscribe; llm-d wants "kv@POD@MODEL".
     """
 
     enable_kv_cache_events: bool = False
@@ -38,7 +38,7 @@ class KVEventsConfig:
 
     @classmethod
     def read(cls, given: str | Mapping[str, Any]) -> KVEventsConfig:
-        """A configuration that is given as a mapping or as JSON.
+        """A configuration from a mapping or JSON.
 
         Raises:
             InvalidRequest: it makes no sense.
@@ -69,7 +69,7 @@ class KVEventsConfig:
     def asked(
         cls, given: str | Mapping[str, Any] | KVEventsConfig | None, page_size: int, caches: bool
     ) -> KVEventsConfig | None:
-        """What `read` reads, for such a cache; None if nothing is to be published."""
+        """The configuration for a cache; None if nothing is to be published."""
         config = cls() if given is None else given
         if isinstance(config, str | Mapping):
             config = cls.read(config)
@@ -77,7 +77,7 @@ class KVEventsConfig:
             return None
         if page_size < 2 or not caches:
             raise InvalidRequest(
-                "KV events are about blocks: they need a cache, and as its page size the block "
-                "size of the router, which is above 1"
+                "KV events are about blocks: they need a cache whose page size is the router's "
+                "block size, which is above 1"
             )
         return config

@@ -1,4 +1,4 @@
-"""Sends what a cache says to whoever subscribes."""
+"""Publishes a cache's events to subscribers."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 _END = (-1).to_bytes(8, "big", signed=True)
 _MAX_RECEIVED = 4096
-"""Bytes of a subscription, or of a request for a replay; who sends more is disconnected."""
+"""Bytes of a subscription or a replay request; ZeroMQ disconnects clients that send more."""
 
 
 class KVEventPublisher:
-    """Publishes what a cache stores and evicts, from now on until `close`.
+    """Publishes what a cache stores and evicts, until `close`.
 
-    `end_step` is to be called after each step; a batch is what has changed since. Blocks of a step
-    that has failed are stored and removed within one batch.
+    Call `end_step` after each step: it sends a batch of the changes since the last one. Blocks of a
+    failed step are stored and removed within one batch.
 
     If more than `max_queue_size` batches wait, they are dropped, and the next one begins with
     `AllBlocksCleared`: subscribers then know of less than is cached, never of more.
@@ -41,9 +41,9 @@ class KVEventPublisher:
         cache: a `RadixCache` or `HashBlockCache` with pages of more than one token.
 
     Attributes:
-        endpoint: where it publishes, with the port that was found for a 0.
-        connects: that is a subscriber, who listens there.
-        replay_endpoint: where it answers who asks for a replay; None if nowhere.
+        endpoint: where it publishes, with the port that was chosen for 0.
+        connects: the endpoint is a subscriber's.
+        replay_endpoint: where it answers replay requests, if anywhere.
 
     Raises:
         InvalidRequest: an endpoint makes no sense, or is taken.
@@ -58,7 +58,7 @@ class KVEventPublisher:
         self._pack = msgpack.Encoder().encode
         self._heard: list[Event] = []
         self._unwritten: dict[StoredPage, Tokens] = {}
-        """Whole pages on their way into the tier below, each with the prefix that it ends."""
+        """Whole pages that are being written to the tier below, with the prefix that each ends."""
         self._queue: deque[tuple[float, list[Event]]] = deque()
         self._kept: deque[tuple[bytes, bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._numbers = count()
@@ -85,7 +85,7 @@ class KVEventPublisher:
             cache.lower.listener = self
             for page, tokens in cache.lower.from_root():
                 self.added(page, tokens)
-            self.end_step()  # routers learn of it before the first request
+            self.end_step()  # so that routers know them before the first request
 
     # -- on the engine's thread ----------------------------------------------------------------
 
@@ -95,17 +95,17 @@ class KVEventPublisher:
             self._unwritten.clear()
 
     def added(self, page: StoredPage, tokens: Tokens) -> None:
-        """As a tier's listener: told once it can be loaded."""
+        """As a tier's listener: note a page, to publish it once it can be loaded."""
         if len(page.tokens) == self._cache.page_size:
             self._unwritten[page] = tokens
 
     def dropped(self, page: StoredPage) -> None:
-        """As a tier's listener."""
+        """As a tier's listener: note that a page is gone."""
         if len(page.tokens) == self._cache.page_size and self._unwritten.pop(page, None) is None:
             self._heard.append(DroppedBelow(page.key, self._medium))
 
     def end_step(self) -> None:
-        """Queue what has changed, unless a step has yet to compute it. Never waits."""
+        """Queue the changes, unless a step has yet to compute them. Never waits."""
         written = [page for page in self._unwritten if page.state != "writing"]
         for page in sorted(written, key=lambda page: len(self._unwritten[page])):  # parents first
             tokens = self._unwritten.pop(page)
@@ -122,7 +122,7 @@ class KVEventPublisher:
         self._notify()
 
     def close(self) -> None:
-        """End, once the cache changes no more; what is queued may be lost. May be called again."""
+        """End, once the cache changes no more; queued batches may be lost. Idempotent."""
         if not self._closed:
             self._cache.events.remove(self._hear)
             if self._cache.lower is not None:
@@ -132,10 +132,10 @@ class KVEventPublisher:
         self._thread.join()
 
     def _notify(self) -> None:
-        with suppress(OSError):  # full: it wakes anyway
+        with suppress(OSError):  # full, so the thread wakes anyway
             self._wake.send(b"\0")
 
-    # -- on the thread that sends --------------------------------------------------------------
+    # -- on the sending thread -----------------------------------------------------------------
 
     def _run(self) -> None:
         import zmq
@@ -175,7 +175,7 @@ class KVEventPublisher:
             self._pub.send_multipart((self._config.topic.encode(), number, payload))
 
     def _answer(self) -> None:
-        """Send who asks `(b"", number)` what is kept from that number on, and an end."""
+        """Answer a request `(b"", number)`: the kept batches from that number on, and an end."""
         replay = self._replay
         assert replay is not None
         client, *request = replay.recv_multipart()
@@ -187,7 +187,7 @@ class KVEventPublisher:
 
 
 def _open(kind: int, endpoint: str, hwm: int) -> tuple[zmq.Socket[bytes], str]:
-    """A socket, and where it is; `InvalidRequest` if it cannot be there."""
+    """A socket and its endpoint; `InvalidRequest` if it cannot be opened."""
     import zmq
 
     opened: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
@@ -209,12 +209,12 @@ def _open(kind: int, endpoint: str, hwm: int) -> tuple[zmq.Socket[bytes], str]:
 
 
 def _is_bound(endpoint: str) -> bool:
-    """As in vLLM; else it is a subscriber's."""
+    """Whether to bind an endpoint, as in vLLM; else it is a subscriber's."""
     return any(mark in endpoint for mark in ("*", "::", "ipc://", "inproc://"))
 
 
 def _check_place(endpoint: str) -> None:
-    """ValueError for what ZeroMQ takes for another port, or takes away from who listens there."""
+    """ValueError for an endpoint that ZeroMQ would misread or take from its owner."""
     kind, _, place = endpoint.partition("://")
     port = place.rpartition(":")[2]
     if kind == "tcp" and port != "*" and not (port.isdecimal() and int(port) < 1 << 16):

@@ -1,4 +1,4 @@
-"""What a cache says, block by block, in the maps that vLLM 0.33 sends."""
+"""Translates a cache's events into the maps that vLLM 0.33 sends, block by block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from radixcache.events import Cleared, Evicted, Stored
 from radixcache.stored_pages import Medium, StoredPage
 
 MEDIA: dict[Medium, str] = {"host": "CPU", "disk": "DISK"}
-"""What vLLM calls the tiers below its device's memory, "GPU" whatever that is."""
+"""vLLM's names of the tiers below its device's memory, which is always called "GPU"."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class StoredBelow:
 
 @dataclass(frozen=True)
 class DroppedBelow:
-    """A tier holds what it had under `key` no longer."""
+    """A tier no longer holds the block `key`."""
 
     key: bytes
     medium: str
@@ -42,23 +42,23 @@ _sha256, _first_parent = hash_block, first_parent()
 
 
 class Wire:
-    """Translates events; a page is a block, whose hash is vLLM's.
+    """Translates events; a page is a block, with vLLM's hash.
 
     Blocks of the tree are hashed here, by SHA-256; those of the hash-block cache have a hash.
 
     Args:
         block_size: tokens of a block.
-        num_blocks: hashes that are kept, so that a long path is not hashed again for each event.
+        num_blocks: hashes to keep, so that a long path is not hashed again for each event.
     """
 
     def __init__(self, block_size: int, num_blocks: int) -> None:
         self._size = block_size
         self._hash = lru_cache(num_blocks)(_hash)
         self._below: dict[bytes, bytes] = {}
-        """The hashes of blocks in a tier, by its keys."""
+        """The hashes of the tier's blocks, by its keys."""
 
     def describe(self, event: Event) -> Iterator[dict[str, Any]]:
-        """The maps for one event: none if no block begins or ceases to be whole.
+        """The maps for one event; none if no block becomes whole or goes.
 
         A parent is stored before its children, and removed after them.
         """
@@ -75,7 +75,7 @@ class Wire:
             page, medium = event.page, event.medium
             event = Stored(None, event.tokens, len(event.tokens) - self._size)
             parent, tokens = self._below.get(page.parent), page.tokens.tobytes()
-            if parent is None and event.start:  # it is not in the tier
+            if parent is None and event.start:  # the parent is not in the tier
                 parent = self._read(Stored(None, event.tokens[: event.start], 0))[1][-1]
             self._below[page.key] = self._hash(parent, tokens, None)
             hashes = [self._below[page.key]]
@@ -103,9 +103,9 @@ class Wire:
             }
 
     def _read(self, event: Stored | Evicted) -> tuple[bytes | None, list[bytes], bytes]:
-        """Of the blocks that an event is about: hash of the one before, hashes, tokens (int32).
+        """The parent's hash, the hashes and the tokens (int32 bytes) of an event's blocks.
 
-        In the tree a block is there if its last token is. O(path) without hashing it all again.
+        In the tree, a block is cached if its last token is. O(path), with kept hashes.
         """
         if isinstance(event, BlocksStored | BlockEvicted):
             blocks = event.blocks
@@ -135,10 +135,10 @@ def _removed(name: bytes, medium: str) -> dict[str, Any]:
 
 
 def _number(name: bytes) -> int:
-    """A hash as it is sent: its low 64 bits."""
+    """A hash as it is sent: the low 64 bits."""
     return int.from_bytes(name[-8:], "big")
 
 
 def _untagged(keys: tuple[ExtraKey, ...] | None) -> list[Any] | None:
-    """Extra keys as they are sent: salts and names alone, images with their offsets."""
+    """Extra keys as they are sent: salts and names alone, images with offsets."""
     return None if keys is None else [key[1:] if key[0] == "mm" else key[1] for key in keys]

@@ -1,4 +1,4 @@
-"""The app of an ingress: who may come in, what it tells of the replicas, and all else to them."""
+"""The app of an ingress: access control, routes about the replicas, and all others to them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.observe.metrics import exposition
 
 PATIENCE = 5.0
-"""Seconds that a replica has for its metrics: who hangs must not take those of others along."""
+"""Seconds that a replica has for its metrics, so that one that hangs does not block the others'."""
 
 
 def create_app(ingress: Ingress) -> FastAPI:
@@ -58,7 +58,7 @@ _Ingress = Annotated[Ingress, Depends(_ingress_of)]
 
 
 async def _health(ingress: _Ingress) -> dict[str, str]:
-    """Whether requests are taken: 503 if not."""
+    """Whether the server takes requests; 503 if not."""
     if ingress.draining or not ingress.alive:
         raise ApiError(503, "the server is shutting down, or no replica is running")
     return {"status": "ok"}
@@ -67,8 +67,8 @@ async def _health(ingress: _Ingress) -> dict[str, str]:
 async def _replicas(ingress: _Ingress) -> dict[str, Any]:
     """The replicas, and where the last requests went and why, the newest first.
 
-    Queued are tokens that a replica has yet to compute, as far as the ingress knows. A request went
-    where the cost was least, but for those that go on from a response.
+    Queued tokens have yet to be computed, as far as the ingress knows. A request went where its
+    cost was least, unless it goes on from a response.
     """
     booked = [s._asdict() for s in ingress.router.standings([])]
     return {

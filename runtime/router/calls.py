@@ -1,4 +1,4 @@
-"""Calls to one replica by its name, and what Ray says when there is no answer."""
+"""Calls a replica by its name, through Ray Serve."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Calls:
         self._handle = handle
 
     async def describe(self, name: str) -> Description | None:
-        """What a replica is; None if it cannot answer yet, or no more; `Gone` if it has died."""
+        """A replica's description; None if it cannot answer now, `Gone` if it has died."""
         try:
             found: Description | None = await self._handle.describe.remote(name)
         except (RayError, RayServeException) as error:
@@ -32,7 +32,7 @@ class Calls:
         return found
 
     async def answer(self, name: str, scope: Scope, body: bytes) -> AsyncGenerator[Message, None]:
-        """What a replica's app answers, `STARTED` and `END` included; `Gone` if it does not."""
+        """The messages of a replica's app, `STARTED` and `END` included; `Gone` if none answers."""
         stream = self._handle.options(stream=True).answer.remote(name, scope, body)
         is_whole = False
         try:
@@ -44,14 +44,14 @@ class Calls:
             raise _gone(name, error) from error
         finally:
             if not is_whole:
-                with suppress(Exception):  # as it ended
+                with suppress(Exception):  # it may have ended
                     stream.cancel()
-        if not is_whole:  # nobody of that name takes requests
+        if not is_whole:  # no replica of that name takes requests
             raise Gone(name)
 
 
 def _gone(name: str, error: Exception) -> Exception:
-    """What to raise for an error of Ray's: its own if the replica's code failed."""
+    """The exception to raise for Ray's: the same if the replica's own code failed."""
     if isinstance(error, RayTaskError):
         return error
     return Gone(name, has_died=isinstance(error, ActorDiedError))

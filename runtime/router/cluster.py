@@ -1,7 +1,7 @@
-"""The same for a cluster that others run: an application for `serve deploy` and KubeRay.
+"""An application for `serve deploy` and KubeRay, on a cluster that is managed elsewhere.
 
-There, Serve's proxies take the connections, and the ingress is a deployment of one replica: more
-would each know a part of what is cached.
+Serve's proxies take the connections. The ingress is a deployment of one replica, since several
+would each know only a part of what is cached.
 """
 
 from __future__ import annotations
@@ -51,4 +51,4 @@ def build(settings: dict[str, Any]) -> Application:
 
 class _Ingress:
     def __init__(self, replicas: DeploymentHandle) -> None:
-        """The replicas are named so that they are deployed with it."""
+        """The argument makes Serve deploy the replicas, too."""

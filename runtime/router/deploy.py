@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 REPLICA = "replica"
 
 NO_LIMIT = 100_000
-"""Requests that Serve lets a replica have: its app has limits of its own, and tells clients."""
+"""Requests that Serve lets a replica have; the app's own limits answer clients."""
 
 _UPSCALE_SECONDS, _DOWNSCALE_SECONDS = 5.0, 300.0
 
 _HEALTH_SECONDS = 10.0
-"""A replica that does not answer for so long, three times in a row, hangs, and is replaced."""
+"""A replica that does not answer within this, three times in a row, is replaced."""
 
 
 def bind(
@@ -57,8 +57,8 @@ def bind(
     """The deployment of the replicas, as many as `options` say.
 
     Args:
-        resources: of each, as `num_cpus` and `num_gpus`.
-        key: by which all name salts.
+        resources: `num_cpus` and `num_gpus` of each replica.
+        key: keys the names of salts, the same in all replicas.
     """
     low, high = options.replicas or (1, 1)
     count: dict[str, Any] = {"num_replicas": low}
@@ -84,7 +84,7 @@ def bind(
         graceful_shutdown_timeout_s=options.shutdown_timeout,
         health_check_period_s=_HEALTH_SECONDS / 2,
         health_check_timeout_s=_HEALTH_SECONDS,
-        max_constructor_retry_count=1,  # of the first ones; those that replace others try on
+        max_constructor_retry_count=1,  # for the first replicas; replacements keep trying
         **count,
     )(Replica)
     if engine.model is not None and Path(engine.model).exists():  # replicas run elsewhere
@@ -111,7 +111,7 @@ def deployed(
         logging.getLogger(logger).setLevel(logging.WARNING)
     most = (options.replicas or (1, 1))[1]
     cores = max(1, int(min(os.cpu_count() or 1, cgroups.cpu_quota() or inf)) // most)
-    # What replicas print is in the logs of Ray: a start that fails is told in one sentence.
+    # Ray's logs have what replicas print; a failed start is reported in one sentence.
     ray_options: dict[str, Any] = {"logging_level": "warning", "log_to_driver": False}
     if "RAY_ADDRESS" in os.environ:
         _check_address(os.environ["RAY_ADDRESS"])
@@ -130,20 +130,20 @@ def deployed(
             raise ModelError(f"no replica starts: {_reason(name)}") from None
         yield handle
     finally:
-        if ray.is_initialized():  # else that would start a Ray of its own
-            with suppress(Exception):  # it may not even have begun
+        if ray.is_initialized():  # else this would start Ray
+            with suppress(Exception):  # Serve may not have started
                 serve.delete(name)
         ray.shutdown()
 
 
 def resources_of(engine: EngineArgs, cores: int, on_gpu: bool) -> dict[str, float]:
-    """Of one replica: on GPUs one for each of its ranks, which are children of its process."""
+    """The resources of one replica; its ranks, children of its process, have a GPU each."""
     gpus = engine.tensor_parallel_size * on_gpu
     return {"num_cpus": 1 if on_gpu else cores, "num_gpus": gpus}
 
 
 def _check_address(address: str) -> None:
-    """`InvalidRequest` if nothing listens there; Ray itself would try for minutes."""
+    """`InvalidRequest` if nothing listens there; Ray would try for minutes."""
     host, _, port = address.rpartition(":")
     try:
         if address != "auto":
@@ -156,7 +156,7 @@ def _check_address(address: str) -> None:
 
 
 def _reason(name: str) -> str:
-    """The last line of what a replica's constructor raised."""
+    """The last line of the error of a replica's constructor."""
     message = serve.status().applications[name].deployments[REPLICA].message
     last = message.strip().rpartition("\n")[2]
     return last.partition("Error: ")[2] or last
@@ -166,14 +166,14 @@ def make_app(
     handle: DeploymentHandle, prompts: Prompts, options: ServerArgs, note: str, key: bytes
 ) -> FastAPI:
     """The ingress of running replicas."""
-    cache.share_key(key)  # it names salts as they do
+    cache.share_key(key)  # so that it names salts as the replicas do
     return create_app(Ingress(Calls(handle), options, prompts, note))
 
 
 def run(engine: EngineArgs, options: ServerArgs, listener: socket.socket) -> None:
     """Serve until a signal ends it."""
     prompts, key = load_prompts(engine.model), secrets.token_bytes(32)
-    # One of its own for each ingress, and the same again if this one is killed and started anew.
+    # Unique to this ingress, and the same if it is killed and restarted.
     name = f"radixcache-{platform.node()}-{listener.getsockname()[1]}"
     with deployed(engine, options, key, name) as handle:
         low, high = options.replicas or (1, 1)

@@ -1,7 +1,6 @@
-"""The entry point of a deployment: it reads bodies, chooses replicas, and passes on answers.
+"""The entry point of a deployment: reads bodies, chooses replicas, and passes on answers.
 
-All else that a server does, the replicas do: each runs the whole app. So a route that is not named
-here goes to any of them.
+Each replica runs the whole app, so a route that is not named here goes to any of them.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ from radixcache.runtime.server.http.errors import ApiError
 T = TypeVar("T")
 
 TRIES = 3
-"""Replicas that get a request, if they die over it: it may be the request that kills them."""
+"""Replicas that may die over one request, since the request may be what kills them."""
 
 JOIN_SECONDS = 120.0
-"""How long a request waits where no replica runs, because the last one has died."""
+"""How long a request waits for a replica if none runs."""
 
 _RETRY_SECONDS = 1.0
 
 REPLICA = "X-Radixcache-Replica"
-"""A header of each answer: who gave it."""
+"""A header of each answer, with the replica's name."""
 
 _GENERATES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _FOR_ALL = ("/v1/cache/flush", "/v1/responses/")
-"""Besides what is deleted: nobody knows which replica keeps a response."""
+"""Paths that go to all replicas, besides deletions: any replica may have the response."""
 _PORTABLE = (
     *("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string"),
     *("root_path", "headers", "client", "server"),
@@ -56,7 +55,7 @@ _PORTABLE = (
 
 
 class Gone(Exception):
-    """The replica does not answer: it has died, or is about to."""
+    """The replica does not answer: it has died or is about to."""
 
     def __init__(self, name: str, has_died: bool = False) -> None:
         super().__init__(name)
@@ -73,7 +72,7 @@ class Calls(Protocol):
 
 @dataclass(frozen=True)
 class Decision:
-    """Where a request went, and how all replicas stood for it then."""
+    """Where a request went, and all replicas' standings at the time."""
 
     time: float
     path: str
@@ -82,10 +81,8 @@ class Decision:
 
 
 class _Relay:
-    """Passes messages on to a client; the head waits for the first byte of the body.
-
-    Until then, the request can still go to another replica.
-    """
+    """Passes messages on to a client. The head waits for the first byte of the body, so that until
+    then the request can go to another replica."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -111,11 +108,10 @@ class Ingress:
     """An ASGI app over the replicas of one deployment; for one event loop.
 
     Attributes:
-        options: as the replicas have them.
-        notes: for whoever starts the server.
-        router: what it knows of the replicas.
+        options: the replicas' settings.
+        notes: lines to print at the start.
         decisions: the last ones, for `GET /v1/replicas`.
-        draining: nothing is taken any more.
+        draining: new requests are refused.
     """
 
     def __init__(self, calls: Calls, options: ServerArgs, prompts: Prompts, note: str = "") -> None:
@@ -138,7 +134,7 @@ class Ingress:
 
     @property
     def names(self) -> list[str]:
-        """Of the model."""
+        """The model's names."""
         return [*self.options.served_model_name] or [BUNDLED_MODEL.name]
 
     @property
@@ -148,12 +144,12 @@ class Ingress:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """While this lasts, replicas come and go."""
+        """A context in which replicas join and leave."""
         loop = asyncio.get_running_loop()
         with suppress(Gone):
             await self._calls.describe("")  # starts Serve's router
         MEMBERS.listen(lambda: loop.call_soon_threadsafe(self._update))
-        await asyncio.gather(*self._update())  # so that all take part from the first request on
+        await asyncio.gather(*self._update())  # all join before the first request
         await self._any_replica()
         try:
             yield
@@ -163,14 +159,14 @@ class Ingress:
                 task.cancel()
 
     async def drain(self, grace: float) -> None:
-        """Refuse new requests, and give those that run `grace` seconds."""
+        """Refuse new requests, and wait `grace` seconds for running ones."""
         self.draining = True
         self._idle.clear()
         if self._open:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), grace)
 
-    # -- who runs ------------------------------------------------------------------------------
+    # -- members -------------------------------------------------------------------------------
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.ensure_future(work)
@@ -179,7 +175,7 @@ class Ingress:
         return task
 
     def _update(self) -> list[asyncio.Task[None]]:
-        """Agree with what Serve says; returns what takes new ones in."""
+        """Drop and add replicas as Serve says; returns the tasks that add new ones."""
         self._died &= MEMBERS.names
         for name in self.replicas.keys() - MEMBERS.names:
             self._forget(name)
@@ -188,7 +184,7 @@ class Ingress:
         return [self._spawn(self._join(name)) for name in new]
 
     async def _join(self, name: str) -> None:
-        """Take a replica in, now or later, unless it dies; nobody waits for one that hangs."""
+        """Add a replica once it is ready, unless it dies."""
         try:
             if not await self._is_ready(name):
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -197,7 +193,7 @@ class Ingress:
         self._update()
 
     async def _is_ready(self, name: str) -> bool:
-        """Whether a replica takes part: once it has pinned what the others have."""
+        """Whether a replica could be added; it first pins the prefixes that the others have."""
         try:
             found = await self._calls.describe(name)
             if found is None:
@@ -224,7 +220,7 @@ class Ingress:
         self.router.forget(name)
 
     def _lose(self, gone: Gone) -> None:
-        """If it still runs, it joins again, as if nothing were cached there."""
+        """Forget a replica; if it still runs, it joins again, as if its cache were empty."""
         if gone.has_died:
             self._died.add(gone.name)
         if gone.name in self.replicas:
@@ -232,7 +228,7 @@ class Ingress:
             self._update()
 
     async def _any_replica(self) -> None:
-        """Wait until one runs; 503 if none does."""
+        """Wait until a replica runs; 503 if none does."""
         end = time.monotonic() + JOIN_SECONDS
         while not self.replicas:
             self._changed.clear()
@@ -274,7 +270,7 @@ class Ingress:
         pins = path == "/v1/prefixes" and scope["method"] == "POST"
         if pins or scope["method"] == "DELETE" or path.startswith(_FOR_ALL):
             work = self._pin(scope, fields, body) if pins else self._answer_all(scope, body)
-            # Who hangs up must not leave it done on some of them.
+            # A client that hangs up must not leave it done on some replicas.
             name, messages = await asyncio.shield(self._spawn(work))
             relay = _Relay(send)
             for message in messages:
@@ -285,11 +281,11 @@ class Ingress:
     async def _answer_one(
         self, scope: Scope, path: str, fields: Body, body: bytes, send: Send
     ) -> None:
-        """By the replica where the prompt costs least; by the next one, if that dies in time."""
+        """Answer from the replica where the prompt costs least, or the next one if that dies."""
         salt = salt_of(fields)
         prefix = self._pins.find(salt, fields.get("prefix"))
         client = ("salt", salt) if salt else (scope.get("client") or [None])[0]
-        async with self._turns.setdefault(client, asyncio.Lock()):  # nor one on all threads
+        async with self._turns.setdefault(client, asyncio.Lock()):  # one thread for each client
             tokens = await asyncio.to_thread(self._prompts.read, path, fields, prefix)
         bound, scope = await self._bound_to(scope, fields)
         key, relay = uuid4().hex, _Relay(send)
@@ -314,7 +310,7 @@ class Ingress:
                 except Gone as gone:
                     self._lose(gone)
                     bound = None
-                    if relay.begun:  # what is cut off without a word ends with the connection
+                    if relay.begun:  # too late for another replica
                         if relay.is_stream:
                             await send({"type": "http.response.body", "body": _broken(path)})
                         return
@@ -325,7 +321,7 @@ class Ingress:
     def _choose(
         self, key: str, path: str, tokens: Tokens, salt: str | None, bound: str | None
     ) -> str:
-        """Book a request on the best replica, or on that which it is bound to."""
+        """Book a request on the best replica, or on the one to which it is bound."""
         standings = self.router.standings(tokens, salt)
         name = bound if bound in self.replicas else str(min(standings, key=preference).replica)
         self.router.book(key, name, tokens, salt)
@@ -333,7 +329,7 @@ class Ingress:
         return name
 
     def _note(self, key: str, name: str, computed: list[Computed]) -> None:
-        """Book what a replica has computed in place of what was expected."""
+        """Replace a booking with what the replica has computed."""
         for tokens, salt, answers in computed:
             if name in self.replicas:
                 self.router.book(key, name, tokens, salt)
@@ -342,16 +338,16 @@ class Ingress:
     # -- all replicas --------------------------------------------------------------------------
 
     async def _whole(self, name: str, scope: Scope, body: bytes) -> list[Message]:
-        """The messages of an answer that is small."""
+        """All messages of a small answer."""
         messages = [message async for message in self._calls.answer(name, scope, body)]
         return [message for message in messages if message["type"].startswith("http.")]
 
     async def ask_all(
         self, scope: Scope, body: bytes, patience: float | None = None
     ) -> dict[str, list[Message]]:
-        """What each replica answers, those that join meanwhile included, those that die not.
+        """The answers of all replicas, also of those that join meanwhile.
 
-        Nor those that take longer than `patience` seconds.
+        Replicas that die or take longer than `patience` seconds are left out.
         """
         answers: dict[str, list[Message]] = {}
 
@@ -372,7 +368,7 @@ class Ingress:
         return dict(sorted(answers.items()))
 
     async def _answer_all(self, scope: Scope, body: bytes) -> tuple[str, list[Message]]:
-        """Each replica does it: a flush fails if one refuses, all else succeeds if one has it."""
+        """Ask all replicas: a flush fails if one refuses, other requests succeed if one does."""
         async with self._turns.setdefault(key_of(scope), asyncio.Lock()):
             answers = await self.ask_all(scope, body)
             by_status = sorted(answers.items(), key=lambda item: item[1][0]["status"])
@@ -382,7 +378,7 @@ class Ingress:
         return name, messages
 
     async def _pin(self, scope: Scope, fields: Body, body: bytes) -> tuple[str, list[Message]]:
-        """On all replicas, or on none."""
+        """Pin a prefix on all replicas, or on none."""
         undo = deletion(scope, fields)
         async with self._turns.setdefault(key_of(undo), asyncio.Lock()):
             answers = await self.ask_all(scope, body)
@@ -396,14 +392,14 @@ class Ingress:
         return name, answers[name]
 
     async def _bound_to(self, scope: Scope, fields: Body) -> tuple[str | None, Scope]:
-        """The replica that must answer, that of `?replica=` or of the response before; and what it
-        is asked."""
+        """The replica that must answer, that of `?replica=` or of the previous response, and the
+        request for it."""
         if scope["path"].startswith("/v1/cache"):
             query = dict(parse_qsl(scope["query_string"].decode("latin-1"), True))
             named = query.pop("replica", None)
             if named is not None and named not in self.replicas:
                 raise ApiError(404, f"no replica {named[:100]!r} is running", "replica")
-            # Who looks again sees the same one.
+            # The same one each time, so that a page that polls sees one tree.
             bound = named or min(self.replicas, default=None)
             return bound, {**scope, "query_string": urlencode(query).encode()}
         before = fields.get("previous_response_id")
@@ -415,18 +411,18 @@ class Ingress:
 
 
 def portable(scope: Scope) -> Scope:
-    """What of a scope can go to another process."""
+    """The parts of a scope that can be sent to another process."""
     return {name: scope[name] for name in _PORTABLE if name in scope}
 
 
 def _expiry(answer: list[Message]) -> float | None:
-    """When the prefix that a replica has pinned expires, in the seconds of `time.monotonic`."""
+    """When a prefix that a replica has pinned expires, in seconds of `time.monotonic`."""
     left = parse(b"".join(message.get("body", b"") for message in answer)).get("expires_in")
     return None if left is None else time.monotonic() + left
 
 
 def _broken(path: str) -> bytes:
-    """The end of a stream whose replica has died, in the words of its API."""
+    """The end of a stream whose replica has died, in its API's format."""
     error = ApiError(503, "the replica that was answering has died")
     if path == "/v1/responses":
         body = {"type": "error", "code": "server_error", "message": error.message, "param": None}

@@ -1,4 +1,4 @@
-"""Who runs, as Serve tells its own router in this process; apart from it, since that is copied."""
+"""The running replicas, as Serve tells its own router; a module apart, since Serve copies that."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class Members:
-    """The replicas that Serve says are running, for whoever listens in this process."""
+    """The names of the running replicas, and a listener in this process."""
 
     def __init__(self) -> None:
         self.names: frozenset[str] = frozenset()
@@ -19,11 +19,11 @@ class Members:
             listener()
 
     def change(self, names: frozenset[str]) -> None:
-        """Serve's router has heard of others."""
+        """Serve's router calls this when replicas come or go."""
         self.names = names
         if self._listener is not None:
             self._listener()
 
 
 MEMBERS = Members()
-"""Serve makes its routers by itself, one for each process: so this is how to know them."""
+"""Serve makes its routers by itself, one for each process, so they are reached through this."""

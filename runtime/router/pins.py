@@ -15,12 +15,12 @@ from radixcache.runtime.router.prompts import Body
 from radixcache.runtime.server.admin.cache import name_of_salt
 
 Key = tuple[str | None, str]
-"""The name of a salt, and that of one of its prefixes."""
+"""A salt's public name, and a prefix's name."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pin:
-    """The request that pinned a prefix, and until when."""
+    """The request that pinned a prefix, and when the pin expires."""
 
     scope: Scope
     fields: Body
@@ -28,19 +28,19 @@ class Pin:
 
     @property
     def body(self) -> bytes:
-        """To pin it on a further replica, for the time that is left."""
+        """The body that pins it on another replica, for the time that is left."""
         left = None if self.until is None else max(1e-3, self.until - time.monotonic())
         return json.dumps({**self.fields, "lifetime": left}).encode()
 
 
 class Pins:
-    """Those that live, by salt and name."""
+    """The live pins, by salt and name."""
 
     def __init__(self) -> None:
         self._pins: dict[Key, Pin] = {}
 
     def live(self) -> dict[Key, Pin]:
-        """All whose time is not over."""
+        """All pins that have not expired."""
         now = time.monotonic()
         for key, pin in [*self._pins.items()]:
             if pin.until is not None and pin.until <= now:
@@ -53,23 +53,23 @@ class Pins:
         return None if pin is None else pin.fields
 
     def keep(self, pin: Pin) -> None:
-        """All replicas have pinned it."""
+        """Note that all replicas have pinned it."""
         self._pins[key_of(deletion(pin.scope, pin.fields))] = pin
-        self.live()  # lets go of others
+        self.live()  # drops expired pins
 
     def drop(self, scope: Scope) -> None:
-        """All replicas have done what the request asked for: it may have deleted a prefix."""
+        """Note that all replicas have done a request, which may have deleted a prefix."""
         self._pins.pop(key_of(scope), None)
 
 
 def deletion(scope: Scope, fields: Body) -> Scope:
-    """To delete what a request to pin has pinned."""
+    """The request that deletes what a request has pinned."""
     path = f"/v1/prefixes/{fields.get('name')}"
     return {**with_salt(scope, fields), "method": "DELETE", "path": path}
 
 
 def key_of(scope: Scope) -> Key:
-    """The prefix that a deletion, by a client or the administrator, means."""
+    """The prefix that a client's or the administrator's deletion names."""
     *_, place, name = scope["path"].split("/")
     if place != "prefixes":
         return place, name
@@ -78,7 +78,7 @@ def key_of(scope: Scope) -> Key:
 
 
 def salt_of(fields: Body) -> str | None:
-    """The salt in a body; None for one that no replica takes."""
+    """The salt in a body; None if no replica would accept it."""
     salt = fields.get("cache_salt")
     with suppress(UnicodeEncodeError):
         if isinstance(salt, str) and salt.encode():
@@ -87,7 +87,7 @@ def salt_of(fields: Body) -> str | None:
 
 
 def with_salt(scope: Scope, fields: Body) -> Scope:
-    """For routes that have no body to say the salt in."""
+    """The request with its salt in a header, for routes without a body."""
     kept = [(name, value) for name, value in scope["headers"] if name != b"cache-salt"]
     if (salt := salt_of(fields)) is not None:
         kept.append((b"cache-salt", salt.encode()))

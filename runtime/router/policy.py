@@ -1,19 +1,19 @@
-"""Which replica a request goes to: where its first token comes soonest, as far as one can tell.
+"""Estimates which replica would give a request its first token soonest.
 
-What a replica has to do before that is counted in tokens: those of the prompt that it must compute,
-and, a little less, those that were sent there before and are not computed yet. The least sum wins.
-There is no threshold between affinity and load, as both are in one unit: a cached prefix attracts
-requests until the queue there is longer than computing the prefix elsewhere, or the replica full:
-a request that finds no memory there, or too many that run, waits for answers to end.
+A replica's cost is in tokens: those of the prompt that it must compute and, weighed a little less,
+those that were sent there before and are not computed yet. The least sum wins. Affinity and load
+need no threshold, as both are in one unit: a cached prefix attracts requests until the queue there
+costs more than computing the prefix elsewhere, or the replica is full. A request that finds no
+memory there, or too many running requests, must wait for answers to end.
 
-What a replica has cached is not asked but remembered, in a tree for each: a `GhostIndex` of as many
-tokens as the replica's KV holds, which evicts as the replica does. A prompt is
-remembered when its replica is chosen, before it is computed, so that those that come right after
-know where their prefix will be; an answer when its request ends. A replica with a tier below its
-KV memory has a second tree, of both sizes: what only that one has is loaded, at a lower cost.
+The router does not ask replicas what they have cached. It remembers that in one `GhostIndex` for
+each, as large as the replica's KV memory, which evicts as the replica does. A prompt is remembered
+when it is booked, so that requests right after it find its prefix, and an answer when its request
+ends. A replica with a tier below its KV memory has a second index, of both sizes: tokens that only
+this one has are loaded, at a lower cost.
 
-One `Router` decides for all requests of a deployment. Several that do not know of each other spread
-each prefix over as many replicas.
+One `Router` must decide for all requests of a deployment: several would each spread every prefix
+over replicas of their own.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ from radixcache.ghost import GhostIndex
 from radixcache.nodes import common_length
 
 QUEUED = 0.9
-"""What a queued token weighs. At 1 the second of two requests with one stem leaves for an idle
-replica, to save the few tokens of the first that are not stem, and computes the stem again; and a
-part of the queue is computed by now. From 0.5 down load counts too little."""
+"""Weight of a queued token. At 1, the second of two requests with one stem would go to an idle
+replica to avoid the first one's few other tokens, and compute the stem again; and a part of the
+queue is computed by now. At 0.5 and below, load counts too little."""
 
 LOADED = 0.05
-"""What a token weighs that is loaded from a replica's disk: 3,000 of a Llama of 33 M took 1/27 of
-the time of computing them (two cores, AVX-512), and a larger model's take less."""
+"""Weight of a token that is loaded from a replica's disk: 3,000 of a Llama of 33 M took 1/27 of the
+time of computing them (two cores, AVX-512); those of a larger model take less."""
 
 SHORT = 4
-"""What a token weighs that has no room: it waits for answers to end, not for prompts. A step that
-generates a token for each of 64 requests takes as long as some 200 tokens of a prompt."""
+"""Weight of a token without room, which waits for answers to end. A step that generates a token for
+each of 64 requests takes as long as some 200 tokens of a prompt."""
 ANSWER = 512
-"""Tokens of an answer before any has been seen. Better too many: waiting for room takes longest."""
+"""Expected tokens of the first answers; high, since waiting for room takes longest."""
 
 
 class Standing(NamedTuple):
-    """What speaks for and against sending a prompt to one replica.
+    """How suitable a replica is for a prompt.
 
     Attributes:
         num_tokens: length of the prompt.
-        cached_tokens: of these, how many the replica should have cached when its turn comes; those
-            that it must load count less, by `LOADED`.
-        queued_tokens: of other requests, that it has yet to compute.
-        requests: sent there and not ended.
-        last: when a request was sent there last, in requests; 0 if never.
-        short_tokens: of KV by which its memory is too small for this request and those not ended,
-            or of the answers that must end before it may run, whichever is more.
-        cost: tokens to compute before the first token of the answer, as far as that matters.
+        cached_tokens: tokens of it that the replica should have cached when it runs; tokens that it
+            must load count less, by `LOADED`.
+        queued_tokens: tokens of other requests that the replica has yet to compute.
+        requests: requests that were sent there and have not ended.
+        last: number of the last request that was sent there; 0 if there is none.
+        short_tokens: tokens of KV that do not fit its memory with this request, or of answers that
+            must end before it may run, whichever is more.
+        cost: tokens to compute before the answer's first token, weighted.
     """
 
     replica: Hashable
@@ -73,10 +73,8 @@ class Standing(NamedTuple):
 
 
 preference = attrgetter("cost", "requests", "last")
-"""The key of a standing by which the best replica's is least.
-
-Those of equal cost take turns: the one with fewest requests, then the one asked longest ago.
-"""
+"""Sort key of standings, the best first: at equal cost the replica with fewest requests, then the
+one that got a request longest ago."""
 
 
 @dataclass(eq=False)
@@ -87,17 +85,17 @@ class _Replica:
     ghost: GhostIndex
     max_num_seqs: int
     with_lower: GhostIndex | None = None
-    """What it has in its KV memory or in the tier below, of prompts without a salt."""
+    """The contents of KV memory and the tier below, of prompts without a salt."""
     queued_tokens: int = 0
     requests: int = 0
     last: int = 0
     prompts: list[tuple[int, bytes]] = field(default_factory=list)
-    """Of the requests, after the hash of the salt; sorted: those most alike are neighbours."""
+    """Hash of the salt and prompt of each request; sorted, so that similar ones are neighbours."""
     held_tokens: int = 0
-    """Of these prompts; what they have in common counts once."""
+    """Tokens of these prompts; common prefixes count once."""
 
     def standing(self, tokens: Tokens, salt: Hashable, answer: float) -> Standing:
-        """How it stands for a prompt, if each answer has `answer` tokens. O(len(tokens))."""
+        """Its standing for a prompt, if each answer has `answer` tokens. O(len(tokens))."""
         count, cached = len(tokens), self.ghost.match(tokens, salt)
         requests = self.requests + 1
         held = self.held_tokens + count - cached + int(requests * answer)
@@ -112,7 +110,7 @@ class _Replica:
         return Standing(self.name, count, cached, *load, short, cost)
 
     def remember(self, tokens: Tokens, salt: Hashable) -> None:
-        """It will have computed these. O(len(tokens)), amortised."""
+        """Note tokens that the replica computes. O(len(tokens)), amortised."""
         self.ghost.remember(tokens, salt)
         if self.with_lower is not None and salt is None:
             self.with_lower.remember(tokens)
@@ -143,12 +141,11 @@ class _Booking:
 
 
 class Router:
-    """Orders replicas, and keeps the books about what is cached and queued on each.
+    """Orders replicas, and keeps account of what is cached and queued on each.
 
-    For one event loop, or one thread: nothing here waits, and nothing is locked. Tokens are best
-    given as int32 arrays, since lists are converted in each call; they are kept, not copied.
-    A salt (`cache_salt`) is a namespace: prefixes are found only under the one they came with.
-    Keys of requests are the caller's, one for each request in flight.
+    For one event loop or one thread, as nothing is locked. Give tokens as int32 arrays, since lists
+    are converted in each call; arrays are kept, not copied. A salt (`cache_salt`) is a namespace:
+    prefixes are found only under their own. The caller names requests in flight by unique keys.
 
     >>> router = Router()
     >>> router.add("a", kv_tokens=100)
@@ -167,18 +164,18 @@ class Router:
         self._replicas: dict[Hashable, _Replica] = {}
         self._bookings: dict[Hashable, _Booking] = {}
         self._count = 0
-        self._answer: float = ANSWER  # the mean of what has ended, the last ones most
+        self._answer: float = ANSWER  # moving average of ended answers' lengths
 
     def add(
         self, replica: Hashable, kv_tokens: int, max_num_seqs: int = 64, lower_tokens: int = 0
     ) -> None:
-        """A replica has joined, or forgotten all it had cached.
+        """A replica has joined, or lost its cache.
 
         Args:
-            kv_tokens: that fit its KV memory. If that is not known, guess high: too large a tree
+            kv_tokens: tokens that fit its KV memory. If unknown, guess high: too large an index
                 routes better than one too small.
             max_num_seqs: requests that run there at the same time.
-            lower_tokens: that fit the tier below.
+            lower_tokens: tokens that fit the tier below.
 
         Raises:
             InvalidRequest: `kv_tokens` or `max_num_seqs` is below 1; nothing has changed.
@@ -197,7 +194,7 @@ class Router:
                 del self._bookings[key]
 
     def standings(self, tokens: TokensLike, salt: Hashable = None) -> list[Standing]:
-        """What each replica would have to do for a prompt. Changes nothing. O(replicas · len)."""
+        """The replicas' standings for a prompt. Changes nothing. O(replicas · len)."""
         tokens = as_tokens(tokens)
         return [r.standing(tokens, salt, self._answer) for r in self._replicas.values()]
 
@@ -236,19 +233,19 @@ class Router:
         return standing
 
     def started(self, key: Hashable) -> None:
-        """The first token has come: the prompt is computed. No error if `key` is not booked."""
+        """The first token has come, so the prompt is computed. Ignores an unknown `key`."""
         booking = self._bookings.get(key)
         if booking is not None:
             self._replicas[booking.replica].queued_tokens -= booking.to_compute
             booking.to_compute = 0
 
     def release(self, key: Hashable, *answers: TokensLike) -> None:
-        """The request has ended, well or not; what it had computed stays cached on its replica.
+        """A request has ended, well or not; what it computed stays cached on its replica.
 
-        No error if `key` is not booked: it may have ended before, or its replica with it.
+        Ignores an unknown `key`: the request may have ended before, or its replica.
 
         Args:
-            answers: the tokens generated so far, one for each completion; a last one gets no KV.
+            answers: the generated tokens of each completion; the last of each has no KV.
         """
         self.started(key)
         booking = self._bookings.pop(key, None)
@@ -264,7 +261,7 @@ class Router:
                 replica.remember(text, booking.salt)
 
     def check(self) -> None:
-        """Verify that bookings and sums agree, and each tree. O(everything)."""
+        """Verify the bookings, the sums and each index. O(everything)."""
         for name, replica in self._replicas.items():
             booked = [b for b in self._bookings.values() if b.replica == name]
             assert replica.requests == len(booked), "requests are miscounted"

@@ -1,7 +1,7 @@
-"""What a request's prompt is in tokens, as far as that decides where it goes.
+"""Tokenises prompts, to decide where requests go.
 
-The replica reads the request again, and what it computed is booked when it ends. So nothing is
-refused here, and what cannot be read is a prompt of no tokens.
+Replicas read requests again, and what they computed is booked at the end. So nothing is refused
+here: a request that cannot be read has a prompt of no tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Body = Mapping[str, Any]
 
 
 def parse(body: bytes) -> Body:
-    """The fields of a body; none if it is no JSON object."""
+    """The fields of a body; empty if it is no JSON object."""
     with suppress(ApiError):
         fields = read_json(body)
         if isinstance(fields, dict):
@@ -53,25 +53,25 @@ _KINDS: dict[str, type[Any]] = {
 
 
 class Prompts:
-    """Reads prompts with a model's tokenizer; None for a model without one."""
+    """Tokenises prompts with a model's tokenizer, if it has one."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._max_tokens: float = inf
 
     def limit(self, max_tokens: int) -> None:
-        """The model takes so many: longer texts are not tokenised, and longer prompts refused."""
+        """Set the model's context: longer texts are not tokenised, and longer prompts are empty."""
         self._max_tokens = max_tokens
         if self._tokenizer is not None:
             self._tokenizer.max_tokens = max_tokens
 
     def read(self, path: str, body: Body, prefix: Body | None = None) -> Tokens:
-        """[n] the prompt that a request to `path` makes, behind the prefix that it names."""
+        """[n] the prompt of a request to `path`, after the prefix that it names."""
         tokens: list[int] = []
-        with suppress(Exception):  # whatever there is to say about it, the replica will
+        with suppress(Exception):  # the replica will report any error
             if prefix is not None and "messages" in prefix and "messages" in body:
                 body, prefix = {**body, "messages": [*prefix["messages"], *body["messages"]]}, None
-            given = cast(Tokenizer, self._tokenizer)  # not asked for token ids
+            given = cast(Tokenizer, self._tokenizer)  # not used for token ids
             pinned = PrefixRequest(**prefix).encode(given) if prefix else ()
             tokens = [*pinned, *_encode(_KINDS[path](**body), given)]
         return as_tokens(tokens if len(tokens) <= self._max_tokens else [])
@@ -89,13 +89,13 @@ def _encode(body: Any, tokenizer: Tokenizer) -> list[int]:
 
 
 def load_prompts(model: str | Path | None) -> Prompts:
-    """What reads the prompts of a model, the bundled one by default, in a process without torch.
+    """The `Prompts` of a model, the bundled one by default, in a process without torch.
 
     Raises:
-        ModelError: its tokenizer does not load.
+        ModelError: the tokenizer does not load.
     """
-    # transformers imports torch wherever that is installed, and takes this for "it is not". Nothing
-    # computes here, and torch takes seconds, and most of the memory.
+    # Tells transformers that torch is not installed: importing it takes seconds and most of the
+    # memory, and nothing computes here.
     cast(dict[str, Any], sys.modules).setdefault("torch", None)
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that it misses it
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that torch is missing
     return Prompts(Tokenizer.load(str(model or BUNDLED_MODEL)))

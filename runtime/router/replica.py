@@ -1,4 +1,4 @@
-"""One replica: the app that `radixcache serve` runs alone, here called in process, not by HTTP."""
+"""One replica: the app of `radixcache serve`, called within the process, not by HTTP."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from radixcache.runtime.engine.args import EngineArgs
 from radixcache.runtime.router.scaling import LOAD, QUEUED_TOKENS
 from radixcache.runtime.server.args import ServerArgs
 
-if TYPE_CHECKING:  # it is made from settings where it runs, and imports torch there
+if TYPE_CHECKING:  # imports torch
     from radixcache.runtime.server.jobs import Job
 
 POLL_SECONDS = 0.05
-"""How late the router may learn that a prompt is computed whose answer is not streamed."""
+"""How late the router may learn that a prompt is computed, if its answer is not streamed."""
 
 STARTED = "radixcache.started"
-"""A message between the app's: the prompt is computed."""
+"""A message among the app's: the prompt is computed."""
 
 END = "radixcache.end"
-"""The last message. Its `computed` is a list of `Computed`: what is cached now."""
+"""The last message; its `computed` is a list of `Computed` that are cached now."""
 
 
 Computed = tuple[Tokens, Hashable, list[Tokens]]
@@ -38,14 +38,14 @@ Computed = tuple[Tokens, Hashable, list[Tokens]]
 
 @dataclass(frozen=True)
 class Description:
-    """What the ingress has to know of a replica.
+    """What the ingress needs to know about a replica.
 
     Attributes:
-        kv_tokens, lower_tokens: that fit its KV memory, and the tier below.
+        kv_tokens, lower_tokens: tokens that fit its KV memory, and the tier below.
         max_context: tokens that the model takes.
-        max_num_seqs: that run at the same time.
-        placement: whose layers run where.
-        node: the name of its machine, where `pid` is its process.
+        max_num_seqs: sequences that run at the same time.
+        placement: where the model's layers run.
+        node: name of the machine on which it is process `pid`.
     """
 
     replica: str
@@ -62,7 +62,7 @@ class Replica:
     """A deployment class of Ray Serve.
 
     Args:
-        key: by which all replicas name salts.
+        key: keys the names of salts, the same in all replicas.
     """
 
     async def __init__(self, engine: EngineArgs, options: ServerArgs, key: bytes) -> None:  # type: ignore[misc]
@@ -84,12 +84,12 @@ class Replica:
         await self._lifespan.__aenter__()
 
     async def __del__(self) -> None:
-        """Called by Serve, once nothing runs any more or the time for that is over."""
+        """Called by Serve once no request runs, or the time for that is over."""
         await self._lifespan.__aexit__(None, None, None)
         await asyncio.to_thread(self._llm.close)  # which writes what is cached to its kv_dir
 
     def check_health(self) -> None:
-        """Called by Serve, which starts another replica in place of one that raises."""
+        """Called by Serve, which replaces a replica that raises."""
         if not self._llm.worker.alive:
             raise EngineStopped("the engine has stopped")
 
@@ -101,7 +101,7 @@ class Replica:
         return {LOAD: running + queued / QUEUED_TOKENS}
 
     def describe(self, name: str) -> Description | None:
-        """What it is; None if it is not the one that was meant, or has nothing to answer with."""
+        """Its description; None if another replica was meant, or the engine has stopped."""
         if name != self._name or not self._llm.worker.alive:
             return None
         cache, model = self._llm.cache, self._llm.engine.model
@@ -118,10 +118,10 @@ class Replica:
         )
 
     async def answer(self, name: str, scope: Scope, body: bytes) -> AsyncIterator[list[Message]]:
-        """The app's messages, all that are there at once.
+        """The app's messages, in batches as they come.
 
-        Nothing to another replica's name, or if the engine has stopped: then another one is asked.
-        Whoever stops listening aborts the request, as a client who hangs up.
+        There are none for another replica's name, or if the engine has stopped; another replica is
+        asked then. A caller that stops listening aborts the request, like a client that hangs up.
         """
         if name != self._name:
             return

@@ -1,4 +1,4 @@
-"""How many replicas there should be: by the tokens that wait, and the places that are taken."""
+"""Autoscaling: how many replicas there should be, by waiting tokens and running requests."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
 LOAD = "load"
-"""The number that each replica reports."""
+"""The name of the number that each replica reports."""
 
 QUEUED_TOKENS = 16_384
-"""Tokens of waiting prompts that are worth a replica of their own."""
+"""Tokens of waiting prompts that justify one more replica."""
 
 
 def by_queued_tokens(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-    """A policy function of Ray Serve, which applies its delays and bounds to what this wants."""
+    """A policy function of Ray Serve, which applies its own delays and bounds to the result."""
     loads = (context.aggregated_metrics or {}).get(LOAD, {})
     return math.ceil(sum(loads.values())), {}

@@ -1,7 +1,7 @@
-"""Serve's part of routing: it sends each request where its first argument says, and tells who runs.
+"""Serve's part of routing: sends each request where its first argument says, and reports members.
 
-Which replica that is has been decided before, by the deployment's one `Router`. Serve pickles this
-module by value: it has no state of its own.
+The deployment's one `Router` has chosen the replica before. Serve pickles this module by value, so
+it has no state of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from radixcache.runtime.router import members
 class Sender(RequestRouter):
     """Sends a request to the replica named by its first argument.
 
-    If that is not running, any replica gets it, and answers nothing to another one's name.
+    If that is not running, another replica gets it, which does not answer to the wrong name.
     """
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:

@@ -167,7 +167,7 @@ class RequestTracker:
             await asyncio.sleep(self._next_look - time.perf_counter())
             return await self.call(timed)
 
-    def check_room(self, num_sequences: int, client: Hashable = None) -> None:
+    def check_room(self, num_sequences: int, client: Hashable) -> None:
         """Raise `ApiError` if there is no room for so many completions; call it before any work."""
         if self.draining:
             raise ApiError(503, "the server is shutting down")
@@ -185,9 +185,9 @@ class RequestTracker:
         add: Callable[[], list[Request]],
         num_sequences: int,
         *,
-        client: Hashable = None,
+        client: Hashable,
+        timeout: float,
         stream: bool = False,
-        timeout: float | None = None,
     ) -> Job:
         """Queue requests; the caller must read the job to its end, or call its `end`.
 
@@ -212,7 +212,7 @@ class RequestTracker:
             raise
         return job
 
-    def _take(self, job: Job, timeout: float | None) -> None:
+    def _take(self, job: Job, timeout: float) -> None:
         self._open.add(job)
         self._places[job.client] += job.num_sequences
 
@@ -228,9 +228,8 @@ class RequestTracker:
         if self._tracing is not None:
             record = self._tracing.follow()
             job._on_end.append(lambda: record(job.requests, job.error))
-        if timeout is not None:
-            error = ApiError(504, f"not finished within {timeout:g} seconds")
-            job._on_end.append(self._loop.call_later(timeout, job.end, error).cancel)
+        error = ApiError(504, f"not finished within {timeout:g} seconds")
+        job._on_end.append(self._loop.call_later(timeout, job.end, error).cancel)
 
     async def drain(self, grace: float) -> None:
         """Refuse new jobs, and fail those that still run after `grace` seconds."""

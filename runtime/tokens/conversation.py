@@ -1,4 +1,4 @@
-"""Token-stable turns: what a model wrote stays its tokens, calls of tools included."""
+"""Token-stable conversations: answers keep their generated tokens, also in tool calls."""
 
 from __future__ import annotations
 
@@ -19,27 +19,26 @@ _Message = Mapping[str, Any]
 
 
 class _Turn(NamedTuple):
-    """What a model wrote, and what that means."""
+    """A turn as the model wrote it, parsed, and its meaning if parsed without schemas."""
 
     raw: str
     message: ParsedMessage
     meaning: tuple[Any, ...]
-    """As `raw` is read without schemas, like what a template writes."""
 
 
 class Conversations:
-    """Tokenises conversations, so that they go on with the tokens that were generated.
+    """Tokenises conversations so that they keep the tokens of generated answers.
 
-    Content comes back as it was generated, but calls of tools come back taken apart, and a chat
-    template spells them its own way: other spaces, another order of keys. So the text of a turn
-    with calls is kept by their ids. If they come back equal in name and arguments, that text takes
-    the place of what the template makes of this turn, and of nothing else: the template writes the
-    conversation a second time with marks in place of such turns, which tell where they are.
+    Clients send content back as it was generated, but tool calls in parts, which a chat template
+    spells its own way: other spaces, another order of keys. The text of a turn with calls is
+    therefore kept, by the id of its first call. If the calls come back with equal names and
+    arguments, the kept text replaces the template's. To find its place, the conversation is
+    rendered a second time with marks in place of such turns.
 
     For any number of threads.
 
     Args:
-        max_bytes: of the texts of turns with calls, about; the oldest are forgotten.
+        max_bytes: approximate limit on kept texts; the oldest are forgotten.
     """
 
     def __init__(self, history: TokenHistory, max_bytes: int = 16 << 20) -> None:
@@ -48,7 +47,7 @@ class Conversations:
         self._num_bytes = 0
         self._lock = Lock()
         self._turns: OrderedDict[tuple[str | None, str], _Turn] = OrderedDict()
-        """By salt, and by the id of the turn's first call."""
+        """By salt and the id of the turn's first call."""
 
     def encode(
         self, messages: Sequence[_Message], cache_salt: str | None = None, **how: Any
@@ -59,15 +58,15 @@ class Conversations:
     def remember(
         self, prompt: TokenisedText, generated: Sequence[int], message: ParsedMessage | None = None
     ) -> None:
-        """Let conversations go on from an answer, which says `message`."""
+        """Let conversations go on from an answer, which was parsed as `message`."""
         raw = self.history.remember(prompt, generated)
         if raw and message:
             self.keep(message, thoughts_of(prompt.text) + raw, prompt.cache_salt)
 
     def keep(self, message: ParsedMessage, raw: str, cache_salt: str | None = None) -> None:
-        """Write the turn that says `message` as `raw` from now on, if there are calls in it.
+        """From now on, render the turn of `message` as `raw`, if it has calls.
 
-        Not if `raw` says more, because a stop string has cut the answer.
+        Does nothing if `raw` says more, which happens if a stop string cut the answer.
         """
         if not message.calls:
             return
@@ -77,7 +76,7 @@ class Conversations:
             return
         with self._lock:
             self._turns[cache_salt, message.calls[0].id] = _Turn(raw, message, read.meaning)
-            self._num_bytes += 4 * len(raw)  # as itself and taken apart
+            self._num_bytes += 4 * len(raw)  # the text and its parsed parts
             while self._num_bytes > self.max_bytes:
                 _, oldest = self._turns.popitem(last=False)
                 self._num_bytes -= 4 * len(oldest.raw)
@@ -90,7 +89,7 @@ class Conversations:
             self._num_bytes = 0
 
     def kept(self) -> list[tuple[str, ParsedMessage]]:
-        """The turns that `keep` was given without a salt, the oldest first."""
+        """The kept turns without a salt, the oldest first."""
         with self._lock:
             turns = [turn for (salt, _), turn in self._turns.items() if salt is None]
         return [(turn.raw, turn.message) for turn in turns]
@@ -98,7 +97,7 @@ class Conversations:
     def render(
         self, messages: Sequence[_Message], cache_salt: str | None = None, **how: Any
     ) -> str:
-        """The text of a conversation, with turns as they were generated; `how` as in `encode`."""
+        """The text of a conversation, its turns as generated; `how` as in `encode`."""
         tokenizer = self.history.tokenizer
         found = [self._find(message, cache_salt) for message in messages]
         known = {i: turn for i, turn in enumerate(found) if turn}
@@ -113,7 +112,7 @@ class Conversations:
         text = tokenizer.render_chat(whole, **how)
         try:
             pieces = re.split(f"{mark}([0-9]+){mark}", tokenizer.render_chat(marked, **how))
-        except InvalidRequest:  # results of tools, say, without a call before
+        except InvalidRequest:  # such as a tool's result without a call before it
             return text
         parts, at = [pieces[0]], len(pieces[0])
         if not text.startswith(pieces[0]) or not text.endswith(pieces[-1]):
@@ -130,7 +129,7 @@ class Conversations:
         return "".join(parts)
 
     def _find(self, message: _Message, cache_salt: str | None) -> _Turn | None:
-        """The turn that a message is, if it is known and nothing in it was changed."""
+        """The kept turn that equals a message, if there is one."""
         calls = isinstance(message, Mapping) and message.get("tool_calls")
         if not calls:
             return None
@@ -151,6 +150,6 @@ class Conversations:
 
 
 def thoughts_of(prompt: str) -> str:
-    """The mark with which a prompt ends if its answer begins amid thoughts; else ""."""
+    """The end of a prompt that opens thoughts for its answer; else ""."""
     at = prompt.rfind(THINK)
     return prompt[at:] if at >= 0 and prompt[at:].strip() == THINK else ""

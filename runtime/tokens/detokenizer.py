@@ -1,4 +1,4 @@
-"""Turns tokens into text as they come, and finds stop strings in it."""
+"""Turns tokens into text as they come, and finds stop strings in the text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from radixcache.runtime.tokens.tool_formats import THINK, THOUGHT
 
 
 class _Progress(NamedTuple):
-    """How far the tokens are text; in one piece, so that nothing is cut off half-way."""
+    """How far the tokens are decoded; one object, so that it changes as a whole."""
 
     window: int = 0
     read: int = 0
@@ -22,24 +22,24 @@ class _Progress(NamedTuple):
     stopped_by: str | None = None
     stop_state: int = 0
     answer: float | None = None
-    """The character at which the answer begins, behind thoughts: infinity amid them, and None
-    while the text may be about to open them."""
+    """The character at which the answer begins, after thoughts: infinity within them, None while
+    the text may still open them."""
 
 
 class Detokenizer:
     """The text of one completion.
 
-    A token's text depends on its neighbours (spaces, bytes of one character), so what is new is
-    decoded with a short window before it, and the window without it; the difference is kept. Text
-    that ends inside a character waits for the rest. Without stop strings nothing is decoded before
-    somebody asks for the text.
+    A token's text depends on its neighbours (spaces, bytes of one character), so new tokens are
+    decoded after a short window, and the window alone; the difference is kept. Text that ends
+    within a character waits for the rest. Without stop strings, tokens are decoded only when the
+    text is read.
 
     Args:
         decode: token ids to text, special tokens skipped.
         stop_strings: the text ends before the first of them.
-        min_tokens: those that end within so many tokens are text like any other.
+        min_tokens: stop strings that end within so many tokens are ignored.
         include_stop: the text ends after the stop string.
-        opening: the mark with which the prompt has opened thoughts; stop strings count behind them.
+        opening: the mark with which the prompt opened thoughts; stop strings count after them.
     """
 
     def __init__(
@@ -61,30 +61,30 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """What is known of the text, up to a stop string."""
+        """The text so far, up to a stop string."""
         return self._progress.text
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop string that has come."""
+        """The stop string that ended the text, if any."""
         return self._progress.stopped_by
 
     def append(self, token: int, index: int) -> None:
-        """Add the token of that index; the text then holds a stop string, or none (`stopped_by`).
+        """Add the token at `index`, and look for a stop string (`stopped_by`).
 
-        The same call again changes nothing, so that one that was cut off can be made again.
+        Idempotent, so that a call that failed can be repeated.
         """
         self._ids[index:] = [token]
         if self._stop_strings or self._unreadable:
             self._catch_up()
 
     def finish(self) -> None:
-        """The last token has come: text that waited for more is taken as it is."""
+        """After the last token, decode also text that ends within a character."""
         if self.stopped_by is None:
             self._catch_up(to_the_end=True)
 
     def _catch_up(self, *, to_the_end: bool = False) -> None:
-        """Decode what is new, up to the last whole character or to the end."""
+        """Decode new tokens, up to the last whole character or to the end."""
         self._unreadable = True  # if `decode` raises
         window, read, before, stopped_by, state, answer = self._progress
         known = self._decode(self._ids[window:read])
@@ -104,13 +104,13 @@ class Detokenizer:
 
     @property
     def shown(self) -> str:
-        """The text that `take` has given so far."""
+        """The text that `take` has returned so far."""
         return self.text[: self._emitted]
 
     def take(self, finished: bool) -> str:
-        """The text since the last call, less a tail that may be the start of a stop string.
+        """The text since the last call, without a tail that may begin a stop string.
 
-        Where `decode` raises, there is no more text; the next `append` or `finish` raises then.
+        If `decode` raises, there is no more text, and the next `append` or `finish` raises.
         """
         if (
             self._progress.read < len(self._ids)
@@ -128,11 +128,11 @@ class Detokenizer:
 
 
 class TextOffsets:
-    """Where tokens begin in the text that they make; those of one character all where it does.
+    """Finds where tokens begin in their text; the tokens of one character all begin where it does.
 
     Args:
-        start: characters of text before.
-        shown: special tokens are text.
+        start: characters of text before the tokens.
+        shown: special tokens are part of the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, start: int, shown: bool) -> None:
@@ -153,7 +153,7 @@ class TextOffsets:
 
 
 def _find_answer(text: str, answer: float | None, ended: bool) -> float | None:
-    """Where the answer begins in a text, of which a part was looked at before; see `_Progress`."""
+    """Where the answer begins in a text; `answer` is the result so far, see `_Progress`."""
     if answer is None:
         begun = text.lstrip()
         if not begun.startswith(THINK):

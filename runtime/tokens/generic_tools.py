@@ -1,8 +1,8 @@
-"""Tools for a model whose chat template knows none: told in words, in the form of Hermes.
+"""Tools for a model whose chat template has none: described in words, in the format of Hermes.
 
-The functions are described in the system message, calls are what an assistant said, and results
-are what a user says. How well a model calls that was not trained to is its own matter; with
-``tool_choice`` or ``strict`` the grammar sees to the form.
+The system message describes the functions, an assistant's content has its calls, and a user's has
+the results. A model that was not trained for this may call badly; with ``tool_choice`` or
+``strict``, a grammar enforces the form.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def tell_tools(
     conversation: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    """The conversation in the roles system, user and assistant, without calls and results.
+    """The conversation in the roles system, user and assistant, its calls and results as text.
 
     Args:
         conversation: as chat templates take it; see `tool_calls.for_template`.
-        tools: descriptions of functions, as OpenAI has them; the system message ends with them.
+        tools: functions in OpenAI's format, which the end of the system message describes.
     """
     messages: list[dict[str, Any]] = []
     for message in conversation:

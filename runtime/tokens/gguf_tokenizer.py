@@ -1,8 +1,7 @@
-"""The tokenizer that the metadata of a GGUF file describes, made of the tokenizers library's parts.
+"""Builds the tokenizer that a GGUF file's metadata describes, from parts of the tokenizers library.
 
-The file has a vocabulary and the name of the rule by which text is cut before it is merged. A rule
-that is not listed here is refused: a wrong one gives other tokens than the model was trained on,
-and nothing would tell.
+The file has a vocabulary and the name of a rule that splits text before merging. Only the rules
+below are accepted: with a wrong one the model would silently get other tokens than in training.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ _TEKKEN = (
 
 
 class _Cut(NamedTuple):
-    """How text is cut before its bytes are merged.
+    """How text is split before its bytes are merged.
 
     Attributes:
-        pattern: what stays together.
-        digits: whether each digit is cut off first.
-        whole: whether what is a token as a whole is not merged from its parts.
-        composed: whether text is brought into the normal form NFC.
-        bos: whether a text begins with BOS where the file does not say.
+        pattern: matches the pieces.
+        digits: each digit is split off first.
+        whole: a piece that is a token is not merged from its parts.
+        composed: text is normalised to NFC.
+        bos: a text begins with BOS if the file does not say.
     """
 
     pattern: str
@@ -57,14 +56,14 @@ _CUTS = {
     **dict.fromkeys(("deepseek-r1-qwen", "stablelm2"), _Cut(_QWEN_2)),
     "tekken": _Cut(_TEKKEN, whole=True, bos=True),
 }
-"""By the names that llama.cpp gives them."""
+"""By llama.cpp's names."""
 
 
 def read_tokenizer(file: GGUFFile) -> Any:
     """transformers' `PreTrainedTokenizerFast` of a GGUF file.
 
     Raises:
-        ModelError: it has none, or one of which this knows too little to give the same ids.
+        ModelError: the file has no tokenizer, or one that is not supported here.
     """
     from tokenizers import AddedToken, processors
     from transformers import PreTrainedTokenizerFast
@@ -106,14 +105,14 @@ def read_tokenizer(file: GGUFFile) -> Any:
 
 
 def _named(file: GGUFFile, tokens: list[str]) -> dict[str, str]:
-    """transformers' names of the tokens that have a part of their own."""
+    """The tokens with a role of their own, by transformers' names."""
     parts = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {name: file.get(f"tokenizer.ggml.{key}_token_id", int, -1) for name, key in parts.items()}
     return {f"{name}_token": tokens[at] for name, at in ids.items() if 0 <= at < len(tokens)}
 
 
 def _templates(file: GGUFFile) -> str | dict[str, str] | None:
-    """The chat template: all of them by their names, if there are several."""
+    """The chat template, or a dict of all by name."""
     default, prefix = "tokenizer.chat_template", "tokenizer.chat_template."
     found = {key.removeprefix(prefix): key for key in file.metadata if key.startswith(prefix)}
     if default in file.metadata:
@@ -123,7 +122,7 @@ def _templates(file: GGUFFile) -> str | dict[str, str] | None:
 
 
 def _byte_level(file: GGUFFile, tokens: list[str]) -> tuple[Any, bool]:
-    """A BPE of bytes, and whether its texts begin with BOS."""
+    """A byte-level BPE, and whether texts begin with BOS."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = file.get("tokenizer.ggml.pre", str, "")
@@ -148,7 +147,7 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> tuple[Any, bool]:
 def _sentencepiece(
     file: GGUFFile, tokens: list[str], types: list[int], named: dict[str, str]
 ) -> Any:
-    """A BPE of characters that falls back to bytes, whose spaces are a letter."""
+    """A BPE of characters with byte fallback; U+2581 stands for a space."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = file.array("tokenizer.ggml.scores", float)
@@ -178,9 +177,9 @@ def _sentencepiece(
 
 
 def _merges(pieces: dict[str, float], ids: dict[str, int]) -> list[tuple[str, str]]:
-    """The merges whose results are these pieces, the best first: SentencePiece has scores alone.
+    """The merges that make `pieces`, the best first, from SentencePiece's scores.
 
-    Of those with one result, the first is that with the longest left part, as transformers has it.
+    Among merges with one result, the one with the longest left part is first, as in transformers.
     """
     if max(map(len, pieces), default=0) > _LONGEST_PIECE:
         raise ModelError(f"the GGUF file has a token of over {_LONGEST_PIECE} characters")

@@ -1,4 +1,4 @@
-"""Token-stable history: text that was tokens before stays those tokens."""
+"""Token-stable history: a text that was tokenised or generated before keeps its tokens."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from sortedcontainers import SortedList
 from radixcache.base import Tokens
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 
-_OVERLAP = 32  # generated tokens, at most, that are tokenised again to see how text goes on
-_CHARACTER = 4  # tokens, at most, that share a character: UTF-8 has no longer ones
-_RELATIVES = 8  # texts, at most, that are looked at; the best is nearly always the first
+_OVERLAP = 32  # most generated tokens that are tokenised again with the text after them
+_CHARACTER = 4  # most tokens of one character: UTF-8 has at most four bytes
+_RELATIVES = 8  # most texts that are compared; the best is nearly always the first
 
-_OBJECTS = 1024  # bytes, about, that a text takes besides
+_OBJECTS = 1024  # bytes, about, that a text takes besides its characters and tokens
 
 _Key = tuple[bool, str, str]
 
@@ -33,10 +33,10 @@ class TokenisedText:
 
     Attributes:
         tokens: [n] int32.
-        cuts: [d, 2] the character and the token at which each of its delimiters begins; see
+        cuts: [d, 2] the character and the token at which each delimiter begins; see
             `Tokenizer.delimiters`.
-        num_generated: how many tokens at the end a model chose, not the tokenizer.
-        cache_salt: texts with other salts never get tokens from this one.
+        num_generated: tokens at the end that a model generated.
+        cache_salt: only texts with the same salt reuse these tokens.
     """
 
     text: str
@@ -47,7 +47,7 @@ class TokenisedText:
 
     @cached_property  # Python may add to a string's size later
     def num_bytes(self) -> int:
-        """The memory it takes."""
+        """Bytes of memory."""
         texts = sys.getsizeof(self.text) + sys.getsizeof(self.cache_salt)
         return texts + self.tokens.nbytes + self.cuts.nbytes + _OBJECTS
 
@@ -66,23 +66,23 @@ class _Splice(NamedTuple):
 
 
 class TokenHistory:
-    """Tokenises texts that go on from earlier ones with the tokens that those had.
+    """Tokenises texts so that they keep the tokens of the earlier texts that they continue.
 
-    Every turn of a conversation comes as the whole text of it. To tokenise all of that costs more
-    each time; and since a model does not always spell as its tokenizer would, an answer can come
-    back as other tokens than were generated, and the KV cache misses from there on. So what was
-    tokenised or generated is remembered, and a text that begins with it is tokenised from there:
+    Each turn of a conversation is sent with the whole text before it. Tokenising all of it costs
+    more each time; and as a model does not always split text as its tokenizer does, an answer can
+    come back as other tokens than were generated, so that the KV cache misses from there on. Texts
+    and answers are therefore remembered, and a text that begins with one is tokenised from there:
 
-    - Behind tokens that are all the tokenizer's own, the result is exactly `Tokenizer.encode`'s.
-      They are reused up to a delimiter, where tokenisation starts afresh.
+    - After the tokenizer's own tokens, the result is exactly `Tokenizer.encode`'s. They are reused
+      up to a delimiter, where tokenisation starts afresh.
     - Generated tokens are reused if they decode to the text, or to what its plain tokens decode to
       (some tokenizers add spaces). If a delimiter follows, the rest is exact. If not (the template
       ends a turn with plain text, or trims the answer; a stop string cut it), the answer's last
-      tokens are tokenised again together with what follows, and kept up to the last point where
-      both ways begin a token.
-    - Everything else is tokenised as if there were no history, from the last common delimiter on.
+      tokens are tokenised again with the text after them, and kept up to the last point where a
+      token begins both ways.
+    - All other text is tokenised as if there were no history, from the last common delimiter on.
 
-    What was used least recently is forgotten first. For any number of threads, all of which may
+    The least recently used texts are forgotten first. For any number of threads, which may
     tokenise at the same time.
 
     >>> prompt = history.encode(rendered)  # doctest: +SKIP
@@ -90,7 +90,7 @@ class TokenHistory:
     >>> history.remember(prompt, output.outputs[0].token_ids)  # doctest: +SKIP
 
     Args:
-        max_bytes: of texts and tokens; a character of English takes about two.
+        max_bytes: limit on texts and tokens; a character of English takes about two.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_bytes: int = 64 << 20) -> None:
@@ -104,9 +104,9 @@ class TokenHistory:
         self._sorted: SortedList[_Key] = SortedList()
 
     def encode(self, text: str, cache_salt: str | None = None) -> TokenisedText:
-        """The tokens of a text, which is remembered; only its own special tokens are in them.
+        """Tokenise a text, without adding special tokens, and remember it.
 
-        O(log n) to find the longest beginning among n texts, O(new text) to tokenise.
+        O(log n) to find the longest shared beginning among n texts, O(new text) to tokenise.
         """
         if not self._delimiters:
             ids = self.tokenizer.encode(text, special=False)
@@ -130,15 +130,15 @@ class TokenHistory:
         left_at_its_end = 0 in at and num_kept == len(base.tokens)
         with self._lock:
             if text.startswith(base.text) and (left_at_its_end or not base.num_generated):
-                self._forget(base)  # what goes on from it goes on from this one as well
+                self._forget(base)  # a text that continues it continues this one as well
             self._store(tokenised)
         return tokenised
 
     def remember(self, prompt: TokenisedText, generated: Sequence[int]) -> str:
-        """Reuse what was generated from a prompt, in texts that go on with it. O(generated).
+        """Let later texts reuse the tokens generated from a prompt. O(generated).
 
         Returns:
-            The text that it is in them, less the end of the turn; "" if that is not certain.
+            The answer's text in such texts, without the end of the turn; "" if it is uncertain.
         """
         if not self._delimiters:
             return ""
@@ -159,7 +159,7 @@ class TokenHistory:
         return answer
 
     def texts(self) -> list[TokenisedText]:
-        """All that is remembered of texts without a salt, the least recently used first."""
+        """The remembered texts without a salt, the least recently used first."""
         with self._lock:
             return [text for text in self._texts.values() if text.cache_salt is None]
 
@@ -176,18 +176,18 @@ class TokenHistory:
             self._store(text)
 
     def text_of(self, generated: Sequence[int]) -> str:
-        """What an answer is, special tokens included, less the end of the turn."""
+        """An answer's text with special tokens, without the end of the turn."""
         return self._decode(self._less_end(generated))
 
     def _less_end(self, generated: Sequence[int]) -> list[int]:
         ids = list(generated)
         end = self.tokenizer.delimiters.get(ids[-1]) if ids else None
         if end is not None and end not in self.tokenizer.marks:
-            ids.pop()  # the template writes the end of a turn itself, perhaps another one
+            ids.pop()  # the template writes the end of a turn itself, perhaps differently
         return ids
 
     def _read(self, prompt: TokenisedText, ids: list[int]) -> str:
-        """The text that `ids` stand for behind a prompt; "" if in doubt."""
+        """The text of `ids` after a prompt; "" if in doubt."""
         tail, known = self._aligned(prompt.tokens, _CHARACTER)
         whole = self._decode([*tail, *ids])
         if not known or not whole.startswith(known):
@@ -195,8 +195,8 @@ class TokenHistory:
         text = whole[len(known) :]
         alone = self._decode(ids)
         if text != alone and len(prompt.cuts):
-            # Tokenizers that put a space before each piece of text read it back as one. The text
-            # that the reader saw is without it, and so is the next prompt, maybe.
+            # Tokenizers that put a space before each piece of text decode it as one. The client saw
+            # the text without it, and may send it so.
             chars, token = prompt.cuts[-1].tolist()
             plain = self.tokenizer.encode(prompt.text[chars:] + alone, special=False)
             if self._decode(plain) == self._decode([*prompt.tokens[token:].tolist(), *ids]):
@@ -206,7 +206,7 @@ class TokenHistory:
     # ------------------------------------------------------------------------------- looking up
 
     def _splice(self, text: str, cache_salt: str | None) -> _Splice:
-        """Where the text leaves what is remembered, and the tokens from there on."""
+        """Where the text departs from remembered ones, and its tokens from there on."""
         base, chars, num_kept = TokenisedText("", np.empty(0, np.int32), _no_cuts()), 0, 0
         answers = []
         with self._lock:
@@ -228,8 +228,8 @@ class TokenHistory:
     def _relatives(self, text: str, cache_salt: str | None) -> Iterator[tuple[TokenisedText, int]]:
         """Remembered texts, and how many characters they share with `text`.
 
-        In sorted order, the neighbours of a text share most with it. One that it begins with may
-        stand further up, but right before what it shares with the neighbour.
+        In sorted order, a text's neighbours share most with it. A text that it begins with may be
+        further up, right before what it shares with the neighbour.
         """
         key = _key(text, cache_salt)
         place = self._sorted.bisect_left(key)
@@ -250,7 +250,7 @@ class TokenHistory:
             place = self._sorted.bisect_right(_key(text[:shared], cache_salt))
 
     def _last_cut(self, other: TokenisedText, text: str, shared: int) -> tuple[int, int]:
-        """The last (character, token) at which both texts, alike so far, have a delimiter."""
+        """The last (character, token) up to which both texts are equal, and have a delimiter."""
         end = len(other.text)
         if shared == end and (shared == len(text) or text.startswith(self._delimiters, end)):
             return end, len(other.tokens)
@@ -261,7 +261,7 @@ class TokenHistory:
         return 0, 0
 
     def _overlap(self, other: TokenisedText, text: str, shared: int) -> _Splice | None:
-        """Leave an answer where no delimiter stands, near its end or nowhere."""
+        """Depart from an answer without a delimiter, near its end; None if that fails."""
         size = min(_OVERLAP, other.num_generated)
         tail, known = self._aligned(other.tokens, size)
         start = len(other.text) - len(known)
@@ -281,7 +281,7 @@ class TokenHistory:
         return None
 
     def _aligned(self, tokens: Tokens, size: int) -> tuple[list[int], str]:
-        """The last `size` tokens, or a few more so as to begin with a whole character; as text."""
+        """The last `size` tokens, or a few more to begin with a whole character, and their text."""
         for more in range(_CHARACTER):
             tail = tokens[-size - more :].tolist()
             text = self._decode(tail)
@@ -319,9 +319,9 @@ def _no_cuts() -> NDArray[np.int64]:
 
 
 def common_prefix(one: str, other: str) -> int:
-    """Characters that two texts begin with alike. O(length).
+    """Characters of the common prefix of two texts. O(length).
 
-    By bisection, because comparing strings is much faster than comparing characters.
+    By bisection: comparing strings is much faster than comparing characters.
     """
     low, high = 0, min(len(one), len(other))
     while low < high:

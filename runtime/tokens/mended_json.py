@@ -1,4 +1,4 @@
-"""JSON as small models write it, made JSON as it comes."""
+"""Repairs the JSON of small models as it comes."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from radixcache.runtime.tokens.tool_calls import MAX_DEPTH
 
 
 class MendedJson:
-    """One object, whose strings have control characters escaped and whose missing brackets come.
+    """Repairs one object: escapes control characters in strings, and adds missing brackets.
 
     Attributes:
-        done: it has ended.
+        done: the object has ended.
 
     Args:
-        mark: ends it where it stands outside of a string; "" for none.
+        mark: text that ends the object if it comes outside of a string; "" for none.
     """
 
     def __init__(self, mark: str = "") -> None:
         self.done = False
         self._mark = mark
         self._missing: list[str] = []
-        """The brackets that would close what is open, the innermost last."""
+        """The closing brackets that are missing, the innermost last."""
         self._quoted = self._escaped = False
 
     def feed(self, text: str, ended: bool) -> tuple[str, int]:
-        """What is JSON of `text`, and how many of its characters that is; the rest is to be fed
-        again. When it has `ended` outside of a string, it is closed."""
+        """The JSON of `text`, and how many characters were used; feed the rest again. If the text
+        has `ended` outside of a string, the object is closed."""
         found, at = "", 0
         while at < len(text) and not self.done:
             sign = text[at]

@@ -1,7 +1,7 @@
-"""What a JSON schema leaves open that a model may go on with for ever: bounded, or closed.
+"""Bounds what a JSON schema leaves open, so that a model cannot go on for ever.
 
-A small model that is sampled writes digits, decimals or more and more keys until its answer is cut
-in the middle. OpenAI's strict schemas have to close their objects; here it is the default.
+A small sampled model may write digits, decimals or keys until its answer is cut off. OpenAI's
+strict schemas must close their objects; here that is the default.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_INTEGER = 10**16 - 1
-"""Of an integer without bounds: 16 digits, which JSON readers with doubles still tell apart."""
+"""Bound of an integer that has none: 16 digits, which doubles can tell apart."""
 
 MAX_NUMBER = 10**15
 SMALLEST_STEP = 1e-9
-"""Of a number without bounds and without `multipleOf`: nine decimals, and no exponent."""
+"""For a number without bounds and `multipleOf`: nine decimals, and no exponent."""
 
 SPACES: JsonCompileOptions = {"whitespace_pattern": r" |\n[ \t]{0,16}"}
-"""What may stand once between two signs of JSON, as llguidance is told: more would have no end."""
+"""The white space that llguidance allows once between JSON's tokens; more would have no end."""
 
 ANY_OBJECT = {
     "type": "object",
@@ -41,7 +41,7 @@ ANY_OBJECT = {
         }
     },
 }
-"""What an answer is whose format is "json_object": any, but for its numbers."""
+"""The schema of the format "json_object": any object, its numbers bounded."""
 
 _ANNOTATIONS = {"$comment", "default", "description", "examples", "title"}
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -52,12 +52,12 @@ _OF_OBJECTS = ("properties", "patternProperties", "additionalProperties", "uneva
 
 
 def complete(schema: Any) -> Any:
-    """The schema, with bounds for numbers that have none, closed objects, and no annotations.
+    """The schema with bounds for numbers that have none, closed objects, and no annotations.
     O(its size).
 
-    What it says itself stands: a bound, `multipleOf`, `additionalProperties`. Objects are closed
-    that list `properties`, unless some object of the schema is put together from several schemas,
-    each of which would then forbid what the others have. The parts of an `allOf` stay as they are.
+    The schema's own bounds, `multipleOf` and `additionalProperties` stay. Objects that list
+    `properties` are closed, unless the schema composes an object from several schemas, each of
+    which would then forbid the others' properties. The parts of an `allOf` stay as they are.
     """
     closes = not any(_is_composed(node) for node in _nodes(schema))
     return _complete(schema, closes)
@@ -119,7 +119,7 @@ def _below(key: str, value: Any, closes: bool) -> Any:
 
 
 def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
-    """All schemas in a schema, itself included."""
+    """All schemas within a schema, and the schema itself."""
     rest = [schema]
     while rest:
         node = rest.pop()

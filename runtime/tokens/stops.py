@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """An automaton over all of them (Aho and Corasick, 1975): a character costs the same however
-    many and however long they are.
+    """An automaton (Aho and Corasick, 1975): a character costs the same for any number and length
+    of stop strings. O(characters of all strings) to make.
 
-    A state is the longest end of the text that some stop string begins with; 0 is the empty one.
-    O(characters of all strings) to make.
+    A state is the longest end of the text that begins some stop string; 0 is the empty one.
 
     Args:
         strings: none empty.
@@ -21,7 +20,7 @@ class StopStrings:
         self._next: list[dict[str, int]] = [{}]
         self._depth = [0]
         self._found: list[tuple[str, ...]] = [()]
-        """The stop strings with which the text of each state ends, longest first."""
+        """The stop strings that end each state's text, longest first."""
         for string in strings:
             state = 0
             for character in string:
@@ -51,10 +50,10 @@ class StopStrings:
         return self._next[state].get(character, 0)
 
     def read(self, state: int, text: str) -> tuple[int, tuple[int, str] | None]:
-        """The state after `text`, and the stop string that begins first in what has come.
+        """The state after `text`, and the stop string that begins first, with its place.
 
-        Its place is counted from the start of `text`, so that it may be negative. Of those that
-        begin at the same place, the least is told. O(len(text)).
+        The place counts from the start of `text`, and may be negative. Of strings that begin at the
+        same place, the least is returned. O(len(text)).
         """
         first: tuple[int, str] | None = None
         if not self:
@@ -67,5 +66,5 @@ class StopStrings:
         return state, first
 
     def held_back(self, state: int) -> int:
-        """How many characters at the end of the text may be the start of a stop string."""
+        """Characters at the end of the text that may begin a stop string."""
         return self._depth[state]

@@ -1,7 +1,7 @@
-"""What the text of a tagged argument is: tags tell no text from JSON, so its schema has to.
+"""Reads tagged arguments. Tags do not tell text from JSON, so an argument's schema must.
 
-Text stays text wherever a string may be meant, whatever it looks like: `12345` is one for
-`string | null`, and so is JSON that a file is to hold.
+Text stays text wherever the schema allows a string: `12345` for `string | null`, for example, and
+JSON that is to be written to a file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from radixcache.runtime.tokens.tool_calls import read_json
 
 _KEPT = ("type", "enum", "const", "nullable")
-"""What a schema says of all of its alternatives."""
+"""Keywords that hold for all alternatives of a schema."""
 _KINDS = {
     str: {"string"}, bool: {"boolean"}, type(None): {"null"}, int: {"integer", "number"},
     float: {"integer", "number"}, list: {"array"}, dict: {"object"},
@@ -23,8 +23,8 @@ class Alternative(NamedTuple):
     """One of the schemas that a value may follow.
 
     Attributes:
-        values: those of its list, if it has one.
-        kinds: else its types; text is what says nothing of its type.
+        values: the values of its `enum` or `const`, if it has one.
+        kinds: else its types; a schema without a type is a string's.
     """
 
     schema: Mapping[str, Any]
@@ -33,7 +33,7 @@ class Alternative(NamedTuple):
 
 
 def alternatives(schema: Any, root: Mapping[str, Any]) -> list[Alternative]:
-    """Of a schema in `root`, references followed; at least one. O(size of `root`)."""
+    """The alternatives of a schema in `root`, at least one. O(size of `root`)."""
     return _find(schema, root, set()) or [_alternative({})]
 
 
@@ -88,7 +88,7 @@ def _resolve(path: str, root: Mapping[str, Any]) -> Any:
 
 
 def read_argument(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
-    """The value that an argument of this schema has."""
+    """The value of an argument with this schema."""
     found = alternatives(schema, root)
     kinds = {kind for one in found for kind in one.kinds}
     values = [value for one in found for value in one.values]
@@ -108,7 +108,7 @@ def read_argument(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def read_or_text(text: str) -> Any:
-    """What a text says as JSON; itself, if it is none."""
+    """The value of a JSON text; the text itself if it is no JSON."""
     try:
         return read_json(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, through the model's own tokenizer."""
+"""Converts text to token ids and back, with the model's own tokenizer."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ Message = dict[str, Any]
 """A chat message: {"role": "user", "content": "..."}."""
 
 _SHORT = 100_000
-"""Characters that are tokenised in any case: spaces may go, unknown characters may be one token."""
+"""Length up to which any text is tokenised: spaces may vanish, unknown characters may merge."""
 
 _PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _BYTES = {chr(byte): byte for byte in _PLAIN} | {
     chr(256 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_PLAIN}))
 }
-"""How tokenizers spell bytes since GPT-2: those that are no printable Latin-1 above it."""
+"""How tokenizers spell bytes since GPT-2: bytes that are not printable as Latin-1 from 256 on."""
 
 _LIGHT = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -47,7 +47,7 @@ _VOCABULARIES = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"),
     *("spiece.model", "sentencepiece.bpe.model", "tiktoken.model"),
 )
-"""Files of which a tokenizer has one at least, whichever transformers' class reads it."""
+"""Every tokenizer has at least one of these files."""
 
 _CONFIG = "tokenizer_config.json"
 
@@ -58,16 +58,15 @@ _RENDERING = {"conversation", "messages", "tools", "documents", "chat_template",
     *("truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
     "return_assistant_tokens_mask",
 }
-"""What `apply_chat_template` takes besides a template's own values."""
+"""Arguments of `apply_chat_template`, which are no values of a template."""
 
 
 class Tokenizer:
     """The tokenizer of a model folder or hub id, for any number of threads.
 
     Args:
-        tokenizer: of transformers.
-        max_tokens: a text of more characters than so many of the longest token have is refused
-            before it is tokenised.
+        tokenizer: a transformers tokenizer.
+        max_tokens: a text that must have more tokens than this is refused before tokenisation.
     """
 
     def __init__(self, tokenizer: Any, max_tokens: float = inf) -> None:
@@ -80,26 +79,25 @@ class Tokenizer:
         if getattr(tokenizer, "is_fast", False):
             longest = max(map(len, tokenizer.get_vocab()), default=1)
             self._max_characters = max(_SHORT, longest * max_tokens)
-            self._one_at_a_time = nullcontext()  # the tokenizers library takes any number
-            tokenizer.encode("")  # transformers sets it up at the first call, alone
-        # Called for every generated token: what transformers wraps around it takes three times as
-        # long as decoding.
+            self._one_at_a_time = nullcontext()  # the tokenizers library is thread-safe
+            tokenizer.encode("")  # transformers initialises it at the first call
+        # For every generated token: transformers' wrapper takes three times as long as decoding.
         self._backend: Any = None
         if getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode:
             self._backend = tokenizer.backend_tokenizer
         special = {index: token.content for index, token in self._added.items() if token.special}
         self.hidden = frozenset(index for index in special if special[index] not in self.marks)
-        """The special tokens that are no text."""
+        """The special tokens that are not shown as text."""
         self._shows_some = len(self.hidden) < len(special)
         self._token_bytes: dict[int, bytes] = {}
         self._has_told_tools = False
 
     @classmethod
     def load(cls, name_or_path: str, max_tokens: float = inf) -> Tokenizer | None:
-        """The model's tokenizer, or None if it comes without one. Never runs code of the model's.
+        """The model's tokenizer, None if it has none. Never runs the model's code.
 
         Raises:
-            ModelError: there is one, and it cannot be loaded.
+            ModelError: the tokenizer cannot be loaded.
         """
         try:
             if (path := find_gguf(name_or_path)) is not None:
@@ -107,17 +105,17 @@ class Tokenizer:
                 return None if found is None else cls(found, max_tokens)
             if any(find_file(name_or_path, file) for file in _VOCABULARIES):
                 return cls(_read(name_or_path), max_tokens)
-            if not find_file(name_or_path, _CONFIG):  # for some models, transformers makes one up
+            if not find_file(name_or_path, _CONFIG):  # transformers would make one up
                 return None
             reason = "it has a tokenizer_config.json, and no vocabulary beside it"
-        except Exception as error:  # what a foreign file makes of the code that reads it
+        except Exception as error:  # a foreign file may raise anything
             reason = first_sentence(error)
         raise ModelError(f"the tokenizer of {name_or_path} does not load: {reason}")
 
     @contextmanager
     def _reading(self, text: str) -> Iterator[None]:
-        """Refuses a text that is too long or, as JSON may hold it, half a surrogate pair; or that
-        the tokenizer fails on."""
+        """Refuses a text that is too long, is no Unicode (as JSON may hold it), or that makes the
+        tokenizer fail."""
         if len(text) > self._max_characters:
             raise ContextExceeded(
                 f"a text of {len(text)} characters is too long for the context of "
@@ -128,7 +126,7 @@ class Tokenizer:
                 yield
         except (MemoryError, RecursionError):
             raise
-        except Exception as error:  # the tokenizers library has no class for what it raises
+        except Exception as error:  # the tokenizers library has no exception of its own
             try:
                 text.encode()
             except UnicodeEncodeError:
@@ -138,14 +136,14 @@ class Tokenizer:
 
     @property
     def serialised(self) -> str | None:
-        """What the tokenizers library reads; None if it is not that library that tokenises."""
+        """The tokenizer as the tokenizers library writes it; None if it is of another library."""
         if not getattr(self._tokenizer, "is_fast", False):
             return None
         text: str = self._tokenizer.backend_tokenizer.to_str()
         return text
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of `text`; `special` adds what the model wants around a text, such as BOS.
+        """Token ids of `text`; `special` adds tokens that the model wants around it, such as BOS.
 
         Raises:
             InvalidRequest: `text` is no Unicode, or the tokenizer fails on it.
@@ -156,18 +154,18 @@ class Tokenizer:
         return ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """`encode(text, special=False)`, and the characters [start, end) that each token is from.
+        """`encode(text, special=False)`, and the characters [start, end) of each token.
 
-        Only a tokenizer with `delimiters` can tell.
+        For tokenizers with `delimiters` only.
         """
         with self._reading(text):
             found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return found["input_ids"], found["offset_mapping"]
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Text of `ids`; `special` keeps that of special tokens.
+        """Text of `ids`; `special` keeps special tokens.
 
-        Those that mark calls and thoughts are always kept: what the model says is not all content.
+        Tokens that mark calls and thoughts are always kept.
         """
         text: str
         if self._shows_some and not special:
@@ -181,11 +179,11 @@ class Tokenizer:
         return text
 
     def show(self, ids: Sequence[int]) -> str:
-        """Text of `ids` as a reader of prompts wants it: with what begins and ends messages."""
+        """Text of `ids`, special tokens included."""
         return self.decode(ids, special=True)
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token adds to a text, be it a part of a character; also of a special one."""
+        """The bytes that a token adds to a text, perhaps a part of a character."""
         found = self._token_bytes.get(token)
         if found is None:
             found = self._token_bytes[token] = self._find_bytes(token)
@@ -208,18 +206,18 @@ class Tokenizer:
 
     @cached_property
     def delimiters(self) -> dict[int, str]:
-        """The added tokens at whose start tokenisation starts afresh: id to text.
+        """The added tokens before which tokenisation starts afresh: id to text.
 
         If `b` begins with a delimiter, ``encode(a + b)`` is ``encode(a) + encode(b)`` (without
-        `special`): the tokenizers library takes added tokens out of the text before it normalises
-        and splits the pieces between them, each alone. Not delimiters are tokens
+        `special`): the tokenizers library takes added tokens out of the text, and then normalises
+        and splits each piece between them alone. No delimiters are tokens
 
-        - that are looked for in normalised text, which a normaliser may change at its ends;
+        - that are found in normalised text, which a normaliser may change at its ends;
         - that take the spaces before them (`lstrip`), or begin with one that `rstrip` could take;
-        - that overlap with another added token, where the text before decides which one is found.
+        - that overlap with another added token, so that the text before decides which is found.
 
         There are none if some token must stand alone as a word (`single_word`), if special tokens
-        are split like any text, or if it is not that library that tokenises.
+        are split like any text, or if the tokenizer is of another library.
         """
         if not getattr(self._tokenizer, "is_fast", False) or self._tokenizer.split_special_tokens:
             return {}
@@ -232,7 +230,7 @@ class Tokenizer:
         joined = "\0".join(texts)
 
         def stands_apart(text: str) -> bool:
-            """No other token holds it, and none ends as it begins."""
+            """Whether no other token contains it, or ends with its beginning."""
             begins = (text[:length] for length in range(1, len(text) + 1))
             return joined.count(text) == 1 and tails.isdisjoint(begins)
 
@@ -247,7 +245,7 @@ class Tokenizer:
 
     @property
     def info(self) -> dict[str, Any]:
-        """What it is, for clients that cut and render texts: in the names of transformers."""
+        """Its description for clients, in transformers' names."""
         plain = self._tokenizer
         names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
         shown = {name: getattr(plain, name, None) for name in names}
@@ -255,7 +253,7 @@ class Tokenizer:
 
     @cached_property
     def added(self) -> dict[int, str]:
-        """What the added tokens are spelt."""
+        """The texts of the added tokens, by id."""
         return {index: token.content for index, token in self._added.items()}
 
     @cached_property
@@ -263,7 +261,7 @@ class Tokenizer:
         return dict(getattr(self._tokenizer, "added_tokens_decoder", {}))
 
     def chat_template(self, tools: bool = False) -> str:
-        """The template of conversations, which may be another one for those with tools."""
+        """The chat template; a model may have another one for chats with tools."""
         if not self._templates:
             raise InvalidRequest("the model has no chat template: use generate, not chat")
         template: str = self._tokenizer.get_chat_template(tools=tools or None)
@@ -277,18 +275,18 @@ class Tokenizer:
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        """How the model writes calls, if that can be told from its chat template."""
+        """How the model writes calls, if its chat template shows it."""
         return find_format(self._templates)
 
     @cached_property
     def marks(self) -> frozenset[str]:
-        """What tells calls and thoughts from content."""
+        """The texts that mark calls and thoughts."""
         calls = self.tool_format
         return frozenset((THINK, THOUGHT)) | (calls.marks if calls else frozenset())
 
     @cached_property
     def reasons(self) -> bool:
-        """Whether the model thinks before it speaks."""
+        """Whether the model thinks before it answers."""
         return THOUGHT in self._templates
 
     @cached_property
@@ -298,13 +296,13 @@ class Tokenizer:
 
     @cached_property
     def _added_texts(self) -> tuple[dict[str, int], re.Pattern[str]]:
-        """The added tokens by their texts, and what finds these, the longest first."""
+        """The added tokens by text, and a pattern that finds them, the longest first."""
         added = {text: index for index, text in self.added.items()}
         marks = "|".join(map(re.escape, sorted(added, key=len, reverse=True)))
         return added, re.compile(f"({marks})")
 
     def spell(self, text: str) -> str:
-        """`text` in Lark, for llguidance: what is an added token is that token."""
+        """`text` in Lark for llguidance, with added tokens as tokens."""
         added, marks = self._added_texts
         parts = [part for part in marks.split(text) if part]
         return " ".join(
@@ -324,14 +322,13 @@ class Tokenizer:
         """The text of a conversation, by the model's chat template.
 
         Args:
-            tools: descriptions of functions, as OpenAI has them.
-            template_kwargs: more values that the template takes.
+            tools: functions in OpenAI's format.
+            template_kwargs: more values for the template.
             ask: end by asking for the assistant's next message.
-            continue_final: end in the last message, which goes on, instead.
+            continue_final: end within the last message instead, so that it goes on.
 
         Raises:
-            InvalidRequest: there is no template, or it refuses these messages, or takes no such
-                values.
+            InvalidRequest: there is no template, or it refuses the messages or the values.
         """
         if not all(isinstance(message, Mapping) for message in messages):
             raise InvalidRequest("a chat message has a 'role' and a 'content'")
@@ -349,7 +346,7 @@ class Tokenizer:
             conversation, tools = tell_tools(conversation, tools), ()
         conversation = self._order.arrange(conversation)
         for role in {message.get("role") for message in conversation} - _ROLES:
-            # Some templates leave out whom they do not know, some write whatever comes.
+            # Some templates drop messages of unknown roles, and some write any role.
             if f"'{role}'" not in template and f'"{role}"' not in template:
                 raise InvalidRequest(
                     f"no role is called {role!r}: say system, user, assistant or tool"
@@ -372,13 +369,13 @@ class Tokenizer:
                 continue_final_message=continue_final,
                 **values,
             )
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # a template may raise anything
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
         return text
 
 
 def _read_gguf(name_or_path: str, path: str) -> Any:
-    """The tokenizer in a GGUF file, which transformers reads of other families; None if none is."""
+    """The tokenizer in a GGUF file, None if there is none; transformers reads some families'."""
     from radixcache.runtime.tokens.gguf_tokenizer import read_tokenizer
 
     file = GGUFFile(path)
@@ -393,11 +390,11 @@ def _read_gguf(name_or_path: str, path: str) -> Any:
 
 
 def _read(name_or_path: str) -> Any:
-    """What transformers' AutoTokenizer gives.
+    """The tokenizer that transformers' AutoTokenizer loads.
 
-    AutoTokenizer imports the class of the model's config, and some of them nearly all of
-    transformers, which takes longer than anything else in a start. Of these families it needs to
-    know the name alone; and for two of them a class that says nothing of its own is taken as it is.
+    AutoTokenizer imports the class of the model's config, which may import nearly all of
+    transformers and dominate the start. For `_LIGHT` families, a stand-in config with their name is
+    enough; for two of them, a generic tokenizer class is used as it is.
     """
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 

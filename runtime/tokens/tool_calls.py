@@ -1,4 +1,4 @@
-"""Functions that a model may call, and what it says: content, thoughts and calls."""
+"""Tools that a model may call, and its parsed messages: content, thoughts and calls."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any, Literal, NamedTuple
 from radixcache.errors import InvalidRequest
 
 MAX_DEPTH = 100
-"""Of JSON. More, and what writes or renders it may give up."""
+"""Levels of JSON; code that writes or renders deeper values may fail."""
 
 MAX_VALUES = 1_000_000
-"""Numbers of a JSON text: reading so many takes a twentieth of a second, in which no other thread
-has its turn. What takes longer counts for more of them: see `_WEIGHTS`."""
+"""Numbers in a JSON text. Reading so many holds the GIL for a twentieth of a second; what takes
+longer counts more: see `_WEIGHTS`."""
 
 TOO_MANY = f"more than {MAX_VALUES:,} values, of which a name counts as ten"
 
 _WEIGHTS = {b",": 1, b":": 8, b"[": 4, b"{": 4}
-"""What stands outside of texts; a text counts for one more, and so a name for ten."""
+"""Weights of signs outside of strings. A string counts one, and thus a name ten."""
 
 _COUNTED = 1 << 20
-"""Bytes between two of which other threads have their turn."""
+"""Bytes that are counted before other threads get their turn."""
 
 
 def has_too_many_values(text: bytes) -> bool:
@@ -43,7 +43,7 @@ def has_too_many_values(text: bytes) -> bool:
 
 
 def read_json(text: str) -> Any:
-    """What `text` says; `ValueError` if it is no JSON, or has a flaw."""
+    """The value of a JSON text; `ValueError` if it is no JSON, or has a flaw."""
     if has_too_many_values(text.encode("utf-8", "surrogatepass")):
         raise ValueError(TOO_MANY)
     try:
@@ -61,8 +61,8 @@ class Tool:
 
     Attributes:
         parameters: a JSON schema of an object.
-        strict: the arguments of each call follow the schema.
-        deferred: the model is not told of it at the start; the conversation tells it later.
+        strict: the arguments of each call must follow the schema.
+        deferred: the conversation describes the tool later, not the system message.
     """
 
     name: str
@@ -80,13 +80,13 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Which functions the next message calls.
+    """Which functions the next message may or must call.
 
     Attributes:
-        mode: "none": what looks like a call is text; "required": one at least.
-        names: those that may be called; all if empty.
+        mode: "none": calls are text; "required": there is at least one call.
+        names: the functions that may be called; all if empty.
         named: the client named the one function to call.
-        parallel: more than one call is welcome.
+        parallel: more than one call is allowed.
     """
 
     mode: Literal["none", "auto", "required"] = "auto"
@@ -108,7 +108,7 @@ class Call(NamedTuple):
         return read_object(self.arguments)
 
     def as_template(self) -> dict[str, Any]:
-        """As chat templates take it, and as Anthropic has arguments that are no JSON."""
+        """As chat templates take it; arguments that are no JSON as in Anthropic's API."""
         values = self.values
         values = {"INVALID_JSON": self.arguments} if values is None else values
         function = {"name": self.name, "arguments": values}
@@ -116,12 +116,12 @@ class Call(NamedTuple):
 
 
 class ParsedDelta(NamedTuple):
-    """What an answer gained.
+    """A piece that an answer gained.
 
     Attributes:
-        text: of a "call" the function's name, of "arguments" a bit of JSON text.
-        call: which call of the answer it belongs to.
-        call_id: of a "call".
+        text: the function's name for a "call", a piece of JSON text for "arguments".
+        call: index of the answer's call that the piece belongs to.
+        call_id: the id, for a "call".
     """
 
     kind: Literal["content", "reasoning", "call", "arguments"]
@@ -131,7 +131,7 @@ class ParsedDelta(NamedTuple):
 
 
 class ParsedMessage(NamedTuple):
-    """What an answer says as a whole; "" for nothing."""
+    """A whole answer; "" for absent parts."""
 
     content: str = ""
     reasoning: str = ""
@@ -139,14 +139,14 @@ class ParsedMessage(NamedTuple):
 
     @property
     def meaning(self) -> tuple[Any, ...]:
-        """What two answers have in common that differ in spelling and ids only."""
+        """A value that is equal for answers which differ only in spelling and ids."""
         functions = [call.as_template()["function"] for call in self.calls]
         calls = [(one["name"], spelling(one["arguments"])) for one in functions]
         return self.content, self.reasoning, calls
 
 
 def called_by(values: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None]:
-    """The name and the arguments of an object that may be a call; None if it is none."""
+    """The name and the arguments of an object that may be a call; None for the latter if not."""
     inner = values.get("function")
     values = inner if isinstance(inner, dict) else values
     name = values.get("name", inner)
@@ -159,12 +159,12 @@ def called_by(values: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None]:
 
 
 def spelling(arguments: Any) -> str:
-    """The same for the same arguments; for Python, True is 1."""
+    """Text that is equal for equal arguments; in Python, True equals 1."""
     return json.dumps(arguments, sort_keys=True)
 
 
 def read_object(text: str) -> dict[str, Any] | None:
-    """The JSON object that a text is; None if it is none, or has a flaw."""
+    """The JSON object in a text; None if it is none, or has a flaw."""
     try:
         values = read_json(text)
     except ValueError:
@@ -173,7 +173,7 @@ def read_object(text: str) -> dict[str, Any] | None:
 
 
 def _levels(value: Any) -> Iterator[list[Any]]:
-    """What a value that was read as JSON consists of, by depth, names included."""
+    """The parts of a JSON value, names included, by depth."""
     level = [value]
     while level:
         yield level
@@ -183,18 +183,18 @@ def _levels(value: Any) -> Iterator[list[Any]]:
 
 
 def is_longer(value: Any, most: int) -> bool:
-    """Whether it surely has more characters than `most` as JSON, which is not written for it."""
+    """Whether a value surely has more than `most` characters as JSON, without writing it."""
     for level in _levels(value):
         most -= sum(len(one) if isinstance(one, str) else 1 for one in level)
-        if most < 0:  # which also ends what contains itself
+        if most < 0:  # also ends on a value that contains itself
             return True
     return False
 
 
 def flaw_of(value: Any) -> str | None:
-    """Why a value that was read as JSON cannot be written as JSON; None if it can.
+    """Why a value that was read as JSON cannot be written as JSON; None if it can. O(its size).
 
-    O(its size), and other threads have their turn meanwhile: writing it would keep them waiting.
+    Writing it would hold the GIL; this lets other threads run.
     """
     for depth, level in enumerate(_levels(value)):
         if depth == MAX_DEPTH:
@@ -211,10 +211,10 @@ def flaw_of(value: Any) -> str | None:
 
 
 def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as chat templates take it: `content` a string, arguments of calls a dict.
+    """A message as chat templates take it: `content` is a string, calls' arguments are dicts.
 
     Raises:
-        InvalidRequest: there is no content, or not only text, or arguments are no text or object.
+        InvalidRequest: content is missing or not text, or arguments are neither text nor object.
     """
     message = {key: value for key, value in message.items() if value is not None}
     if calls := message.get("tool_calls"):
@@ -230,7 +230,7 @@ def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text_of(parts: Any) -> str:
-    """Content in parts as one text: no model is given images or sounds."""
+    """Content in parts as one text; images and sounds are refused."""
     if not isinstance(parts, Sequence):
         raise InvalidRequest("the content of a message is a text, or a list of parts")
     texts = []
@@ -244,7 +244,7 @@ def _text_of(parts: Any) -> str:
 
 
 def check_tools(tools: Any) -> None:
-    """Refuse what is not described as OpenAI's chat API does it."""
+    """Refuse tools that are not described as in OpenAI's chat API."""
     for tool in tools:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -258,7 +258,7 @@ def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
     try:
         function = call["function"]
         name, arguments = function["name"], function["arguments"]
-        if isinstance(arguments, str):  # which was cut, perhaps, when the model wrote it
+        if isinstance(arguments, str):  # perhaps cut off as the model wrote it
             values = read_object(arguments or "{}")
             arguments = {"INVALID_JSON": arguments} if values is None else values
     except (LookupError, TypeError):

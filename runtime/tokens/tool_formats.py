@@ -1,4 +1,4 @@
-"""How models write their calls: what of a text is a call, and grammars for those that must come."""
+"""How models write calls: patterns that find calls, and grammars that force them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from radixcache.runtime.tokens.tagged_arguments import alternatives
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, read_json
 
 THINK, THOUGHT = "<think>", "</think>"
-"""Between these, models reason."""
+"""Models reason between these."""
 
 _ANY_NAME = r'[^\s"<>{}\[\]]{1,256}'
 _NAME = rf"(?P<name>{_ANY_NAME})"
 _GAP = r"\s{0,64}"
-"""Bounded, as names are: what is read anew with each token must not grow for ever."""
+"""Bounded, like names, since it is matched anew with each token."""
 
 
 class Shape(NamedTuple):
-    """A piece of a call with any space in it: all of it, and what may yet become it."""
+    """Patterns of a piece of a call with any spaces: the whole piece, and a beginning of it."""
 
     whole: re.Pattern[str]
     begun: re.Pattern[str]
 
 
 def shape(text: str, ahead: str = "") -> Shape:
-    """The shape of `text`, in which NAME is any name; `ahead` is a pattern of what follows."""
+    """The shape of `text`, in which NAME is any name; `ahead` is a pattern of the text after it."""
     whole, begun, after = ahead, "", ""
     for unit in reversed(re.findall(r"NAME|\S", text)):
         gap = "" if unit.isalpha() and after.isalpha() else _GAP
@@ -53,12 +53,12 @@ class ToolFormat:
     A message's calls are `open`, the calls with `between` them, and `close`.
 
     Attributes:
-        signs: what its chat templates hold, all of it.
-        opener: with this, calls begin.
+        signs: texts that its chat templates all contain.
+        opener: the text that begins calls.
         call: one call; NAME and VALUE stand for its name and its arguments.
-        bare: a call may also begin a message without the opener, and is the only one.
+        bare: a call may also begin a message without the opener, as its only call.
         tagged: the arguments are tags, not JSON.
-        short_ids: the template takes no ids of calls but those of 9 letters and digits.
+        short_ids: the template requires call ids of 9 letters and digits.
     """
 
     signs: tuple[str, ...]
@@ -73,12 +73,12 @@ class ToolFormat:
 
     @cached_property
     def marks(self) -> frozenset[str]:
-        """What may be special tokens, and must be seen all the same."""
+        """Texts that may be special tokens, and must be decoded nevertheless."""
         return frozenset(re.findall(r"<[^<>\s]+>|\[[A-Z_]+\]", self.opener + self.call))
 
     @cached_property
     def heads(self) -> tuple[Shape, Shape, Shape]:
-        """Up to the arguments: the first call, a further one, and one that opens a message."""
+        """Shapes before the arguments of the first call, a further one, and a message's opening."""
         head, _ = self.call.split("VALUE")
         ahead = "" if self.tagged else _GAP + r"(?=\{)"
         return (
@@ -89,7 +89,7 @@ class ToolFormat:
 
     @cached_property
     def begins(self) -> tuple[Shape, ...]:
-        """Before the object that each of `heads` begins; nothing where calls are no objects."""
+        """Shapes before the object of each of `heads`; none if calls are no objects."""
         before, brace, _ = self.call.partition('{"name"')
         if not brace:
             return ()
@@ -98,7 +98,7 @@ class ToolFormat:
 
     @cached_property
     def tail(self) -> tuple[Shape, ...]:
-        """What follows the arguments, each of which may be missing."""
+        """Shapes after the arguments, each of which may be missing."""
         return tuple(map(shape, re.findall(r"<[^<>]+>|\S", self.call.split("VALUE")[1])))
 
     @cached_property
@@ -108,7 +108,7 @@ class ToolFormat:
 
     @cached_property
     def end(self) -> Shape:
-        """What follows the last call."""
+        """Shape after the last call."""
         return shape(self.close)
 
     def grammar(
@@ -120,20 +120,20 @@ class ToolFormat:
         thinks: bool = False,
         loose: Collection[str] = (),
     ) -> str:
-        """The Lark grammar of the messages that `choice` allows; `value_N` is what the N-th of
-        `tools` is given.
+        """The Lark grammar of the messages that `choice` allows; rule `value_N` is the arguments of
+        the N-th of `tools`.
 
-        A tool that is not strict is given what its schema says as far as a grammar can say it.
+        The arguments of a tool that is not strict follow its schema as far as a grammar can.
 
         Args:
-            spell: a text as Lark; see `Tokenizer.spell`.
-            answer: the Lark of what may be said instead of calling; None is any text.
+            spell: converts a text to Lark; see `Tokenizer.spell`.
+            answer: the Lark of answers without a call; None is any text.
             thinks: the message may begin with thoughts.
             loose: the names of tools that are given any object.
 
         Raises:
-            InvalidRequest: the parameters of a tool are no object, or a strict one's cannot be
-                written in this format.
+            InvalidRequest: a tool's parameters are no object, or a strict tool's cannot be written
+                in this format.
         """
         head, tail = self.call.split("VALUE")
         rules, opened = {}, []
@@ -153,7 +153,7 @@ class ToolFormat:
         if choice.mode == "auto" and answer is None:
             start = "ANSWER? | calls" if self.bare else "ANSWER? calls?"
             if not self.bare and not _is_token(spell(self.opener)):
-                # Plain text: what is said ends where it first comes, and then it is a call.
+                # The opener is plain text: content ends where it first comes, and a call begins.
                 rules[f"opened[suffix={_quote(self.opener)}]"] = r"/(.|\n)*/"
                 start = f"ANSWER? | opened ({' | '.join(opened)}) {more} {spell(self.close)}"
                 but = rf" & ~/(.|\n)*{re.escape(self.opener)}(.|\n)*/"
@@ -169,7 +169,7 @@ class ToolFormat:
         return "\n".join(f"{name}: {rule}" for name, rule in rules.items())
 
     def _arguments(self, tool: Tool, free: bool) -> str:
-        """The Lark of a tool's arguments; of any, if they are `free`."""
+        """The Lark of a tool's arguments, of any arguments if `free`."""
         if not self.tagged:
             return _json({"type": "object"}) if free else _json(_of_object(tool), tool.strict)
         try:
@@ -181,11 +181,11 @@ class ToolFormat:
 
 
 class _Unwritable(ValueError):
-    """There is no way to write an argument in tags."""
+    """An argument cannot be written in tags."""
 
 
 def is_name(text: str) -> bool:
-    """Whether a function may be called so."""
+    """Whether a text may be a function's name."""
     return re.fullmatch(_ANY_NAME, text) is not None
 
 
@@ -194,7 +194,7 @@ def _is_token(lark: str) -> bool:
 
 
 def _of_object(tool: Tool) -> dict[str, Any]:
-    """The schema of a function's arguments, which are an object whatever it says."""
+    """The schema of a function's arguments, which are always an object."""
     kind = tool.parameters.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise InvalidRequest(f"the parameters of {tool.name} must be of type object, not {kind!r}")
@@ -202,7 +202,7 @@ def _of_object(tool: Tool) -> dict[str, Any]:
 
 
 def _tagged(schema: Mapping[str, Any], strict: bool) -> str:
-    """The Lark of arguments as tags, in the schema's order; of what strings must be, lists only."""
+    """The Lark of tagged arguments, in the schema's order; strings follow lists of values only."""
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     required, parts = schema.get("required"), []
     end = "\n" + TAG_END
@@ -236,7 +236,7 @@ def properties(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_rule(kind: str, value: str) -> str | None:
-    """The Lark of a form of answers, as `StructuredOutputsParams` has them; None of a grammar."""
+    """The Lark of a `StructuredOutputsParams` kind and value; None for a grammar."""
     match kind:
         case "json_object" | "json":
             try:
@@ -257,7 +257,7 @@ def _quote(text: str) -> str:
 
 
 def _json(schema: dict[str, Any], strict: bool = True) -> str:
-    """The Lark of a schema; if not `strict`, without what the library cannot say."""
+    """The Lark of a schema; if not `strict`, without what the library does not support."""
     options = SPACES if strict else {**SPACES, "lenient": True, "coerce_one_of": True}
     return f"%json {json.dumps({**complete(schema), 'x-guidance': options})}"
 
@@ -290,7 +290,7 @@ _FORMATS = (
         close="]",
         short_ids=True,
     ),
-    ToolFormat(  # Llama 3, whose templates tell the model in words
+    ToolFormat(  # Llama 3, whose templates describe it in words
         ('{"name": function name, "parameters": ',),
         "<|python_tag|>",
         '{"name": "NAME", "parameters": VALUE}',
@@ -301,14 +301,14 @@ _FORMATS = (
 
 
 def knows_tools(template: str) -> bool:
-    """Whether a chat template says anything of tools."""
+    """Whether a chat template mentions tools."""
     return re.search("tool|function", template, re.IGNORECASE) is not None
 
 
 def find_format(template: str) -> ToolFormat | None:
-    """The format that a chat template is for; where it knows none, that of `generic_tools`."""
+    """The format of a chat template; that of `generic_tools` if it has no tools."""
     if template and not knows_tools(template):
         return _HERMES
-    if "[CALL_ID]" in template:  # some of Mistral's write one between name and arguments
+    if "[CALL_ID]" in template:  # some of Mistral's have an id between name and arguments
         return None
     return next((known for known in _FORMATS if all(s in template for s in known.signs)), None)

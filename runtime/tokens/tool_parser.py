@@ -1,4 +1,4 @@
-"""Takes what a model writes apart as it comes: content, thoughts and calls."""
+"""Parses an answer as it comes into content, thoughts and calls."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ from radixcache.runtime.tokens.tool_formats import (
 )
 
 _Reading = Generator[None, None, Any]
-"""Yields where it needs more text."""
+"""Yields when it needs more text."""
 _THINK = shape(THINK)
 _ODD_HEAD = 32
 _ODD = re.compile(
     r'\{\s{0,8}"(?:(?:arguments|parameters|type|function|id)"|'
     r'name"\s{0,8}:\s{0,8}"[^"]{0,256}(?:"|\Z))'
 )
-"""How an object begins that may be a call, after so many characters."""
+"""The beginning of an object that may be a call, tried after `_ODD_HEAD` characters."""
 _READ_AGAIN = 1 << 19
-"""Characters of objects that were no calls after all: more, and only plain calls are found."""
+"""Characters of objects that turn out to be no calls, after which only plain calls are found."""
 
 
 class MessageParser:
-    """One answer.
+    """Parses one answer.
 
-    What is no call in the format, cut short of its name for instance, is content.
+    Text that is no call in the format, such as one cut off within its name, is content.
 
     Args:
-        calls: the format of calls; None if what looks like one is content.
+        calls: the format of calls; None if calls are content.
         reasons: the model may think first.
-        thinking: the prompt ends with its thoughts begun.
-        schemas: of each function's parameters: they tell text from JSON in formats that do not.
+        thinking: the prompt's end has opened thoughts.
+        schemas: each function's parameters, which tell text from JSON in tagged arguments.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class MessageParser:
         self._schemas = schemas or {}
         self._held = ""
         self._space = ""
-        """Before the mark that has come: it is content again where the mark begins no call."""
+        """Space before a mark, which is content if the mark begins no call."""
         self._pieces: list[ParsedDelta] = []
         self._parsed: list[ParsedDelta] = []
         self._num_calls = 0
@@ -77,9 +77,9 @@ class MessageParser:
         self._reading = self._read()
 
     def feed(self, text: str, ended: bool = False, cut: bool = False) -> list[ParsedDelta]:
-        """What has come with `text`; when it has ended, with all that was held back.
+        """The pieces that come with `text`; once it has `ended`, also those held back.
 
-        What was `cut` off is not completed.
+        An answer that was `cut` off is not completed.
         """
         self._held += text
         self._ended, self._cut = ended, cut
@@ -89,7 +89,7 @@ class MessageParser:
         return self._pieces
 
     def message(self) -> ParsedMessage:
-        """All that has come, as the pieces said it."""
+        """The message of all pieces so far."""
         content, reasoning, calls = "", "", list[Call]()
         for piece in self._parsed:
             match piece.kind:
@@ -125,9 +125,9 @@ class MessageParser:
                 self._give("content", self._space + self._take(len(calls.opener)))
 
     def _calls(self, calls: ToolFormat, head: int) -> _Reading:
-        """Calls one after the other, the first behind `calls.heads[head]`; whether there was one.
+        """Parse calls in a row, the first after `calls.heads[head]`; returns whether there was one.
 
-        From the arguments of a call on it is one, whatever they are: they were passed on.
+        Once a call's arguments begin, they are passed on, so it stays a call whatever they are.
         """
         before = self._num_calls
         while True:
@@ -151,7 +151,7 @@ class MessageParser:
         self._give("call", name)
 
     def _object(self, calls: ToolFormat) -> _Reading:
-        """Arguments as JSON, up to where their brackets close."""
+        """Parse arguments in JSON, until their brackets close."""
         mended = MendedJson(calls.mark)
         while True:
             text, taken = mended.feed(self._held, self._ended and not self._cut)
@@ -162,7 +162,7 @@ class MessageParser:
             yield
 
     def _odd_call(self, calls: ToolFormat, head: int) -> _Reading:
-        """A call that is an object with other keys, or in another order: it comes as a whole."""
+        """Parse a call that is an object with other keys, or another order; it comes as a whole."""
         if not calls.begins or self._patience < 0:
             return False
         if not (found := (yield from self._match(calls.begins[head]))):
@@ -187,7 +187,7 @@ class MessageParser:
         return True
 
     def _parameters(self, function: str) -> _Reading:
-        """Tagged arguments, as JSON."""
+        """Parse tagged arguments into JSON."""
         schema = self._schemas.get(function, {})
         known = properties(schema)
         before = "{"
@@ -202,7 +202,7 @@ class MessageParser:
                 text = json.dumps({found["name"]: said}, ensure_ascii=False)
                 self._give("arguments", before + text[1:-2])
                 return
-            if at < 0:  # where the call ends, or all does
+            if at < 0:  # the argument ends with the call, or with the text
                 ends = (self._held.find(mark) for mark in ("</function>", "</tool_call>"))
                 at = min((end for end in ends if end >= 0), default=len(self._held))
                 self._held = self._held[:at] + TAG_END + self._held[at:]
@@ -219,7 +219,7 @@ class MessageParser:
     # ------------------------------------------------------------------------------------ steps
 
     def _until(self, mark: str, kind: Literal["content", "reasoning"]) -> _Reading:
-        """Give all that comes before `mark`, less the space around it; whether it has come."""
+        """Give the text before `mark`, without space around it; returns whether the mark came."""
         while True:
             self._trim()
             at = self._held.find(mark)
@@ -242,7 +242,7 @@ class MessageParser:
             self._after_mark = not self._held
 
     def _match(self, wanted: Shape) -> _Reading:
-        """The match of what comes next; None if it is something else."""
+        """The match of the text that comes next, or None."""
         while True:
             self._trim()
             found = wanted.whole.match(self._held)

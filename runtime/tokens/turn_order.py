@@ -1,9 +1,9 @@
-"""Puts the messages of a conversation in an order that a chat template takes.
+"""Arranges a conversation's messages in an order that its chat template accepts.
 
-Clients tell the system's news amid a conversation, ask twice in a row, or say something behind the
-result of a tool. Anthropic's API joins such messages; so does this, where a template refuses their
-order or leaves one of them out. Joining looks back one message only, so that what was rendered
-before stays the beginning of what is rendered next.
+Clients send system messages amid a conversation, two user messages in a row, or a user's message
+after a tool's result. Anthropic's API joins such messages; so does this, if a template refuses
+their order or drops one. Joining looks back one message only, so that the text rendered before
+stays the beginning of the next one.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _TRIED: dict[str, Message] = {
 
 
 class RoleOrder(NamedTuple):
-    """What a template takes.
+    """The orders that a template accepts.
 
     Attributes:
         system: a system message.
-        late_system: one that is not the first message.
-        repeated: two messages of a user in a row.
-        after_result: a user's message behind the result of a tool.
+        late_system: a system message that is not the first message.
+        repeated: two user messages in a row.
+        after_result: a user's message after a tool's result.
     """
 
     system: bool = True
@@ -42,8 +42,8 @@ class RoleOrder(NamedTuple):
 
     @classmethod
     def find(cls, render: Callable[[list[Message]], str]) -> RoleOrder:
-        """By trying: templates raise what they like, leave out what they do not expect, or tell it
-        at the top, where nothing of the conversation would be found in the cache any more."""
+        """Find out by trying: templates raise any error, drop messages they do not expect, or move
+        them to the top, after which the cache would hit nothing of the conversation."""
 
         def takes(roles: str) -> bool:
             try:
@@ -61,7 +61,7 @@ class RoleOrder(NamedTuple):
         )
 
     def arrange(self, messages: Iterable[Mapping[str, Any]]) -> list[Message]:
-        """The messages, those joined that cannot stand alone; system's may be a user's then."""
+        """The messages, joined where they must be; a system message may become a user's."""
         arranged: list[Message] = []
         for given in messages:
             message, last = dict(given), arranged[-1] if arranged else None

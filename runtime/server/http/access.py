@@ -19,7 +19,7 @@ OPEN_PATHS = {"/health", *static.FILES}
 """Paths that need no key, under any host name."""
 
 BODY_SECONDS = 60.0
-"""Time for a request's body, from the end of its head on."""
+"""A request's body must come within this, counted from its head."""
 
 _TOO_LARGE, _CLOSE = "the request's body is larger than {} bytes", {"Connection": "close"}
 _ADMINISTRATES = "radixcache.administrates"

@@ -21,7 +21,7 @@ from radixcache.runtime.server.args import KEEP_ALIVE
 from radixcache.runtime.server.http.listener import address_of
 
 HEAD_SECONDS = 10.0
-"""Within which a request's head must come, from its first byte or the connection on."""
+"""A request's head must come within this, counted from the connection or its first byte."""
 
 FLUSH_SECONDS = 3
 """Seconds for clients to read the rest of their answers, once no request runs."""
