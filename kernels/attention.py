@@ -1,8 +1,8 @@
 """The attention interface: plan once per step, run once per layer.
 
-A step is a flat batch of T new tokens that belong to B sequences. Each sequence has KV in pages,
-cached or written by this step; its new tokens are the last ones of its KV, so causal attention is
-aligned at the bottom right. The arrays are those that FlashInfer's paged wrappers take.
+A step is a flat batch of T new tokens of B sequences. A sequence's KV lies in pages, cached or
+written by this step. Its new tokens are the last ones of its KV, so causal attention is aligned at
+the bottom right. The arrays are those that FlashInfer's paged wrappers take.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+Arrays = Sequence[NDArray[np.integer]]
 
 
 class SharedPrefix(NamedTuple):
@@ -36,8 +38,8 @@ class PagedBatch:
         kv_indices: [kv_indptr[-1]] page numbers, the new tokens' pages included.
         kv_last_page_len: [B] used slots of each last page, 1..page_size.
         page_size: tokens per page.
-        shared: groups of sequences that begin with the same pages, in order and apart from each
-            other. Never a sequence's last page. A backend may read those pages once a group.
+        shared: groups of sequences that begin with the same pages, in order and disjoint; never
+            with a sequence's last page. A backend may read these pages once per group.
     """
 
     qo_indptr: NDArray[np.int32]
@@ -56,7 +58,7 @@ class PagedBatch:
         page_size: int,
         shared: tuple[SharedPrefix, ...] = (),
     ) -> PagedBatch:
-        """Sequences that begin in these pages; a table may go on behind a sequence's last token."""
+        """The batch of sequences with these page tables, which may be longer than is needed."""
         lens = np.array(kv_lens, np.int32)
         used = [table[:count] for table, count in zip(tables, -(-lens // page_size), strict=True)]
         return cls(
@@ -113,15 +115,15 @@ class PagedBatch:
 
 
 class LayerKind(NamedTuple):
-    """What a layer asks of attention; layers of one kind share a plan.
+    """The shape and rules of a layer's attention; layers of one kind share a plan.
 
     Attributes:
         scale: factor on the scores.
         window: a query at position p sees keys at positions > p - window (transformers' rule).
         softcap: scores become ``softcap * tanh(scores / softcap)`` before masking.
-        mla: multi-head latent attention with its projections absorbed: the one KV head keeps a
-            latent of `head_dim` in place of keys, which is key and value alike, and in place of
-            values the rotated part of the key, of `value_dim`.
+        mla: multi-head latent attention with its projections absorbed. In place of keys, the one
+            KV head keeps a latent of `head_dim`, which serves as key and value; in place of
+            values, the rotated part of the key, of `value_dim`.
     """
 
     query_heads: int
@@ -155,18 +157,16 @@ class LayerPages(NamedTuple):
 
 
 class LayerInputs(NamedTuple):
-    """What attention in one layer computes from.
+    """The inputs of one layer's attention.
 
     Attributes:
         query: [T, num_qo_heads, `layer.query_dim`], RoPE applied, contiguous.
         key, value: [T, num_kv_heads, head_dim], the new tokens' K/V, contiguous. Sequences that
-            compute the same token may write one slot: whichever comes last is right, but for
-            rounding.
+            compute the same token may write the same slot: their K/V are equal but for rounding.
         pages: the layer's pages, updated in place.
         layer: one of the kinds that the backend was made for.
-        sinks: [num_qo_heads] a score of each head's for one key more, whose value is 0, as in
-            gpt-oss: attention whose weights add up to ``exp(lse)`` is multiplied by
-            ``sigmoid(lse - sink)``.
+        sinks: [num_qo_heads] each head's score for an extra key whose value is 0, as in gpt-oss:
+            attention whose weights sum to ``exp(lse)`` is multiplied by ``sigmoid(lse - sink)``.
     """
 
     query: torch.Tensor
@@ -178,11 +178,10 @@ class LayerInputs(NamedTuple):
 
 
 class AttentionPlan(ABC):
-    """One batch as its backend has planned it, for every layer; valid until the backend's next
-    plan.
+    """A batch that a backend has planned, for all layers; valid until the backend's next plan.
 
     Attributes:
-        arrays: what `plan` was given beside the batch, on the device, int32 or int64.
+        arrays: the other arrays that `plan` was given, on the device, int32 or int64.
     """
 
     arrays: list[torch.Tensor]
@@ -204,25 +203,25 @@ class FixedShape(NamedTuple):
 
 
 class AttentionBackend(ABC):
-    """Plans the batches of one engine."""
+    """Plans the batches of one engine for one kind of attention kernels."""
 
     name: str
-    """What a user reads about it, version included."""
+    """Name and version, for users."""
 
     reads_shared_once = False
     """Whether `PagedBatch.shared` makes a step faster."""
 
     max_fixed_rows = 0
-    """Sequences in a batch for `plan_fixed`, which CUDA graphs need; 0 if it cannot."""
+    """The most sequences that `plan_fixed` takes; 0 if it cannot serve CUDA graphs."""
 
     max_fixed_tokens = 0
-    """New tokens in a batch with prefill for `plan_fixed`; 0 if it takes decodes alone."""
+    """The most new tokens that `plan_fixed` takes in a batch with prefill; 0: decodes only."""
 
     def plan(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> AttentionPlan:
         """Prepare a step: index arrays on the device, masks, work split.
 
         Args:
-            arrays: whatever else the step needs on the device; it goes there in the same transfer.
+            arrays: other arrays of the step, which go to the device in the same transfer.
 
         Raises:
             ValueError: a sequence has more new tokens than its pages hold.
@@ -231,12 +230,12 @@ class AttentionBackend(ABC):
         return self._plan(batch, arrays, None)
 
     def plan_fixed(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> AttentionPlan:
-        """`plan` for a batch whose `run` is captured in a CUDA graph, or replayed.
+        """Plan a batch whose `run` a CUDA graph captures or replays.
 
-        All that `run` launches, and every address, those of `AttentionPlan.arrays` included, are
-        the same for all batches of as many sequences and new tokens, all of them decodes or not,
-        and `shared` or not, if `arrays` are as long. The groups of `shared` stand first and have
-        `cascade.MIN_ROWS` rows or more; there are none in a batch with prefill, some of whose
+        The launches of `run` and all addresses, those of `AttentionPlan.arrays` included, are the
+        same for all batches with as many sequences and new tokens, if both or neither are decodes
+        only, both or neither have `shared` groups, and `arrays` are as long. The groups come first
+        and have `cascade.MIN_ROWS` rows or more. A batch with prefill has none, and some of its
         sequences may have no new token.
         """
         shape = FixedShape(len(batch.query_lens), int(batch.qo_indptr[-1]))
@@ -248,18 +247,16 @@ class AttentionBackend(ABC):
             raise ValueError("a sequence has more new tokens than its pages hold")
 
     @abstractmethod
-    def _plan(
-        self, batch: PagedBatch, arrays: Sequence[NDArray[np.integer]], fixed: FixedShape | None
-    ) -> AttentionPlan:
+    def _plan(self, batch: PagedBatch, arrays: Arrays, fixed: FixedShape | None) -> AttentionPlan:
         """A plan for launches of this shape, or of whatever the batch has."""
 
     def compile_in_background(self) -> None:  # noqa: B027 - most have nothing more to compile
-        """Begin to compile kernels that make it faster; called once it is known to run."""
+        """Begin to compile faster kernels; called once the backend is known to run."""
 
     def allocate_fixed(self, max_rows: int, max_indices: int) -> None:
-        """Make room for `plan_fixed`: sequences in a batch, and page numbers in their tables."""
+        """Allocate the buffers of `plan_fixed` for so many sequences and page numbers."""
         raise NotImplementedError
 
     def fixed_bytes(self, sizes: Sequence[int], max_indices: int) -> int:
-        """Bytes on the device that `plan_fixed` takes in the end, for batches of these sizes."""
+        """Bytes on the device that `plan_fixed` needs for batches of these sizes."""
         raise NotImplementedError

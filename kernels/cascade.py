@@ -1,9 +1,9 @@
 """Finds the page prefixes that sequences of a step have in common.
 
-Attention over KV that many queries share is bound by reading it, so reading it once for all of them
-pays (Hydragen; FlashInfer's cascade inference). A cascade of two levels needs the sequences
-partitioned into groups, each with one prefix of pages: all sequences on one system prompt, or two
-groups on two documents below it, whichever saves more reads.
+Attention over KV that many queries share is bound by reading it, so it pays to read it once for all
+of them (Hydragen; FlashInfer's cascade inference). A cascade of two levels partitions the sequences
+into groups with one prefix of pages each: all sequences on one system prompt, or two groups on two
+documents below it, whichever saves more reads.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from radixcache.kernels.attention import PagedBatch, SharedPrefix
 
 MIN_ROWS = 4
-"""Sequences in a group, for buffers of a fixed size; fewer never paid."""
+"""The fewest sequences in a group, for buffers of a fixed size; fewer never paid."""
 
 MIN_SAVED = 230_000_000
-"""Bytes of a layer that all groups together need not read again. A second level costs 10 to 15 us a
-layer, and of what many read the L2 cache has a part (H100; 8 KV heads and 1, 4 to 64 rows, 256 to
-8,192 tokens: from here on two levels were as fast as one or faster, below slower)."""
+"""The fewest bytes of a layer that a second level must save. It costs 10 to 15 us a layer, and the
+L2 cache holds a part of what many read (H100; 8 KV heads and 1, 4 to 64 rows, 256 to 8,192 tokens:
+from here on two levels were as fast as one or faster, below slower)."""
 
 
 def group_by_prefix(
@@ -32,8 +32,8 @@ def group_by_prefix(
 
     Args:
         tables: page numbers of each sequence. The last page of each is its own: it is written to.
-        min_saved: pages that need not be read again, all groups together, or there are none.
-        min_rows: what a group must have at least.
+        min_saved: the fewest page reads that all groups together must save; else none is formed.
+        min_rows: the fewest sequences in a group.
 
     Returns:
         The order in which the sequences must stand in a batch, groups first, and the groups.
@@ -92,8 +92,8 @@ class Levels(NamedTuple):
     Attributes:
         own: the batch without the pages that its groups share.
         shared: one "sequence" for each group: its queries, the pages that all of them see whole.
-        in_group: [num_decodes] 1 for decodes in a group. The others see something arbitrary in
-            `shared`, which must not be merged.
+        in_group: [num_decodes] 1 for decodes in a group. The results of the others over `shared`
+            are arbitrary and must not be merged.
     """
 
     own: PagedBatch
@@ -105,8 +105,8 @@ def split_levels(batch: PagedBatch, num_groups: int | None = None) -> Levels:
     """The two levels of a batch with `shared` groups among its decodes.
 
     Args:
-        num_groups: fill up to this many groups with empty ones, for launches of a fixed shape. Rows
-            between groups or after them count as one.
+        num_groups: pad with empty groups up to this many, for launches of a fixed shape. Rows
+            between or after groups count as a group.
     """
     num_decodes, tables = batch.num_decodes, batch.kv_indices
     kept = np.ones(len(tables), dtype=bool)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
+from radixcache.errors import first_line
 from radixcache.kernels.attention import (
     AttentionBackend,
     LayerInputs,
@@ -17,6 +19,7 @@ from radixcache.kernels.attention import (
     PagedBatch,
     SharedPrefix,
 )
+from radixcache.kernels.fallback import first_that_runs
 from radixcache.kernels.load_flashinfer import explain_failure
 from radixcache.kernels.native.attention import NativeBackend
 from radixcache.kernels.native.library import DTYPES, problem
@@ -28,37 +31,36 @@ _log = logging.getLogger("radixcache")
 def choose_backend(
     device: torch.device, dtype: torch.dtype, kinds: Sequence[LayerKind]
 ) -> AttentionBackend:
-    """FlashInfer on a GPU whose kernels run for all these layers, else Triton if its do; native
-    kernels on a CPU where they could be compiled; else torch. MLA has FlashInfer and torch only.
+    """The fastest backend whose kernels run for all these layers: on a GPU FlashInfer, then Triton;
+    on a CPU native kernels; else torch. MLA has FlashInfer and torch only.
 
-    A warning says why a GPU takes another than FlashInfer, and what to do.
+    On a GPU without FlashInfer, a warning says why, and what to do.
     """
     if device.type == "cpu":
         native = dtype in DTYPES and problem() is None and not any(kind.mla for kind in kinds)
         return NativeBackend() if native else TorchBackend(device)
     if device.type not in ("cuda", "xpu"):
         return TorchBackend(device)
-    reasons = []
-    for make in (make_flashinfer, make_triton):
-        start = time.perf_counter()
-        try:
-            backend = make(device, dtype, kinds)
-            try_out(backend, device, dtype, kinds)
-        except Exception as error:  # whatever a missing kernel, compiler or driver raises
-            say = explain_failure if make is make_flashinfer else _first_line
-            reasons.append(say(error))
-        else:
-            if reasons:
-                _log.warning("attention runs in Triton: %s", reasons[0])
-            backend.compile_in_background()
-            _log.info("%s is ready after %.1f s", backend.name, time.perf_counter() - start)
-            return backend
-    flashinfer, triton = reasons
-    _log.warning(
-        "attention runs in plain torch, which is slow on a GPU: %s. Nor does Triton run: %s",
-        flashinfer, triton,
-    )  # fmt: skip
-    return TorchBackend(device)
+    start = time.perf_counter()
+
+    def tried(make: Callable[..., AttentionBackend]) -> AttentionBackend:
+        backend = make(device, dtype, kinds)
+        try_out(backend, device, dtype, kinds)
+        return backend
+
+    backend, errors = first_that_runs(partial(tried, make_flashinfer), partial(tried, make_triton))
+    reason = explain_failure(errors[0]) if errors else None
+    if backend is None:
+        _log.warning(
+            "attention runs in plain torch, which is slow on a GPU: %s. Nor does Triton run: %s",
+            reason, first_line(errors[1]),
+        )  # fmt: skip
+        return TorchBackend(device)
+    if reason is not None:
+        _log.warning("attention runs in Triton: %s", reason)
+    backend.compile_in_background()
+    _log.info("%s is ready after %.1f s", backend.name, time.perf_counter() - start)
+    return backend
 
 
 def make_flashinfer(
@@ -80,10 +82,6 @@ def make_triton(
     return TritonBackend(device, dtype, kinds)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
 @torch.inference_mode()
 def try_out(
     backend: AttentionBackend,
@@ -93,7 +91,7 @@ def try_out(
 ) -> None:
     """Run decodes, decodes that share a page, a suffix and a fresh prompt through every layer kind.
 
-    Kernels are loaded, or compiled, at the first use: better now than at the first request.
+    This loads or compiles the kernels, which the first request would wait for otherwise.
     """
     own = np.arange(10, dtype=np.int32)
     sharers = np.array([0, 1, 0, 2], dtype=np.int32)

@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from radixcache.kernels.attention import (
+    Arrays,
     AttentionBackend,
     AttentionPlan,
     FixedShape,
@@ -47,19 +48,18 @@ TENSOR_CORE_GROUP = 4
 """Query heads per KV head from which decodes run on tensor cores."""
 
 MAX_FIXED_ROWS = 288
-"""Decodes in a batch for `plan_fixed`: of 256 sequences, and of a draft one for each token."""
+"""The most decodes for `plan_fixed`: of 256 sequences, and one for each drafted token."""
 
 MAX_FIXED_TOKENS, MAX_FIXED_SEQUENCES = 512, 64
-"""New tokens and sequences in a batch with prefill for `plan_fixed`."""
+"""The most new tokens and sequences of a batch with prefill for `plan_fixed`."""
 
 FA3_TOKENS = 512
-"""New tokens of a sequence, on average, from which fa3 takes 0.44 to 0.72 of fa2's time (H100, up
-to 8,192 tokens behind up to 30,000). Below it is slower: it neither splits the KV nor packs a group
-of query heads."""
+"""The mean number of new tokens per sequence from which fa3 takes 0.44 to 0.72 of fa2's time (H100,
+up to 8,192 tokens after up to 30,000). Below, fa3 is slower: it neither splits the KV nor packs a
+group of query heads."""
 
-_WORKSPACE = 128 << 20  # bytes; what FlashInfer's documentation says, too little for wide groups
+_WORKSPACE = 128 << 20  # bytes, as FlashInfer's documentation says; too little for wide groups
 _WRAPPER_BYTES = 8 << 20  # each wrapper's own workspace on the device, for its work split
-_Fixed = FixedShape | None
 _Use = Literal["decode", "prefill", "ragged", "shared"]
 
 
@@ -76,7 +76,7 @@ class _Tables(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Some rows of a step, and for each kind of layer the wrapper that attends for them."""
+    """Some rows of a step, and the planned wrapper for each kind of layer."""
 
     use: _Use
     rows: slice
@@ -86,8 +86,8 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FlashInferPlan(AttentionPlan):
-    """Parts of a batch, whose wrappers are planned for it; `shared` is the cascade's first level,
-    and `in_group` [decodes] uint8 says which decodes are in it."""
+    """The parts of a batch; `shared` is the cascade's first level, and `in_group` [decodes] uint8
+    marks the decodes that are in it."""
 
     arrays: list[torch.Tensor]
     parts: list[_Part]
@@ -97,7 +97,7 @@ class FlashInferPlan(AttentionPlan):
     @torch.inference_mode()
     def run(self, inputs: LayerInputs) -> torch.Tensor:
         query, key, value, pages, layer, sinks = inputs
-        for part in self.parts:  # all of them first: rows may see what others of the step write
+        for part in self.parts:  # write all K/V first: a row may attend to those of other rows
             tables = part.tables
             flashinfer.append_paged_kv_cache(
                 append_key=key[part.rows],
@@ -135,8 +135,8 @@ class FlashInferPlan(AttentionPlan):
         layer: LayerKind,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        """Attention of the decodes over the shared pages and over their own, into `out`; returns
-        the logarithm of base 2 of the sums of weights."""
+        """Attention of the decodes over shared pages and their own, into `out`; returns the base-2
+        logarithm of the sums of weights."""
         assert self.shared is not None
         shared_out = torch.empty_like(query)
         lse, shared_lse = query.new_empty(2, *query.shape[:2], dtype=torch.float32)
@@ -176,8 +176,8 @@ class FlashInferBackend(AttentionBackend):
             self._check(kind)
         self.device, self.dtype = device, dtype
         self._kinds = list(dict.fromkeys(kinds))
-        # A window hides the shared prefix from a row, each at another place; and the kernel that
-        # merges two states has no more than 1,024 threads, eight elements each.
+        # A window hides another part of the shared prefix from each row; and the kernel that
+        # merges two states has at most 1,024 threads with eight elements each.
         self.reads_shared_once = all(
             kind.window is None and not kind.mla and kind.query_heads * kind.head_dim <= 8 * 1024
             for kind in kinds
@@ -193,7 +193,7 @@ class FlashInferBackend(AttentionBackend):
         self._fixed_in_group: dict[int, torch.Tensor] = {}
         self._wrappers: dict[tuple[Any, ...], Any] = {}
         self._fa3: set[LayerKind] = set()
-        """For which fa3's kernel is compiled and loaded."""
+        """Kinds of layers whose fa3 kernel is compiled and loaded."""
 
     def compile_in_background(self) -> None:
         hopper = torch.cuda.get_device_capability(self.device) == (9, 0)
@@ -239,9 +239,7 @@ class FlashInferBackend(AttentionBackend):
         return uses * len(self._kinds) * _WRAPPER_BYTES + 4 * int32s
 
     @torch.inference_mode()  # what is written here may be written again inside of it
-    def _plan(
-        self, batch: PagedBatch, arrays: Sequence[NDArray[np.integer]], fixed: _Fixed
-    ) -> AttentionPlan:
+    def _plan(self, batch: PagedBatch, arrays: Arrays, fixed: FixedShape | None) -> AttentionPlan:
         decodes, total = batch.num_decodes, len(batch.query_lens)
         if fixed and decodes < total:
             assert fixed.sequences <= MAX_FIXED_SEQUENCES and fixed.tokens <= self.max_fixed_tokens
@@ -275,7 +273,7 @@ class FlashInferBackend(AttentionBackend):
         subs: Sequence[tuple[_Use, PagedBatch]],
         num_arrays: int,
         staged: Iterator[Staged],
-        fixed: _Fixed,
+        fixed: FixedShape | None,
     ) -> FlashInferPlan:
         """Plan the parts `subs` of a step, whose arrays come in the order of `_plan`."""
         cascade = bool(batch.shared)
@@ -294,7 +292,7 @@ class FlashInferBackend(AttentionBackend):
         shared = parts.pop() if cascade else None
         return FlashInferPlan(given, parts, shared, in_group)
 
-    def _bytes(self, flags: torch.Tensor, fixed: _Fixed) -> torch.Tensor:
+    def _bytes(self, flags: torch.Tensor, fixed: FixedShape | None) -> torch.Tensor:
         """`flags` as uint8, for a fixed shape at an address of their own."""
         if fixed is None:
             return flags.byte()
@@ -303,12 +301,14 @@ class FlashInferBackend(AttentionBackend):
             self._fixed_in_group[size] = flags.byte()
         return self._fixed_in_group[size].copy_(flags)
 
-    def _plan_wrapper(self, part: _Part, kind: LayerKind, page_size: int, fixed: _Fixed) -> Any:
-        """The wrapper for these rows and layers, planned for the step."""
+    def _plan_wrapper(
+        self, part: _Part, kind: LayerKind, page_size: int, fixed: FixedShape | None
+    ) -> Any:
+        """A wrapper that is planned for these rows and layers."""
         use, tables = part.use, part.tables
         count, tokens = len(tables.kv_lens.host), len(tables.sequence.host)
         is_long = not fixed and use in ("prefill", "ragged") and tokens >= FA3_TOKENS * count
-        # Said outright: "auto" takes fa3 on Hopper for everything.
+        # Named explicitly: "auto" would take fa3 on Hopper for everything.
         version = "fa3" if is_long and kind in self._fa3 else "fa2"
         key = (use, kind, fixed, version)
         if key not in self._wrappers:
@@ -355,7 +355,9 @@ class FlashInferBackend(AttentionBackend):
             )
         return wrapper
 
-    def _make_wrapper(self, use: _Use, kind: LayerKind, fixed: _Fixed, version: str) -> Any:
+    def _make_wrapper(
+        self, use: _Use, kind: LayerKind, fixed: FixedShape | None, version: str
+    ) -> Any:
         options: dict[str, Any] = {"kv_layout": "NHD", "backend": version}
         if use == "ragged":
             return flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self._workspace, **options)
@@ -383,7 +385,7 @@ class FlashInferBackend(AttentionBackend):
             f"paged_kv_last_page_len_{ending}": zeros(size),
         }
         wrapper = make(self._workspace, **options)
-        # One plan at a time: that of the next step is written behind what reads this one.
+        # Wrappers share it: the next plan is written after the kernels that read this one.
         if (use, kind) not in self._fixed_ints:
             self._fixed_ints[use, kind] = self._workspace.new_empty(_WRAPPER_BYTES)
         wrapper.reset_workspace_buffer(self._workspace, self._fixed_ints[use, kind])
@@ -391,21 +393,21 @@ class FlashInferBackend(AttentionBackend):
 
 
 def max_groups(size: int) -> int:
-    """Groups in a fixed launch for `size` rows, the rest as one.
+    """The most groups in a fixed launch for `size` rows; the rows outside of groups count as one.
 
-    No more than can occur: fa2 sizes its query tiles for the rows that are left if each group but
-    one has a single row, so one group of all rows would read its pages tile after small tile.
+    A tight bound matters: fa2 sizes its query tiles for the rows that are left if all groups but
+    one have a single row, so with more, a group of all rows would read its pages in small tiles.
     """
     return size // MIN_ROWS + 1
 
 
 def _upload_capacity(max_rows: int, max_indices: int) -> int:
-    """int32s of the arrays that go up for a batch of decodes, on both levels, or with prefill."""
+    """int32s of the uploaded arrays of a batch: decodes on both levels, or with prefill."""
     return 2 * max_indices + 24 * (max(max_rows, MAX_FIXED_TOKENS) + 4)
 
 
 def _fixed_arrays(batch: PagedBatch) -> list[NDArray[np.integer]]:
-    """The fields of `_Tables` whose lengths depend on the numbers of sequences and tokens only."""
+    """The fields of `_Tables` whose lengths depend only on the numbers of sequences and tokens."""
     sequence = np.arange(len(batch.query_lens))
     if batch.num_decodes < len(sequence):
         sequence = np.repeat(sequence, batch.query_lens)
@@ -414,12 +416,12 @@ def _fixed_arrays(batch: PagedBatch) -> list[NDArray[np.integer]]:
 
 
 def _split_kv_bytes(kind: LayerKind, device: torch.device) -> int:
-    """What fa2 may need for the partial results of a split KV.
+    """Bytes that fa2 may need for the partial results of a split KV.
 
-    That is two blocks an SM with 128 rows each, or all the query tiles that a fixed launch might
-    have: a small one for each decode, one of 128 rows for each group of the shared level or for
-    each sequence of a batch with prefill, beside those that its tokens fill. MLA's kernels need two
-    tiles of 64 rows an SM, 17 MB of 132, which is there anyway.
+    It needs two blocks of 128 rows per SM, or all query tiles of a fixed launch: a small one for
+    each decode, and one of 128 rows for each group of the shared level or each sequence of a batch
+    with prefill, besides the tiles that its tokens fill. MLA's kernels need two tiles of 64 rows
+    per SM, which are 17 MB with 132 SMs and fit anyway.
     """
     if kind.mla:
         return 0

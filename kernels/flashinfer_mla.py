@@ -1,20 +1,18 @@
 """Attention over pages of MLA's latents with FlashInfer's kernels, on NVIDIA GPUs.
 
-One wrapper takes decodes, suffixes and fresh prompts alike. A prefix that decodes share is read
-once for each: the kernel that merges two states has no room for many heads of 512.
+One wrapper takes decodes, suffixes and fresh prompts. Each decode reads a shared prefix by itself:
+the kernel that merges two states has no room for many heads of 512.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from radixcache.kernels.attention import (
+    Arrays,
     AttentionPlan,
     FixedShape,
     LayerInputs,
@@ -24,7 +22,7 @@ from radixcache.kernels.attention import (
 from radixcache.kernels.flashinfer_backend import FlashInferBackend, flashinfer, weigh_sinks
 
 LATENT, ROTATED = 512, 64
-"""The one shape that kernels are asked for: of DeepSeek V2 and V3, Kimi K2 and GLM-4.7-Flash."""
+"""The one supported shape: that of DeepSeek V2 and V3, Kimi K2 and GLM-4.7-Flash."""
 MOST_HEADS = 128
 
 
@@ -69,9 +67,7 @@ class FlashInferMLABackend(FlashInferBackend):
             raise ValueError(f"its MLA has no window, no cap and at most {MOST_HEADS} heads")
 
     @torch.inference_mode()  # what is written here may be written again inside of it
-    def _plan(
-        self, batch: PagedBatch, arrays: Sequence[NDArray[np.integer]], fixed: FixedShape | None
-    ) -> AttentionPlan:
+    def _plan(self, batch: PagedBatch, arrays: Arrays, fixed: FixedShape | None) -> AttentionPlan:
         # What has a fixed length goes first, so that it keeps its address.
         tables = (batch.slots(), batch.qo_indptr, batch.kv_indptr, batch.kv_lens, batch.kv_indices)
         with self._uploads.stage([*arrays, *tables], fixed is not None) as staged:
@@ -98,7 +94,7 @@ class FlashInferMLABackend(FlashInferBackend):
         return FlashInferMLAPlan([array.device for array in given], slots.device, wrappers)
 
     def _wrapper(self, kind: LayerKind, fixed: FixedShape | None) -> Any:
-        """The wrapper of these layers, with buffers of its own for each fixed shape."""
+        """The wrapper for these layers; each fixed shape has its own, with its own buffers."""
         if ("decode", kind, fixed) not in self._wrappers:
             buffers: dict[str, Any] = {}
             if fixed:
@@ -119,9 +115,9 @@ class FlashInferMLABackend(FlashInferBackend):
 
 
 def _planned_heads(heads: int) -> int:
-    """The next power of two, filled up with queries of zeros: GLM-4.7-Flash has 20.
+    """The next power of two: queries of zeros fill up to it (GLM-4.7-Flash has 20 heads).
 
-    Where a query's heads are cut by a tile of 64 or 128 rows, the kernels may leave out its last
-    key, and plan() refuses that.
+    Where a tile of 64 or 128 rows cuts a query's heads, the kernels may omit its last key, and
+    plan() refuses that.
     """
     return 1 << (heads - 1).bit_length()

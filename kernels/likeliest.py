@@ -1,4 +1,4 @@
-"""Keeps the likeliest tokens: by FlashInfer, which sorts nothing, where it works, or by a sort."""
+"""Filters by top_k and top_p: with FlashInfer, which needs no sort, where it works; else sorted."""
 
 from __future__ import annotations
 
@@ -9,44 +9,46 @@ from typing import Any
 
 import torch
 
+from radixcache.errors import first_line
+from radixcache.kernels.fallback import first_that_runs
 from radixcache.kernels.load_flashinfer import load_flashinfer
 from radixcache.kernels.upload import send
 
 _log = logging.getLogger("radixcache")
 
 KeepLikeliest = Callable[[torch.Tensor, Sequence[int], Sequence[float]], torch.Tensor]
-"""From probabilities [R, vocab], float32, to those with 0 for what is not among the `top_k[row]`
-likeliest tokens, and for what lies behind the fewest likeliest ones that reach `top_p[row]`.
+"""Sets probabilities [R, vocab] float32 to 0 for all but the `top_k[row]` likeliest tokens, and for
+all behind the fewest likeliest ones whose sum reaches `top_p[row]`.
 A top_k below 1 and a top_p of 1 drop nothing."""
 
 
 def choose_filter(device: torch.device) -> KeepLikeliest:
-    """FlashInfer's kernels on a GPU if they can be trusted there, else a sort."""
+    """FlashInfer's kernels on a GPU where they give right results, else a sort."""
     if device.type != "cuda":
         return by_sort
-    try:
-        flashinfer = load_flashinfer()
-        keep = partial(_by_flashinfer, flashinfer)
-        probs = torch.linspace(-20, 0, 4096, device=device).softmax(-1).expand(2, -1).contiguous()
-        if not torch.equal(keep(probs, [9, 0], [1.0, 0.5]), by_sort(probs, [9, 0], [1.0, 0.5])):
-            raise RuntimeError("its kernels give wrong results")
-    except ImportError:
-        return by_sort
-    except Exception as error:  # whatever a missing kernel, compiler or driver raises
-        first = str(error).strip().partition("\n")[0] or type(error).__name__
-        _log.warning("top_k and top_p sort, which is slow on a GPU: FlashInfer: %s", first)
-        return by_sort
+    keep, errors = first_that_runs(partial(_tried_flashinfer, device))
+    if errors and not isinstance(errors[0], ImportError):
+        reason = first_line(errors[0])
+        _log.warning("top_k and top_p sort, which is slow on a GPU: FlashInfer: %s", reason)
+    return keep or by_sort
+
+
+def _tried_flashinfer(device: torch.device) -> KeepLikeliest:
+    keep = partial(_by_flashinfer, load_flashinfer())
+    probs = torch.linspace(-20, 0, 4096, device=device).softmax(-1).expand(2, -1).contiguous()
+    if not torch.equal(keep(probs, [9, 0], [1.0, 0.5]), by_sort(probs, [9, 0], [1.0, 0.5])):
+        raise RuntimeError("its kernels give wrong results")
     return keep
 
 
 def by_sort(probs: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -> torch.Tensor:
-    """`KeepLikeliest` anywhere; of equal tokens at the border, no more than needed."""
+    """`KeepLikeliest` on any device; it keeps as few equally likely tokens as possible."""
     vocab = probs.shape[1]
     limits = [(_limit(k, vocab), p if p < 1 else 2.0) for k, p in zip(top_k, top_p, strict=True)]
     most, mass = send(limits, probs.device, probs.dtype)[:, :, None].unbind(1)  # [R, 1] each
     ordered, order = probs.sort(dim=-1, descending=True)
     sums = ordered.cumsum(-1)
-    # Of what they sum up to, which float32 lets be some 1e-5 from 1 in a large vocabulary.
+    # A share of the actual sum, which in float32 may be some 1e-5 off 1 in a large vocabulary.
     dropped = (torch.arange(vocab, device=probs.device) >= most) | (
         sums - ordered >= mass * sums[:, -1:]
     )
@@ -57,9 +59,9 @@ def by_sort(probs: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]) -
 def _by_flashinfer(
     flashinfer: Any, probs: torch.Tensor, top_k: Sequence[int], top_p: Sequence[float]
 ) -> torch.Tensor:
-    """`KeepLikeliest` by thresholds: of equal tokens at the border, all.
+    """`KeepLikeliest` by thresholds; of equally likely tokens at the border, it keeps all.
 
-    Only which tokens are left is FlashInfer's: sums that it divides by may be rounded otherwise in
+    FlashInfer only selects the tokens: its renormalised values may be rounded differently in
     another batch.
     """
     kept, vocab = probs, probs.shape[1]

@@ -1,4 +1,4 @@
-"""Imports FlashInfer, for all who need it."""
+"""Imports FlashInfer with our settings, and explains why it does not run."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 import shutil
 from typing import Any
 
+from radixcache.errors import first_line
+
 
 def load_flashinfer() -> Any:
-    """The package.
-
-    Its norms are the CUDA kernels, which are compiled once and kept, unless the variable says
-    otherwise: those of CuTe DSL, its default where that is installed, are compiled in each process.
+    """The package, with the norms that are compiled once and kept, unless the variable is set: its
+    default where CuTe DSL is installed is compiled in each process.
 
     Raises:
         ImportError: it is not installed.
@@ -23,14 +23,13 @@ def load_flashinfer() -> Any:
 
 
 def explain_failure(error: Exception) -> str:
-    """Why FlashInfer does not run, and what to do, in one sentence."""
+    """One sentence: why FlashInfer does not run, and what to do."""
     if isinstance(error, ImportError):
         return f"FlashInfer is not installed ({error}): pip install '.[cuda]' in a checkout"
-    first = str(error).strip().partition("\n")[0] or type(error).__name__
     remedy = ""
     if shutil.which("nvcc") is None:
         remedy = (
             "; there is no nvcc to compile its kernels with: install the CUDA toolkit, or fetch "
             "built ones with `flashinfer download-kernels`"
         )
-    return f"FlashInfer, from the extra 'cuda', does not run here: {first}{remedy}"
+    return f"FlashInfer, from the extra 'cuda', does not run here: {first_line(error)}{remedy}"

@@ -1,7 +1,7 @@
-"""Quantized weights as all block formats of GGUF have them: numbers, scales and minimums.
+"""Quantized weights in a form that fits all block formats of GGUF: numbers, scales and minimums.
 
-A weight is `number * scale + minimum`, computed in float32 with one rounding. Of every format that
-is read, number * scale has at most 24 bits, so this is, to the bit, what its own rule gives.
+A weight is `number * scale + minimum`, computed in float32 with one rounding. In all formats,
+number * scale has at most 24 bits, so the result equals the format's own rule to the bit.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Quantized(NamedTuple):
         return self.numbers.shape[1] // self.scales.shape[1]
 
     def rows(self, ids: torch.Tensor) -> Quantized:
-        """The rows of these numbers."""
+        """The rows with these numbers."""
         return Quantized(self.numbers[ids], self.scales[ids], self.minimums[ids], self.bits)
 
     @staticmethod
     def join(parts: Sequence[Quantized]) -> Quantized:
-        """Weights of the same format, one below the other."""
+        """Stack weights of one format along their rows."""
         return Quantized(
             torch.cat([part.numbers for part in parts]),
             torch.cat([part.scales for part in parts]),

@@ -7,25 +7,25 @@ A step is cut into tiles, each one gather and one scaled-dot-product call:
 - a *narrow* tile is the single query rows (decodes) of several sequences of similar length, their
   keys padded to the longest. The query heads that share a KV head become its query rows.
 
-torch's `is_causal` is aligned at the top left, which is wrong for suffixes: masks are explicit.
-What a row may see depends only on the distance from the last key, so one matrix, sliced from its
+torch's `is_causal` is aligned at the top left, which is wrong for suffixes, so masks are explicit.
+A row's view depends only on the distance from the last key, so one matrix, sliced from its
 bottom-right corner, masks every wide tile of every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from radixcache.kernels.attention import (
+    Arrays,
     AttentionBackend,
     AttentionPlan,
     FixedShape,
@@ -34,8 +34,8 @@ from radixcache.kernels.attention import (
 )
 from radixcache.kernels.upload import send
 
-# Query rows of a wide tile and bytes of keys in a narrow one: what stays in a CPU's cache
-# (measured), or keeps a GPU busy (a guess).
+# Query rows of a wide tile, and bytes of keys in a narrow one: they stay in a CPU's cache
+# (measured), or keep a GPU busy (a guess).
 _CPU_LIMITS = (256, 2 << 20)
 _GPU_LIMITS = (2048, 256 << 20)
 
@@ -77,9 +77,7 @@ class TorchBackend(AttentionBackend):
         self._causal: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
         self._scratch: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
-    def _plan(
-        self, batch: PagedBatch, arrays: Sequence[NDArray[np.integer]], fixed: FixedShape | None
-    ) -> AttentionPlan:
+    def _plan(self, batch: PagedBatch, arrays: Arrays, fixed: FixedShape | None) -> AttentionPlan:
         assert fixed is None, "launches of plain torch depend on the batch"
         given = [send(array, self.device, torch.int64) for array in arrays]
         return TorchPlan(self, given, batch)
@@ -87,7 +85,7 @@ class TorchBackend(AttentionBackend):
     def tiles(
         self, batch: PagedBatch, reach: int, dtype: torch.dtype, key_width: int
     ) -> list[_Tile]:
-        """The tiles of a step for layers that see `reach` keys, each of so many numbers."""
+        """The tiles of a step for layers that see `reach` keys of `key_width` numbers each."""
         spans = list(_spans(batch, self._block, reach))
         groups = [[span] for span in spans if span.queries > 1]
         narrow = [span for span in spans if span.queries == 1]
@@ -162,7 +160,7 @@ class TorchBackend(AttentionBackend):
 
 
 class TorchPlan(AttentionPlan):
-    """A batch whose tiles are cut by the first layer that needs them."""
+    """A planned batch; the first layer of each shape cuts its tiles."""
 
     def __init__(
         self, backend: TorchBackend, arrays: list[torch.Tensor], batch: PagedBatch
@@ -189,8 +187,8 @@ class TorchPlan(AttentionPlan):
     def _attend(self, tile: _Tile, rows: torch.Tensor, inputs: LayerInputs) -> torch.Tensor:
         """Attention of the rows [rows, kv_heads, group, dim], in that shape.
 
-        Of MLA too: its values are the first numbers of what is returned. As wide as the keys, they
-        need no copy, and torch has a kernel for them.
+        For MLA, the first numbers of each result are the values: values as wide as the keys need
+        no copy, and torch has a kernel for them.
         """
         gather, pages, layer = self._backend.gather, inputs.pages, inputs.layer
         keys, values = gather("key", tile, pages.k), gather("value", tile, pages.v)
@@ -216,7 +214,7 @@ class TorchPlan(AttentionPlan):
 
 
 def _no_cudnn(device: torch.device) -> AbstractContextManager[None]:
-    """Without cuDNN's kernel, which makes a plan of its own for every shape that it meets."""
+    """Excludes cuDNN's kernel, which makes a new plan for every shape."""
     if device.type == "cpu":
         return nullcontext()
     return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
@@ -261,8 +259,8 @@ def _explicit_attention(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Scaled-dot-product attention with what torch's has not: tanh-capped scores, and sinks that
-    broadcast to the rows; computed in float32."""
+    """Scaled-dot-product attention with tanh-capped scores and sinks, which torch's lacks; sinks
+    broadcast to the rows. Computed in float32."""
     scores = torch.matmul(query.float() * (scale / (softcap or 1)), key.float().transpose(-1, -2))
     if softcap is not None:
         scores = scores.tanh_().mul_(softcap)

@@ -1,10 +1,9 @@
-"""Attention over pages with Triton: for GPUs where FlashInfer does not run.
+"""Attention over pages with Triton, where FlashInfer does not run: NVIDIA without nvcc, AMD, Intel.
 
-That is NVIDIA without nvcc, AMD and Intel. Decodes split their keys into a fixed number of parts
-whose size depends on the row's own length alone, and merge them (split KV, as in FlashDecoding);
-prompts and suffixes go through one causal kernel over pages. Blocks of keys begin at fixed
-positions, and nothing is added atomically: **a row's result does not depend on the rest of the
-batch**, for one shape of the launch (decode or prefill).
+Decodes split their keys into a fixed number of parts, whose size depends only on the row's own
+length, and merge them (split KV, as in FlashDecoding). Prompts and suffixes go through one causal
+kernel over pages. Blocks of keys begin at fixed positions, and nothing is added atomically: **a
+row's result does not depend on the rest of the batch**, for one kind of launch (decode or prefill).
 
 Its arithmetic is tested on a CPU by Triton's interpreter, and its code is compiled ahead for
 sm_80, sm_90 and gfx942 (`make test-gpu`). An H100 has run it (docs/gpu.md).
@@ -15,13 +14,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 
 from radixcache.kernels.attention import (
+    Arrays,
     AttentionBackend,
     AttentionPlan,
     FixedShape,
@@ -32,7 +30,7 @@ from radixcache.kernels.attention import (
 from radixcache.kernels.upload import StepUploads
 
 MAX_FIXED_ROWS, MAX_FIXED_TOKENS = 288, 512
-"""Decodes in a batch for `plan_fixed`, and new tokens of one with prefill."""
+"""The most decodes, and the most new tokens with prefill, of a batch for `plan_fixed`."""
 
 SPLITS = 16
 """Parts of a decode's keys; with 8 KV heads, one row fills a GPU of 128 processors."""
@@ -40,7 +38,7 @@ MIN_SPLIT = 256  # keys
 
 
 INTERPRETED = triton.knobs.runtime.interpret
-"""Whether kernels run in Python, on CPU tensors, as tests have it."""
+"""Whether kernels run in Python, on CPU tensors, as in tests."""
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -68,9 +66,7 @@ class TritonBackend(AttentionBackend):
         parts = max(k.query_heads * (k.value_dim + 1) * SPLITS for k in self._kinds)
         return 4 * (max(sizes) * parts + _capacity(max(sizes), max_indices))
 
-    def _plan(
-        self, batch: PagedBatch, arrays: Sequence[NDArray[np.integer]], fixed: FixedShape | None
-    ) -> AttentionPlan:
+    def _plan(self, batch: PagedBatch, arrays: Arrays, fixed: FixedShape | None) -> AttentionPlan:
         queries, lens, decodes = batch.query_lens, batch.kv_lens, batch.num_decodes
         if fixed and decodes < len(queries):
             decodes = 0  # how many there are changes from batch to batch: all rows are prefill
@@ -90,7 +86,7 @@ class TritonBackend(AttentionBackend):
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan(AttentionPlan):
-    """Index arrays on the device (int32), and what the launches need to know on the host."""
+    """Index arrays on the device (int32), and the sizes of the launches."""
 
     arrays: list[torch.Tensor]
     qo_indptr: torch.Tensor
@@ -101,9 +97,9 @@ class TritonPlan(AttentionPlan):
     page_size: int
     sequences: int
     decodes: int
-    """Leading sequences for the decode kernel; the prefill kernel takes the others."""
+    """Leading sequences that go to the decode kernel; the others go to the prefill kernel."""
     longest: int
-    """Most new tokens of a sequence that prefills, or that might in a graph."""
+    """The most new tokens of a sequence in the prefill kernel; in a graph, of all tokens."""
 
     @torch.inference_mode()
     def run(self, inputs: LayerInputs) -> torch.Tensor:
@@ -150,8 +146,8 @@ def _power(size: int) -> int:
 
 
 def block_of(dim: int, dtype: torch.dtype, amd: bool = torch.version.hip is not None) -> int:
-    """Keys that are read at a time, and query heads times tokens of a prefill's tile: as many as
-    shared memory holds, with blocks on their way (NVIDIA 163 KiB or more, AMD 64)."""
+    """Keys per block, and query heads times tokens per prefill tile: as many as fit into shared
+    memory together with the blocks in flight (NVIDIA 163 KiB or more, AMD 64)."""
     return max(16, 64 >> (dtype == torch.float32) + (dim > 256) + (amd and dim > 128))
 
 

@@ -1,4 +1,4 @@
-"""Moves numbers to the device and back without waiting: a step's index arrays in one transfer."""
+"""Copies numbers to the device and back without waiting: a step's index arrays in one transfer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ALIGN = 4  # int32s: 16 bytes
 
 
 class Staged(NamedTuple):
-    """An int32 array on both sides; views that the next upload overwrites."""
+    """An int32 array on host and device: views that the next upload overwrites."""
 
     host: torch.Tensor  # pinned
     device: torch.Tensor
@@ -24,8 +24,8 @@ class Upload:
     """One pinned host buffer and one device buffer, both growing to the largest step.
 
     Args:
-        fixed: int32s that must suffice: nothing grows, and an array's device address depends only
-            on the lengths of the arrays before it, which is what CUDA graphs need.
+        fixed: a capacity in int32s that never grows, so that an array's device address depends only
+            on the lengths of the arrays before it, as CUDA graphs need.
     """
 
     def __init__(self, device: torch.device, fixed: int = 0) -> None:
@@ -36,7 +36,7 @@ class Upload:
     def __call__(self, arrays: Sequence[NDArray[np.integer]]) -> list[Staged]:
         """Copy integer arrays to the device as int32.
 
-        The caller sees to it that the transfer before has run (`Fence`).
+        The caller makes sure that the previous transfer has run (`Fence`).
         """
         starts, end = [], 0
         for array in arrays:
@@ -60,18 +60,18 @@ class Upload:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a GPU the current one, to whose stream events, captures and some kernels go.
+    """Makes a GPU the current one: events, captures and some kernels go to its stream.
 
-    Each thread has a current device of its own, which is the first GPU if nobody says otherwise.
+    Each thread has its own current device, which is the first GPU by default.
     """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def send(values: ArrayLike, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Some numbers on the device, for which nobody waits.
+    """Copy numbers to the device without waiting.
 
-    `torch.tensor(values, device=...)` and an index that is a list wait until a GPU has done all
-    that it was given before.
+    `torch.tensor(values, device=...)` and an index that is a list would wait until a GPU has done
+    all its earlier work.
     """
     on_host = torch.as_tensor(values, dtype=dtype)
     if device.type == "cuda":
@@ -80,24 +80,24 @@ def send(values: ArrayLike, device: torch.device, dtype: torch.dtype | None = No
 
 
 class Fence:
-    """Lets the host wait until the device has passed a point; nothing to wait for on a CPU."""
+    """Lets the host wait until a GPU has passed a point; on a CPU it never waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event() if device.type == "cuda" else None
 
     def record(self) -> None:
-        """The point is after all that is enqueued now."""
+        """Set the point behind all that is enqueued now."""
         if self._event is not None:
             self._event.record()
 
     def wait(self) -> None:
-        """Until the last recorded point."""
+        """Wait for the last recorded point."""
         if self._event is not None:
             self._event.synchronize()
 
 
 class StepUploads:
-    """A backend's transfers of index arrays, one step's at a time."""
+    """A backend's transfers of index arrays, one step at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._fence = device, Fence(device)
@@ -110,10 +110,10 @@ class StepUploads:
 
     @contextmanager
     def stage(self, arrays: Sequence[NDArray[np.integer]], fixed: bool) -> Iterator[list[Staged]]:
-        """Copy a step's arrays to the device; what reads pinned buffers besides is enqueued inside.
+        """Copy a step's arrays to the device; inside, enqueue other copies from pinned buffers.
 
         Args:
-            fixed: whether to the addresses that `allocate_fixed` has made.
+            fixed: copy to the addresses that `allocate_fixed` has made.
         """
         upload = self._fixed if fixed else self._growing
         assert upload is not None, "allocate_fixed() first"
@@ -127,8 +127,7 @@ class StepUploads:
 class Fetch:
     """Tensors on their way to the host.
 
-    Whoever reads them waits, once for all, until the device has come to this point, not until it
-    has done what it is given from now on.
+    Reading them waits once, until the device has come to this point, not for later work.
     """
 
     def __init__(self, *tensors: torch.Tensor) -> None:
@@ -137,6 +136,6 @@ class Fetch:
         self._fence.record()
 
     def read(self) -> list[list[Any]]:
-        """The numbers of each tensor."""
+        """The numbers of each tensor, once they have arrived."""
         self._fence.wait()
         return [tensor.tolist() for tensor in self._on_host]

@@ -28,7 +28,7 @@ from radixcache.errors import (
 from radixcache.events import Cleared, Evicted, Stored
 from radixcache.hash_block import HashBlockCache
 from radixcache.lease import Lease, PageCopy
-from radixcache.none import NoCache
+from radixcache.no_cache import NoCache
 from radixcache.pages import PagePool
 from radixcache.radix import RadixCache
 

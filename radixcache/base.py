@@ -37,9 +37,9 @@ from radixcache.errors import (
 from radixcache.events import Cleared, Evicted, Listener, Stored
 from radixcache.lease import Lease
 from radixcache.nodes import Tokens as Tokens
-from radixcache.pages import PagePool
+from radixcache.pages import PagePool, as_count
 from radixcache.pins import Pins
-from radixcache.snapshot import EVERYTHING, CachedNode, Look, Outline
+from radixcache.snapshot import Outline
 from radixcache.tier import LowerTier
 
 TokensLike = Tokens | Sequence[int]
@@ -211,7 +211,7 @@ class PrefixCache(ABC):
         """How many leading tokens are cached, where `match` leaves out the last one and those in
         flight in a half-filled page. Changes nothing. O(len(tokens))."""
 
-    @abstractmethod
+    @mutation
     def acquire(
         self,
         tokens: TokensLike,
@@ -227,8 +227,18 @@ class PrefixCache(ABC):
 
         Touches neither statistics nor eviction order until the first `publish`.
         """
+        tokens, namespace = as_tokens(tokens), as_namespace(namespace)
+        lease = self._acquire(tokens, namespace, resumed, include_last)
+        self._leases[lease] = None
+        return lease
 
     @abstractmethod
+    def _acquire(
+        self, tokens: Tokens, namespace: Hashable, resumed: bool, include_last: bool
+    ) -> Lease:
+        """`acquire`, but for the registration of the lease."""
+
+    @mutation
     def reserve(self, lease: Lease, num_tokens: int) -> None:
         """Grow the lease's page table to hold `num_tokens` tokens; evict if needed.
 
@@ -236,8 +246,15 @@ class PrefixCache(ABC):
         the cursor, else replaced by a copy, which `Lease.take_copies` reports.
         `OutOfPages` if free and evictable pages do not suffice; then nothing has changed.
         """
+        lease, num_tokens = self._mine(lease), as_count(num_tokens, "the number of tokens")
+        if num_tokens > lease.capacity:
+            self._reserve(lease, num_tokens)
 
     @abstractmethod
+    def _reserve(self, lease: Any, num_tokens: int) -> None:
+        """`reserve` of more tokens than the lease has room for."""
+
+    @mutation
     def publish(self, lease: Lease, tokens: TokensLike, *, written: bool = False) -> None:
         """Append `tokens`, whose KV the step being scheduled writes: other leases may share them.
 
@@ -251,6 +268,13 @@ class PrefixCache(ABC):
         Raises:
             LeaseError: fewer tokens are reserved, or the lease has published in this step already.
         """
+        lease, tokens = self._mine(lease), as_tokens(tokens)
+        lease._check_publish(len(tokens))
+        self._publish(lease, tokens, written)
+
+    @abstractmethod
+    def _publish(self, lease: Any, tokens: Tokens, written: bool) -> None:
+        """`publish` of tokens that the lease has room for."""
 
     @mutation
     def touch(self, lease: Lease) -> None:
@@ -306,9 +330,14 @@ class PrefixCache(ABC):
             lease.used = True
             self.stats.count(lease)
 
-    @abstractmethod
+    @mutation
     def evict(self, num_pages: int) -> int:
         """Free up to `num_pages` cached pages that no lease holds; returns how many it freed."""
+        return self._evict(as_count(num_pages, "the number of pages"))
+
+    @abstractmethod
+    def _evict(self, num_pages: int) -> int:
+        """`evict` of a valid number of pages."""
 
     def would_evict(self, num_pages: int) -> bool:
         """Whether `num_pages` new pages take the place of cached ones. O(num_pages)."""
@@ -372,17 +401,9 @@ class PrefixCache(ABC):
             held[lease.page_table] = True
         return int(held.sum())
 
+    @abstractmethod
     def outline(self) -> Outline[Any]:
         """The nodes that pictures are drawn from; valid until the cache changes."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be drawn")
-
-    def snapshot(self, look: Look = EVERYTHING) -> dict[Hashable, CachedNode]:
-        """What is cached, as a tree below each namespace's root; see `radixcache.snapshot`.
-
-        Changes nothing. The result shares nothing with the cache: any thread may read it.
-        """
-        picture = self.outline().draw(look)
-        return picture.roots if picture else {}
 
     @mutation
     def reset(self) -> None:

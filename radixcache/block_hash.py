@@ -72,7 +72,7 @@ class BlockNamespace:
 
 
 def as_block_namespace(namespace: Hashable) -> BlockNamespace | None:
-    """The namespace as one that has keys; None if it has none at all."""
+    """Convert a namespace to one with keys; None if it adds no keys."""
     if namespace is None or namespace == "":
         return None
     if isinstance(namespace, str):
@@ -86,7 +86,7 @@ def as_block_namespace(namespace: Hashable) -> BlockNamespace | None:
 
 
 def hash_block(content: object) -> bytes:
-    """H of the module's docstring: 32 bytes.
+    """H of the module's docstring, 32 bytes.
 
     >>> hash_block("vllm-none-hash").hex()[:16]
     '066b1e8987e02713'
@@ -95,7 +95,7 @@ def hash_block(content: object) -> bytes:
 
 
 def first_parent() -> bytes:
-    """What stands for the parent's hash of a first block (vLLM's NONE_HASH).
+    """Stands for the parent's hash in a first block's hash (vLLM's NONE_HASH).
 
     The hash of PYTHONHASHSEED if that is set, else of a fixed text.
     """

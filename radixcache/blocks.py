@@ -1,4 +1,4 @@
-"""What the hash-block cache knows of blocks: content, pages by hash, hashes by prompt."""
+"""Blocks of the hash-block cache: their content, pages by hash, hashes by prompt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from radixcache.events import Evicted, Stored
 class Block(NamedTuple):
     """A full block: a page's content and, through its parents, the whole prefix that ends there.
 
-    Parents outlive their own eviction in their children: an orphan still knows its prefix.
+    A block keeps its parents alive when they are evicted, so that it still knows its prefix.
     """
 
     hash: bytes
@@ -35,7 +35,7 @@ class Block(NamedTuple):
 
 
 class BlocksStored(Stored):
-    """`Stored` of `blocks`, which follow each other; their prefix is made for who asks for it."""
+    """`Stored` of `blocks` that follow each other; the prefix is made when a listener reads it."""
 
     blocks: list[Block]
 
@@ -48,7 +48,7 @@ class BlocksStored(Stored):
 
 
 class BlockEvicted(Evicted):
-    """`Evicted` of one block, whose prefix is made for who asks for it."""
+    """`Evicted` of one block; its prefix is made when a listener reads it."""
 
     blocks: list[Block]
     """The block, unless another page holds the same one."""
@@ -68,7 +68,7 @@ class BlockEvicted(Evicted):
 
 
 class Row(NamedTuple):
-    """Blocks that follow each other, and the number of blocks before the first of them."""
+    """Blocks that follow each other, and the number of blocks before the first one."""
 
     num_before: int
     blocks: list[Block]
@@ -78,15 +78,15 @@ class BlockRows:
     """The tree that blocks form through their parents, with only children joined into rows.
 
     Args:
-        blocks: of those of the same hash, one counts.
-        ends: hashes of blocks that end their row even so.
+        blocks: of several with one hash, one counts.
+        ends: hashes of blocks that end their row in any case.
     """
 
     def __init__(self, blocks: Iterable[Block], ends: Container[bytes]) -> None:
         self._ends = ends
         self._children: dict[bytes, list[Block]] = {}
         self.tops: dict[Hashable, list[Row]] = {}
-        """Rows whose predecessor is not there, by namespace."""
+        """Rows without a predecessor in the cache, by namespace."""
         distinct = {block.hash: block for block in blocks}
         tops = []
         for block in distinct.values():
@@ -115,7 +115,7 @@ class BlockRows:
 
 
 class BlockMap:
-    """Which pages hold a block of a given hash, the one inserted first first. All O(1)."""
+    """The pages that hold a block of a given hash, in order of insertion. All O(1)."""
 
     def __init__(self) -> None:
         self._first: dict[bytes, int] = {}
@@ -123,7 +123,7 @@ class BlockMap:
         """Further pages of the same hash, in order of insertion."""
 
     def get(self, block_hash: bytes) -> int | None:
-        """The page inserted first, of those still there."""
+        """The page inserted first of those still in the map."""
         return self._first.get(block_hash)
 
     def insert(self, block_hash: bytes, page: int) -> None:
@@ -132,7 +132,7 @@ class BlockMap:
             self._others.setdefault(block_hash, {})[page] = None
 
     def remove(self, block_hash: bytes, page: int) -> None:
-        """Remove `page`; where it was the first, the next one is now."""
+        """Remove `page`; if it was the first of its hash, the next one takes its place."""
         others = self._others.get(block_hash)
         if others is None:
             del self._first[block_hash]
@@ -152,8 +152,8 @@ class BlockMap:
 
 
 class PromptHashes:
-    """The hashes of the prompts looked up last, by their tokens and as far as needed, so that each
-    look at a queue need not hash again. vLLM keeps them with the request."""
+    """Block hashes of the prompts looked up last, by their tokens and as far as needed, so that a
+    waiting prompt is hashed once. vLLM keeps them with the request."""
 
     MAX_TOKENS = 1 << 20
 

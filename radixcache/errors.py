@@ -59,7 +59,11 @@ class MissingDependency(RadixCacheError, ImportError):
     """A request needs an optional package; the message names the extra to install."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; the error's class where it has none."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def first_sentence(error: BaseException) -> str:
     """The first sentence of an error's message, to be quoted in another one."""
-    text = str(error).strip().partition("\n")[0] or type(error).__name__
-    return text.partition(". ")[0].rstrip(".: ")
+    return first_line(error).partition(". ")[0].rstrip(".: ")

@@ -11,11 +11,11 @@ from radixcache.pages import Pages
 
 
 class FreeQueue:
-    """A doubly linked list of the pages that nobody uses, cached ones included.
+    """A doubly linked list of the pages that are not in use, cached ones included.
 
     The head is handed out next; a page that is hit leaves from anywhere in O(1). A lease that has
     only looked so far holds its pages (`refs` counts it) without using them: they keep their place
-    in the line, and `take` steps over them.
+    in the queue, and `take` skips them.
 
     >>> refs = np.zeros(5, np.int32)
     >>> queue = FreeQueue(refs)
@@ -31,7 +31,7 @@ class FreeQueue:
     def __init__(self, refs: NDArray[np.int32]) -> None:
         count = len(refs)
         self._refs = refs
-        # Index `count` is the end of the line and its beginning: the list is a ring.
+        # Index `count` stands before the head and behind the tail: the list is a ring.
         self._next = [*range(1, count + 1), 0]
         self._prev = [count, *range(count)]
         self._end = count
@@ -39,11 +39,11 @@ class FreeQueue:
         self._held = 0
 
     def __len__(self) -> int:
-        """Pages that can be handed out: those in the line that nobody holds."""
+        """Pages that can be handed out: those in the queue without a holder."""
         return self._linked - self._held
 
     def __iter__(self) -> Iterator[int]:
-        """The whole line from its head, held pages included."""
+        """The whole queue from its head, held pages included."""
         page = self._next[self._end]
         while page != self._end:
             yield page
@@ -53,7 +53,7 @@ class FreeQueue:
         return np.array([page for page in self if not self._refs[page]], np.int32)
 
     def take(self, count: int) -> Pages:
-        """Unlink the first `count` pages that nobody holds. O(count + held pages on the way)."""
+        """Unlink the first `count` pages without a holder. O(count + held pages on the way)."""
         taken = np.empty(count, np.int32)
         page = self._next[self._end]
         for index in range(count):
@@ -67,7 +67,7 @@ class FreeQueue:
         return taken
 
     def put(self, pages: Pages) -> None:
-        """Pages whose content nobody will want go to the head. O(len)."""
+        """Pages without cached content go to the head. O(len)."""
         self.prepend(pages.tolist())
 
     def prepend(self, pages: Iterable[int]) -> None:
@@ -79,13 +79,13 @@ class FreeQueue:
         self._link(pages, self._prev[self._end])
 
     def remove(self, pages: Iterable[int]) -> None:
-        """Unlink held pages from wherever they stand: they are used from now on. O(len)."""
+        """Unlink held pages, which are in use from now on, from anywhere. O(len)."""
         for page in pages:
             self._unlink(page)
             self._held -= 1
 
     def note_held(self, count: int) -> None:
-        """`count` more pages of the line are held (fewer, if negative). O(1)."""
+        """`count` more pages of the queue are held (fewer, if negative). O(1)."""
         self._held += count
 
     def check(self) -> None:

@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from radixcache.base import PrefixCache, Tokens, TokensLike, as_namespace, as_tokens, mutation
+from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens, mutation
 from radixcache.block_hash import as_block_namespace, first_parent, hash_block
 from radixcache.blocks import (
     Block,
@@ -22,7 +22,7 @@ from radixcache.blocks import (
 from radixcache.errors import InvalidRequest, OutOfPages
 from radixcache.free_queue import FreeQueue
 from radixcache.lease import Lease
-from radixcache.pages import PagePool, as_count
+from radixcache.pages import PagePool
 from radixcache.snapshot import Ends, Outline
 
 _NO_TOKENS: Tokens = np.empty(0, np.int32)
@@ -38,11 +38,11 @@ class BlockLease(Lease):
     ) -> None:
         super().__init__(page_size, query_tokens, namespace, resumed)
         self.block: Block | None = None
-        """The last full block, found or published."""
+        """The last full block that the lease found or published."""
         self.tail = _NO_TOKENS
         """The published tokens after it."""
         self.uses = False
-        """Its pages are in use: they have left the free queue."""
+        """Its pages are in use, and have left the free queue."""
 
 
 class HashBlockCache(PrefixCache):
@@ -59,8 +59,8 @@ class HashBlockCache(PrefixCache):
       `pool.refs` does not. `evict` makes such pages forget where they stand.
     - A block whose predecessor was evicted stays, but cannot be found before that is back.
     - Page 0 is never used (vLLM's null block), so a pool of n pages holds n - 1.
-    - What `acquire` has found it holds where it stands in the free queue. It leaves that with the
-      first `reserve` that adds pages, as in vLLM with the allocation.
+    - Pages that `acquire` has found keep their place in the free queue until the first `reserve`
+      that adds pages, as in vLLM until the allocation.
 
     Args:
         pool: the pages to manage, all free; this cache must be its only user. Pins may hold half
@@ -92,21 +92,21 @@ class HashBlockCache(PrefixCache):
         pool.free = self._queue
         pool.allocate(1)
         self._looking: NDArray[np.int32] = np.zeros(pool.num_pages, np.int32)
-        """[num_pages] those of `pool.refs` that only hold, and do not use, the page."""
+        """[num_pages] the holders in `pool.refs` that do not use the page."""
         self._blocks: list[Block | None] = [None] * pool.num_pages
-        """What each page is cached for."""
+        """The block that each page has cached."""
         self._map = BlockMap()
         self._hashes = PromptHashes()
         self._leases: dict[BlockLease, None] = {}
         self._in_flight: dict[BlockLease, tuple[int, Tokens]] = {}
-        """Leases that stand on in-flight tokens, in the order in which they came to do so, and the
-        length and the tail to which a failed step takes them back."""
+        """Leases on in-flight tokens, in order, each with the length and the tail to which a failed
+        step takes it back."""
         self._published: dict[int, None] = {}
         """Pages whose block is in flight, in order of publication."""
 
     @property
     def queue(self) -> list[int]:
-        """The free queue: pages in the order in which they will be used, and forgotten. O(n)."""
+        """The free queue: pages in the order in which they will be used and forgotten. O(n)."""
         return list(self._queue)
 
     # -- look-ups ------------------------------------------------------------------------------
@@ -141,17 +141,10 @@ class HashBlockCache(PrefixCache):
 
     # -- the life of a lease -------------------------------------------------------------------
 
-    @mutation
-    def acquire(
-        self,
-        tokens: TokensLike,
-        namespace: Hashable = None,
-        *,
-        resumed: bool = False,
-        include_last: bool = False,
+    def _acquire(
+        self, tokens: Tokens, namespace: Hashable, resumed: bool, include_last: bool
     ) -> BlockLease:
         """vLLM always computes the last token: there is no `include_last`."""
-        tokens, namespace = as_tokens(tokens), as_namespace(namespace)
         pages = self._find(tokens, namespace, len(tokens) - (not include_last))
         lease = BlockLease(self.page_size, len(tokens), namespace, resumed)
         self._hold(lease, pages)
@@ -160,11 +153,10 @@ class HashBlockCache(PrefixCache):
             if page in self._published:
                 self._in_flight[lease] = index * self.page_size, _NO_TOKENS
                 break
-        self._leases[lease] = None
         return lease
 
     def _hold(self, lease: BlockLease, pages: list[int]) -> None:
-        """Put `pages` into an empty lease; they stay where they are in the free queue."""
+        """Put `pages` into an empty lease; they keep their places in the free queue."""
         if pages:
             table = np.array(pages, np.int32)
             lease._set_pages(0, table)
@@ -176,7 +168,7 @@ class HashBlockCache(PrefixCache):
             self._looking[table] += 1
 
     def _use(self, lease: BlockLease) -> None:
-        """Take the pages that a lease has found out of the free queue."""
+        """Take the pages of a lease out of the free queue."""
         if not lease.uses:
             lease.uses = True
             table = lease.page_table
@@ -188,7 +180,7 @@ class HashBlockCache(PrefixCache):
         self._use(lease)
 
     def _let_go(self, lease: BlockLease, start: int) -> None:
-        """End the table at index `start`; pages that nobody uses any more join the free queue."""
+        """End the table at index `start`; pages no longer in use join the free queue."""
         pages = lease.page_table[start:][::-1].copy()
         lease._num_pages = start
         lease.capacity = start * self.page_size
@@ -204,14 +196,10 @@ class HashBlockCache(PrefixCache):
         self._queue.prepend(p for p, c in zip(idle.tolist(), cached, strict=True) if not c)
         self._queue.append(p for p, c in zip(idle.tolist(), cached, strict=True) if c)
 
-    @mutation
-    def reserve(self, lease: Lease, num_tokens: int) -> None:
-        lease, num_tokens = self._mine(lease), as_count(num_tokens, "the number of tokens")
+    def _reserve(self, lease: BlockLease, num_tokens: int) -> None:
         have = lease._num_pages
         wanted = -(-num_tokens // self.page_size) - have
-        if wanted <= 0:
-            return
-        if wanted > self.pool.num_free:  # what the lease has found is held, so not free
+        if wanted > self.pool.num_free:  # pages that the lease has found are held: not free
             raise OutOfPages(
                 f"{wanted} pages wanted, {self.pool.num_free} free of {self.pool.num_pages}"
             )
@@ -219,16 +207,12 @@ class HashBlockCache(PrefixCache):
         pages = self.pool.allocate(wanted)
         for page in pages.tolist():
             if self._blocks[page] is not None:
-                self._evict(page)
+                self._evict_block(page)
         lease._set_pages(have, pages)
         lease.capacity = lease._num_pages * self.page_size
 
-    @mutation
-    def publish(self, lease: Lease, tokens: TokensLike, *, written: bool = False) -> None:
-        lease = self._mine(lease)
-        tokens = as_tokens(tokens)
-        lease._check_publish(len(tokens))
-        if written and lease in self._in_flight:  # so is what they follow: they cannot be written
+    def _publish(self, lease: BlockLease, tokens: Tokens, written: bool) -> None:
+        if written and lease in self._in_flight:  # they follow tokens that are not written yet
             return
         if not written:
             self._in_flight.setdefault(lease, (lease.num_tokens, lease.tail))
@@ -243,7 +227,7 @@ class HashBlockCache(PrefixCache):
             self._publish_blocks(lease, start, tokens[:full])
 
     def _publish_blocks(self, lease: BlockLease, start: int, tokens: Tokens) -> None:
-        """Cache whole blocks, whose first token has position `start`."""
+        """Cache whole blocks that begin at position `start`."""
         size, namespace = self.page_size, lease.namespace
         keys = as_block_namespace(namespace)
         block = lease.block
@@ -296,20 +280,19 @@ class HashBlockCache(PrefixCache):
         cached = any(self._blocks[page] is not None for page in islice(line, num_pages))
         return cached or super().would_evict(num_pages)
 
-    @mutation
-    def evict(self, num_pages: int) -> int:
-        """Pages forget what they hold: they count as free before and after, and keep their place in
-        the queue. O(pages in it)."""
-        evicted, num_pages = 0, as_count(num_pages, "the number of pages")
+    def _evict(self, num_pages: int) -> int:
+        """Free pages forget their blocks. They count as free before and after, and keep their
+        places in the queue. O(pages in it)."""
+        evicted = 0
         for page in self._queue:
             if evicted >= num_pages:
                 break
             if self._blocks[page] is not None and not self.pool.refs[page]:
-                self._evict(page)
+                self._evict_block(page)
                 evicted += 1
         return evicted
 
-    def _evict(self, page: int) -> None:
+    def _evict_block(self, page: int) -> None:
         self.changes += 1
         self.stats.evicted_pages += 1
         self.stats.evicted_tokens += self.page_size
@@ -355,9 +338,6 @@ class HashBlockCache(PrefixCache):
             start=lambda row: row.num_before * self.page_size,
             tokens=lambda row: np.frombuffer(b"".join(b.tokens for b in row.blocks), np.int32),
         )
-
-    def _mine(self, lease: Lease) -> BlockLease:
-        return super()._mine(lease)
 
     def _forget_cached(self) -> None:
         """The free queue keeps its order."""

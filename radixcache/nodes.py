@@ -1,9 +1,9 @@
 """The nodes of the tree, and the runs in which they keep their tokens and pages.
 
-A look-up that compared node by node would cost one array comparison for each; a path of a hundred
-short nodes would take a hundred times as long as one long node. Nodes that follow each other on a
-path therefore share a *run*, one buffer of their tokens and pages, so that a look-up compares the
-whole run at once and finds its node by bisection. Splitting a node then moves no token either.
+If a look-up compared node by node, a path of a hundred short nodes would take a hundred times as
+long as one long node. So nodes that follow each other on a path share a *run*, one buffer of their
+tokens and pages: a look-up compares the whole run at once and finds its node by bisection. A split
+then moves no token either.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Tokens = NDArray[np.int32]
 
 NO_CHILDREN: dict[int, Node] = cast(Any, MappingProxyType({}))
 NOBODY: set[Cursor] = cast(Any, frozenset())
-"""What most nodes have, which are unleased leaves: one for all, as an empty set has 200 bytes."""
+"""Shared by all nodes without leases, most of them leaves: an empty set has 200 bytes."""
 
 _GLANCE, _MANY = 256, 8192
-"""Of many tokens so few are compared before all are, as most mismatches come early; of fewer, a
-second comparison costs more than it saves."""
+"""More than `_MANY` tokens are compared only if the first `_GLANCE` are equal: most mismatches come
+early. With fewer tokens, the second comparison costs more than it saves."""
 
 
 def common_length(a: Tokens, b: Tokens) -> int:
@@ -42,7 +42,7 @@ def common_length(a: Tokens, b: Tokens) -> int:
 
 
 class Cursor(Protocol):
-    """What the tree knows of a lease: a place `num_tokens` tokens down, inside `node`."""
+    """A lease as the tree sees it: a position inside `node`, `num_tokens` tokens from the root."""
 
     num_tokens: int
     node: Node
@@ -63,7 +63,7 @@ class Node:
         "start",
     )
     medium = "pool"
-    """Of a `LowerNode` it is another."""
+    """Where the KV is; see `LowerNode.medium`."""
 
     def __init__(self, parent: Node | None, run: Run, start: int, end: int) -> None:
         self.parent = parent
@@ -74,10 +74,10 @@ class Node:
         self.start = start
         self.end = end
         self.last_use = 0
-        """Logical time of the last release here, or in what was evicted below it."""
+        """Logical time of the last release of a lease here, or in an evicted node below."""
         self.serial = 0
         self.place: tuple[int, int, Node] | None = None
-        """Its entry in the order of eviction, while it stands there."""
+        """Its entry in the eviction order, while it is evictable."""
         self.leases = NOBODY
         """Leases whose cursor is in this node: start < lease.num_tokens <= end; see `enter`."""
 
@@ -89,7 +89,7 @@ class Node:
 
     @property
     def first_token(self) -> int:
-        """The token under which the parent knows this node."""
+        """The key of this node among its parent's children."""
         return self.run.data.item(self.start - self.run.start)
 
     @property
@@ -115,7 +115,7 @@ class Node:
         return run.data.item(run.room + index - run.start // run.page_size)
 
     def adopt(self, child: Node) -> None:
-        """Make `child` the child under its first token, instead of another one there."""
+        """Make `child` the child under its first token, in place of any other."""
         if self.children is NO_CHILDREN:
             self.children = {}
         self.children[child.first_token] = child
@@ -136,13 +136,13 @@ class Node:
         lease.node = self
 
     def leave(self, lease: Cursor) -> None:
-        """It is no longer."""
+        """The cursor of `lease` has left this node."""
         self.leases.remove(lease)
         if not self.leases:
             self.leases = NOBODY
 
     def extend(self, tokens: Tokens, pages: Pages) -> None:
-        """Append to the edge of a leaf. Amortised O(len)."""
+        """Lengthen the edge of a leaf. Amortised O(len)."""
         self.run.append(tokens, pages)
         self.end += len(tokens)
 
@@ -159,7 +159,7 @@ _END = attrgetter("end")
 _NOTHING = np.empty(0, np.int32)
 
 _SPARE = 64
-"""Tokens for which a run may keep room, if there are few in it: less than its objects take."""
+"""Tokens for which even a short run may keep room: its Python objects take more memory."""
 
 
 class Run:
@@ -168,12 +168,12 @@ class Run:
     Attributes:
         start: position of the first token.
         data: the tokens of positions [start, end of the last node), then spare room; from index
-            `room` on the pages that cover them, then spare room. One array, because the header of
-            another one is as large as 28 tokens.
+            `room` on the pages that cover them, then spare room. One array, since the header of a
+            second one is as large as 28 tokens.
         nodes: in order; at least one.
 
     Args:
-        room: tokens for which there should be room, if more than `tokens`.
+        room: make room for so many tokens, if they are more than `tokens`.
     """
 
     __slots__ = ("data", "nodes", "page_size", "room", "start")
@@ -213,7 +213,7 @@ class Run:
         return self.data[before + first : before + end]
 
     def set_page(self, index: int, page: int) -> None:
-        """Let page table entry `index` be `page`."""
+        """Set page table entry `index` to `page`."""
         self.data[self.room + index - self.first_page] = page
 
     def index(self, position: int) -> int:
@@ -240,7 +240,7 @@ class Run:
             node.run = self
 
     def cut(self, at: int) -> None:
-        """Give the nodes from index `at` on, if any, a run of their own. O(their length)."""
+        """Move the nodes from index `at` on, if any, to a run of their own. O(their length)."""
         if at < len(self.nodes):
             rest = self.nodes[at:]
             start, first_page = rest[0].start, rest[0].first_page
@@ -250,7 +250,7 @@ class Run:
             del self.nodes[at:]
 
     def shrink(self) -> None:
-        """Give back memory if less than half is in use: amortised O(1) per token cut off."""
+        """Free memory if less than half is in use. Amortised O(1) per token cut off."""
         if 2 * self.length + _SPARE < self.room:
             self.prepend(_NOTHING, _NOTHING)
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from radixcache.base import PrefixCache, Tokens, TokensLike, as_namespace, as_tokens, mutation
+from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens, mutation
 from radixcache.errors import LeaseError, OutOfPages
 from radixcache.events import Evicted, Stored
 from radixcache.eviction import EvictionOrder
-from radixcache.held import HeldPages
 from radixcache.lease import Lease, PageCopy
 from radixcache.lease import RadixLease as RadixLease
+from radixcache.leased_pages import LeasedPages
 from radixcache.nodes import Node
-from radixcache.pages import PagePool, Pages, as_count
+from radixcache.pages import PagePool, Pages
 from radixcache.snapshot import Ends, Outline
 from radixcache.tiered_tree import TieredTree
 from radixcache.tree import RadixTree
@@ -47,9 +47,9 @@ class RadixCache(PrefixCache):
         self._tree = RadixTree(self.pool)
         self._order = EvictionOrder()
         self._leases: dict[RadixLease, None] = {}
-        self._held = HeldPages(self._tree, self._order, self._leases)
+        self._held = LeasedPages(self._tree, self._order, self._leases)
         self._in_flight: dict[RadixLease, int] = {}
-        """Leases that stand on in-flight tokens, and where each was last written; in order."""
+        """Leases on in-flight tokens, in order, each with the length of its written prefix."""
         for tier in () if self.lower is None else self.lower.chain():
             tier.recover([])
 
@@ -67,8 +67,8 @@ class RadixCache(PrefixCache):
     def follow(
         self, tokens: TokensLike, namespace: Hashable = None, count: int = 1, branches: int = 1
     ) -> tuple[int, list[Tokens]]:
-        """`cached_length`, and up to `count` tokens that are cached after that, along each of up to
-        `branches` branches, the one added last first; along the latter where they fork again.
+        """`cached_length`, and up to `count` tokens that are cached after that along each of up to
+        `branches` branches, newest first; a branch that forks again is followed along its newest.
         Changes nothing. O(len(tokens) + count * branches)."""
         root = self._tree.find_root(namespace)
         if root is None:
@@ -77,8 +77,8 @@ class RadixCache(PrefixCache):
         return position, self._tree.continuations(node, position, count, branches)
 
     def _find(self, node: Node, position: int, tokens: Tokens) -> tuple[Node, int, int, int]:
-        """The cursor of the longest usable prefix, how much of that prefix is written, and how many
-        tokens longer it will be when what is in flight has been written."""
+        """The node and length of the longest prefix that can be used, how much of it is written,
+        and how many tokens longer it will be once the tokens in flight are written."""
         node, position = self._tree.descend(node, position, tokens)
         written = longest = position
         at = node
@@ -95,16 +95,9 @@ class RadixCache(PrefixCache):
 
     # -- the life of a lease -------------------------------------------------------------------
 
-    @mutation
-    def acquire(
-        self,
-        tokens: TokensLike,
-        namespace: Hashable = None,
-        *,
-        resumed: bool = False,
-        include_last: bool = False,
+    def _acquire(
+        self, tokens: Tokens, namespace: Hashable, resumed: bool, include_last: bool
     ) -> RadixLease:
-        tokens, namespace = as_tokens(tokens), as_namespace(namespace)
         root = self._tree.root(namespace)
         node, position, written, unusable = self._find(
             root, 0, tokens if include_last else tokens[:-1]
@@ -113,7 +106,6 @@ class RadixCache(PrefixCache):
             node, position, written, unusable = self._find(root, 0, tokens[:-1])
         lease = RadixLease(node, self.page_size, len(tokens), namespace, resumed)
         lease.next_step_tokens = unusable
-        self._leases[lease] = None
         node.enter(lease)
         if position:
             self._order.discard(node)
@@ -124,16 +116,12 @@ class RadixCache(PrefixCache):
         self._held.look(lease)
         return lease
 
-    @mutation
-    def reserve(self, lease: Lease, num_tokens: int) -> None:
-        lease, num_tokens = self._mine(lease), as_count(num_tokens, "the number of tokens")
-        if num_tokens <= lease.capacity:
-            return
+    def _reserve(self, lease: RadixLease, num_tokens: int) -> None:
         page_size, position = self.page_size, lease.num_tokens
         have = lease._num_pages
         wanted = -(-num_tokens // page_size) - have
         boundary = position // page_size
-        page = -1  # the half-filled page at the cursor, if it is not the lease's own yet
+        page = -1  # the half-filled page at the cursor, unless it is the lease's own
         if boundary < lease._num_own_from:
             page = lease._table.item(boundary)
         copy = page >= 0 and not (
@@ -150,10 +138,7 @@ class RadixCache(PrefixCache):
         lease._set_pages(have, pages[1:] if copy else pages)
         lease.capacity = lease._num_pages * page_size
 
-    @mutation
-    def publish(self, lease: Lease, tokens: TokensLike, *, written: bool = False) -> None:
-        lease, tokens = self._mine(lease), as_tokens(tokens)
-        lease._check_publish(len(tokens))
+    def _publish(self, lease: RadixLease, tokens: Tokens, written: bool) -> None:
         if not written:
             self._in_flight.setdefault(lease, lease.num_tokens)
             lease.publishing = True
@@ -166,7 +151,7 @@ class RadixCache(PrefixCache):
         a lower tier, before its first `publish`. Nothing changes if another lease has the same
         tokens in flight, as `lease.num_tokens` then says. O(len(tokens)).
         """
-        lease, tokens = self._mine(lease), as_tokens(tokens)
+        lease, tokens = cast(RadixLease, self._mine(lease)), as_tokens(tokens)
         if lease.used:
             raise LeaseError("a hit is lengthened before the first publish")
         lease._check_publish(len(tokens))
@@ -197,18 +182,18 @@ class RadixCache(PrefixCache):
         return True
 
     def _drop_duplicates(self, lease: RadixLease) -> None:
-        """Free the lease's own whole pages behind its cursor; the tree holds those tokens too."""
+        """Free the lease's own whole pages before its cursor: the tree has these tokens, too."""
         first, end = lease._num_own_from, lease.num_tokens // self.page_size
         if first < end:
             own = lease._table[first:end].copy()
             lease._table[first:end] = self._tree.read_pages(lease.node, first, end)
             lease._num_own_from = end
             self.pool.drop(own)
-            if lease._copies:  # perhaps into a page that is free again
+            if lease._copies:  # one may be into a page that is free now
                 lease._copies = [copy for copy in lease._copies if self.pool.refs[copy.target]]
 
     def _append(self, lease: RadixLease, tokens: Tokens, written: bool) -> None:
-        """Store tokens that the tree does not hold below the lease's cursor, in its own pages."""
+        """Store tokens, which the tree does not hold, below the lease's cursor in its own pages."""
         tree, page_size = self._tree, self.page_size
         node, position = lease.node, lease.num_tokens
         if position < node.end:
@@ -222,8 +207,8 @@ class RadixCache(PrefixCache):
             and not node.children
             and (not half_filled or node.page_at(first) == table[first])
         )
-        # The tree takes over the lease's hold on each page that is now full, and gets a hold of
-        # its own on the last one if that is not full: the lease goes on writing there.
+        # The tree takes over the lease's hold on each full page. Of a last page that is not full,
+        # it gets a hold of its own, since the lease goes on writing there.
         new_first = first + (in_place and half_filled)
         if end % page_size and last >= new_first:
             self.pool.hold(table.item(last))
@@ -235,7 +220,7 @@ class RadixCache(PrefixCache):
             node.extend(tokens, pages)
         else:
             node = tree.add_child(node, tokens, pages, lease.query_tokens - position)
-            self._held.forget()  # the page before may have been copied
+            self._held.forget()  # the lease may have copied the page before
         if not written:
             tree.in_flight.setdefault(node, position)
         self._move(lease, node, end)
@@ -309,12 +294,8 @@ class RadixCache(PrefixCache):
 
     # -- eviction ------------------------------------------------------------------------------
 
-    @mutation
-    def evict(self, num_pages: int) -> int:
-        """Least recently used leaves first, each from its tail. O(log n) a leaf, O(1) a page."""
-        return self._evict(as_count(num_pages, "the number of pages"))
-
     def _evict(self, num_pages: int) -> int:
+        """Least recently used leaves first, each from its tail. O(log n) a leaf, O(1) a page."""
         end_free, before = self.pool.num_free + num_pages, self.pool.num_free
         while (missing := end_free - self.pool.num_free) > 0:
             leaf = self._order.first()
@@ -341,7 +322,7 @@ class RadixCache(PrefixCache):
         return freed
 
     def _allocate(self, count: int, lease: RadixLease) -> Pages:
-        """`count` pages, by eviction if need be; `OutOfPages` before anything is evicted."""
+        """`count` pages, by eviction if needed; raises `OutOfPages` before it evicts any."""
         missing = count - self.pool.num_free
         if missing > 0:
             if not self._held.can_evict(missing, most_held=self.pool.num_pages - count):
@@ -350,14 +331,15 @@ class RadixCache(PrefixCache):
                     f"not enough evictable"
                 )
             if lease.node.parent is not None and lease.num_tokens < lease.node.end:
-                self._split(lease.node, lease.num_tokens)  # what follows may go, in its turn
+                self._split(lease.node, lease.num_tokens)  # the rest can be evicted in its turn
                 missing = count - self.pool.num_free
             self._evict(missing)
         self._held.add(count)
         return self.pool.allocate(count)
 
     def _expose_tails(self) -> bool:
-        """Cut off what follows the last cursor in each leased leaf; whether there was any."""
+        """Split each leased leaf behind its last cursor, so that the rest can be evicted; returns
+        whether there was a rest."""
         exposed = False
         for lease in list(self._leases):
             node = lease.node
@@ -369,15 +351,16 @@ class RadixCache(PrefixCache):
         return exposed
 
     def _split(self, node: Node, position: int) -> Node:
-        """Split a leased node; returns the upper half. The lower may be evictable now."""
+        """Split a leased node, whose lower half may now be evictable; returns the upper half."""
         upper = self._tree.split(node, position)
         self._settle(node)
         return upper
 
     def _settle(self, node: Node) -> None:
-        """Restore order around a node that lost a child or a lease, or was used later than before.
+        """Restore the invariants around a node that lost a child or a lease, or was used.
 
-        A leaf that nobody leases is evictable, an empty namespace goes, only children merge.
+        A leaf without a lease is evictable, an empty namespace goes, an only child merges with its
+        parent.
         """
         if not node.children and not node.leases:
             if node.parent is not None:
@@ -397,11 +380,8 @@ class RadixCache(PrefixCache):
 
     # -- cursors and tables --------------------------------------------------------------------
 
-    def _mine(self, lease: Lease) -> RadixLease:
-        return super()._mine(lease)
-
     def _move(self, lease: RadixLease, node: Node, position: int) -> None:
-        """Set the cursor, which pins `node` instead of the node before."""
+        """Move the cursor of a lease, which now pins `node`."""
         lease.num_tokens = position
         if node is not lease.node:
             self._order.discard(node)
@@ -412,7 +392,7 @@ class RadixCache(PrefixCache):
                 self._settle(before)
 
     def _read_table(self, lease: RadixLease, start: int) -> None:
-        """Read the lease's table from the tree, from index `start` up to the cursor."""
+        """Read the lease's page table from the tree, from index `start` up to the cursor."""
         end = -(-lease.num_tokens // self.page_size)
         lease._set_pages(start, self._tree.read_pages(lease.node, start, end))
         lease._num_own_from = end
@@ -459,7 +439,7 @@ class RadixCache(PrefixCache):
         self._forget_all()
 
     def _emit_about(self, kind: type[Stored] | type[Evicted], node: Node, start: int) -> None:
-        """Tell of positions [start, end) of `node`. O(path), so only for listeners."""
+        """Send an event about positions [start, end) of `node`. O(path), if there are listeners."""
         if self.events:
             self._emit(kind(self._tree.namespace_of(node), self._tree.path_tokens(node), start))
 

@@ -1,4 +1,4 @@
-"""A picture of what is cached, for people to look at: small, and with names that last."""
+"""Pictures of a cache for people to look at: small trees, whose nodes have lasting ids."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 PREVIEW = 24
-"""Tokens of a node that a picture holds."""
+"""Tokens of a node that a picture shows."""
 
 FIRST_PREVIEW = 4 * PREVIEW
-"""The same of a first node: it may begin with what a chat template says in all conversations."""
+"""The same for a first node, which may begin with a chat template's text of all conversations."""
 
 MAX_DEPTH = 100
-"""Levels that a picture holds: nested formats are read by recursion."""
+"""Levels of a picture: nested formats are read by recursion."""
 
 MAX_NODES = 50_000
-"""Nodes that are looked at, level by level; what is below the others is as if it were not there."""
+"""Nodes that are visited, level by level; a picture leaves out what is below the others."""
 
 ROOT = ""
 """The id of the empty prefix, where each namespace begins."""
@@ -29,13 +29,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Look:
-    """What of a cache to draw.
+    """Which part of a cache to draw.
 
     Attributes:
-        rows: leaves that have room; where children fold, they take one of them together.
-        levels: nodes that have room one after the other.
+        rows: leaves that there is room for; children that fold take one of them together.
+        levels: nodes in a row, from parent to child, that there is room for.
         under: id of the node to begin with; without it, every namespace is drawn from its root.
-        reveal: id of a node that is drawn whatever has to fold for it.
+        reveal: id of a node that is drawn in any case.
     """
 
     rows: int = 500
@@ -44,13 +44,10 @@ class Look:
     reveal: str | None = None
 
 
-EVERYTHING = Look(rows=MAX_NODES)
-
-
 @dataclass(frozen=True)
 class Folded:
-    """Branches that a picture leaves out side by side: how many, what is in them; age and leases as
-    in `CachedNode`."""
+    """Sibling branches that a picture leaves out, and their content; `age` and `leases` as in
+    `CachedNode`."""
 
     branches: int
     nodes: int
@@ -61,22 +58,22 @@ class Folded:
 
 @dataclass(eq=False)
 class CachedNode:
-    """Tokens that the prefixes below it have in common; the root of a namespace has none.
+    """The tokens that the prefixes below a node have in common; the root of a namespace has none.
 
     Attributes:
-        id: the same from one picture to the next, for as long as the node lives.
+        id: the same in all pictures, for as long as the node lives.
         start: position of the first token.
         tokens: its first `PREVIEW` tokens, or `FIRST_PREVIEW`.
-        age: logical time since it or what is below was last used, 0 while a lease is there. Only
+        age: logical time since the node or one below was last used, 0 while a lease is there. Only
             comparisons within one picture mean something.
-        leases: those that end here or below, pins apart.
-        computed_from: the first position that one of these leases has not hit but computes or has
-            computed, be it before the node; None if all have hit the whole node.
+        leases: leases that end here or below, without pins.
+        computed_from: the first position, perhaps before the node, that one of these leases
+            computes or has computed, not hit; None if all have hit the whole node.
         pins: names of the pinned prefixes that end here.
-        pinned: whether a pinned prefix goes through it.
+        pinned: whether a pinned prefix goes through the node.
         children: oldest first.
-        more: children that the picture leaves out.
-        medium: where its KV is: "pool", or a lower tier: "host" or "disk".
+        more: the children that the picture leaves out.
+        medium: where its KV is: "pool", or a lower tier, "host" or "disk".
     """
 
     id: str
@@ -98,11 +95,10 @@ class Picture:
     """What a `Look` shows.
 
     Attributes:
-        roots: of the namespaces that are drawn.
-        above: the nodes from the root to `Look.under`, which is not among them; they have no
-            children here.
-        more: namespaces that the picture leaves out, as branches.
-        num_nodes, num_tokens: of the whole cache, lower tiers apart.
+        roots: the roots of the namespaces that are drawn.
+        above: the nodes between the root and `Look.under`, without children.
+        more: the namespaces that the picture leaves out, as branches.
+        num_nodes, num_tokens: of the whole cache, without lower tiers.
     """
 
     roots: dict[Hashable, CachedNode]
@@ -113,7 +109,7 @@ class Picture:
 
 
 class Ends(NamedTuple):
-    """What ends in a node: how many tokens each lease has hit, pins apart, and names of pins."""
+    """The leases and pins that end in a node: the hit of each lease, the name of each pin."""
 
     leases: Collection[int] = ()
     pins: Collection[str] = ()
@@ -128,14 +124,14 @@ class Spelled(NamedTuple):
 
 
 class Outline(Generic[T]):
-    """The nodes of a cache, of which pictures are drawn; for use until the cache changes. O(nodes).
+    """The nodes of a cache, from which pictures are drawn; valid until the cache changes. O(nodes).
 
     Args:
         tops: the nodes of each namespace without a parent, oldest first.
         below: the children of a node, oldest first.
-        sizes: how many tokens each of these nodes has.
-        ages: logical time since each of them was last used itself.
-        ends: what ends in these nodes, by their index, where anything does.
+        sizes: the number of tokens of each of the nodes.
+        ages: logical time since each of the nodes was last used itself.
+        ends: the leases and pins that end in the nodes, by index, where there are any.
         name: the id of a node.
         start: the position of a node's first token.
         tokens: [num_tokens] of a node; a view.
@@ -165,17 +161,17 @@ class Outline(Generic[T]):
             self._nodes.extend(top)
             self._begin.append(first + len(self._nodes))
         nodes, begin = self._nodes, self._begin
-        for node in nodes:  # which grows meanwhile
+        for node in nodes:  # the list grows meanwhile
             if (children := below(node)) and len(nodes) < MAX_NODES:
                 nodes.extend(children)
             begin.append(first + len(nodes))
         self._size = [0] * first + sizes(nodes)
         self._ends = {at + first: end for at, end in ends(nodes).items()}
-        self._seen: set[int] = set()  # what is on the way to the node that must be drawn
+        self._seen: set[int] = set()  # the path to the node that must be drawn
         self._add_up([0] * first + ages(nodes))
 
     def _add_up(self, ages: list[int]) -> None:
-        """What there is in each node and below: nodes, tokens, leaves; its age, leases and pins."""
+        """Sum up each node and those below: nodes, tokens and leaves; age, leases and pins."""
         begin, size = self._begin, len(self._size)
         self._age = ages
         self._count = count = [1] * size
@@ -204,7 +200,7 @@ class Outline(Generic[T]):
                     self._pinned.add(above)
 
     def _path(self, at: int) -> list[int]:
-        """From a node up to its root."""
+        """The nodes from one up to its root."""
         path = []
         while at >= 0:
             path.append(at)
@@ -212,7 +208,7 @@ class Outline(Generic[T]):
         return path
 
     def find(self, node: str) -> int | None:
-        """Where the node of that id is. O(nodes)."""
+        """The index of the node with that id. O(nodes)."""
         for at, other in enumerate(self._nodes, self._first):
             if self._name(other) == node:
                 return at
@@ -221,8 +217,8 @@ class Outline(Generic[T]):
     def draw(self, look: Look) -> Picture | None:
         """The picture; None if there is no node `look.under`.
 
-        All children are drawn where they have room; where they have not, those used last. Room that
-        is left is shared evenly among those that have use for it.
+        Where there is room, all children are drawn; else those used last. Spare rows are shared
+        evenly among those that can use them.
         """
         top = self.find(look.under) if look.under is not None else None
         if look.under is not None and top is None:
@@ -250,7 +246,7 @@ class Outline(Generic[T]):
         )
 
     def spell(self) -> list[Spelled]:
-        """Every node, a parent before its children; what is told stays true of the past."""
+        """Every node, a parent before its children, independent of later changes."""
         first, parents = self._first, self._parents
         return [
             Spelled(self._name(node), max(parents[at] - first, -1), self._tokens(node).copy())
@@ -265,7 +261,7 @@ class Outline(Generic[T]):
         return picture
 
     def _share(self, nodes: Sequence[int], rows: int) -> tuple[dict[int, int], Folded | None]:
-        """The rows that each of these nodes gets, side by side; what gets none."""
+        """The rows that each of these siblings gets, and those that fold."""
         if len(nodes) > rows:
             seen, leases, age = self._seen, self._leases, self._age
             ranked = sorted(nodes, key=lambda at: (at not in seen, at not in leases, age[at]))
@@ -286,7 +282,7 @@ class Outline(Generic[T]):
     def _fold(self, nodes: Sequence[int]) -> Folded | None:
         if not nodes:
             return None
-        roots = sum(at < self._first for at in nodes)  # which are no nodes
+        roots = sum(at < self._first for at in nodes)  # roots do not count as nodes
         return Folded(
             branches=len(nodes),
             nodes=sum(self._count[at] for at in nodes) - roots,

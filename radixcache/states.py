@@ -1,16 +1,15 @@
-"""Which slot holds the recurrent state after which prefix.
+"""The index of recurrent states: which slot holds the state after which prefix.
 
 A recurrent layer keeps no KV but one state of all tokens so far, which cannot be cut shorter. So a
-hit of a hybrid model goes on from the deepest *checkpoint* at or below what is cached of its KV,
-and what lies between is computed again in place. States are large and few: they stand beside the
-tree of KV, each under a digest of the tokens that it is of, and are used only where the KV of all
-these is cached, too.
+hit of a hybrid model goes on from the deepest *checkpoint* within the cached KV, and the tokens
+between are computed again in place. States are large and few: they are kept beside the tree of KV,
+each under a digest of its tokens, and used only where the KV of all these is cached, too.
 
-Like pages, slots are numbers; whoever owns the tensors reads and writes them. A slot is free, a
-running sequence's own, or a checkpoint's. A sequence always gets one, at the expense of a
-checkpoint; a checkpoint that finds no slot is not kept. Eviction takes first what was *superseded*
-(a conversation went on from it and left another), then kinds that are hardly ever hit, then the
-least recently used.
+Like pages, slots are numbers; the owner of the tensors reads and writes them. A slot is free, or
+belongs to a running sequence or to a checkpoint. A sequence always gets one, at the expense of a
+checkpoint; a checkpoint without a free slot is not kept. Eviction first takes *superseded*
+checkpoints (a conversation went on from one and left another), then kinds that are hardly ever hit,
+then the least recently used.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from radixcache.base import Tokens
 from radixcache.errors import InvalidRequest, OutOfPages
 
 Kind = Literal["boundary", "branch", "prompt", "end"]
-"""Why a state is kept: a message ends there, two prompts have parted there, a prompt ends there, or
-a sequence left it."""
+"""Why a state is kept: a message ends there, two prompts diverge there, a prompt ends there, or a
+sequence ended there."""
 
 RARELY = 0.1
-"""Hits a checkpoint, below which its kind is evicted before others."""
+"""A kind with fewer hits per checkpoint is evicted before others."""
 
 
 class Key(NamedTuple):
@@ -42,7 +41,7 @@ class Key(NamedTuple):
 
 @dataclass(slots=True)
 class Checkpoint:
-    """A state that may be gone on from."""
+    """A kept state, from which a sequence can go on."""
 
     key: Key
     slot: int
@@ -51,12 +50,12 @@ class Checkpoint:
 
 
 class SequenceStates(NamedTuple):
-    """What a step does with the states of one sequence.
+    """The slots that a step reads and writes for one sequence.
 
     Attributes:
-        read: the slot of the state before the new tokens; -1 if there are none before.
+        read: the slot of the state before the new tokens; -1 if these are the first.
         write: the slot for the state after them.
-        keeps: (n, slot), ascending: the state after the first n of them goes there, too.
+        keeps: (n, slot), ascending: the state after the first n of them also goes to the slot.
     """
 
     read: int
@@ -65,10 +64,10 @@ class SequenceStates(NamedTuple):
 
 
 class StateIndex:
-    """The slots of recurrent states, and what is in them.
+    """The slots of recurrent states, and the states in them.
 
     Args:
-        num_slots: more than there are sequences that run at the same time.
+        num_slots: more than the sequences that run at the same time.
 
     >>> import numpy as np
     >>> states = StateIndex(3)
@@ -90,36 +89,37 @@ class StateIndex:
         self.clear()
 
     def clear(self) -> None:
-        """Make every slot free, whoever has it."""
+        """Free every slot, in use or not."""
         self._free = [*range(self.num_slots)]
         self._kept: OrderedDict[Key, Checkpoint] = OrderedDict()
         """Least recently used first."""
         self._written: dict[Key, Checkpoint] = {}
-        """By the step that is being scheduled."""
+        """The checkpoints that the step being scheduled writes."""
         self._superseded: OrderedDict[Key, None] = OrderedDict()
         self._lengths: dict[Hashable, Counter[int]] = {}
-        """Of both, how many there are of each length."""
+        """How many checkpoints, kept and written, there are of each length, by namespace."""
         self._reads: Counter[int] = Counter()
-        """Slots that the step reads."""
+        """Slots that the step being scheduled reads."""
         self._pinned: Counter[Key] = Counter()
-        """Those that go after all others, whether they are there or not."""
+        """Keys that are evicted after all others, whether or not there is such a checkpoint."""
         self._made: Counter[Kind] = Counter()
         self._hits: Counter[Kind] = Counter()
 
     @property
     def counts(self) -> dict[str, int]:
-        """Slots by who has them, between two steps."""
+        """How many slots are running, kept and free, between two steps."""
         kept, free = len(self._kept), len(self._free)
         return {"running": self.num_slots - kept - free, "kept": kept, "free": free}
 
     def depth(self, tokens: Tokens, namespace: Hashable, limit: int) -> int:
-        """Tokens of the deepest checkpoint within the first `limit`. Changes nothing. O(limit)."""
+        """Length of the deepest checkpoint within the first `limit` tokens. Changes nothing.
+        O(limit)."""
         deepest, _ = self._deepest(tokens, namespace, limit)
         return 0 if deepest is None else deepest.key.length
 
     def find(self, tokens: Tokens, namespace: Hashable, limit: int) -> Checkpoint | None:
-        """The deepest checkpoint of the first `limit` tokens; it is used now, and its slot stays
-        until `commit`, `recover` or `release`. O(limit)."""
+        """The deepest checkpoint within the first `limit` tokens; it counts as used, and keeps its
+        slot until `commit`, `recover` or `release`. O(limit)."""
         found, _ = self._deepest(tokens, namespace, limit)
         if found is not None:
             self._use(found.key)
@@ -129,17 +129,17 @@ class StateIndex:
         return found
 
     def coming(self, tokens: Tokens, namespace: Hashable, limit: int) -> int:
-        """Length of the deepest one that the step being scheduled will have left."""
+        """Length of the deepest checkpoint that the step being scheduled writes."""
         return self._deepest(tokens, namespace, limit)[1] if self._written else 0
 
     def release(self, checkpoint: Checkpoint) -> None:
-        """Who has found this one does not go on from it after all."""
+        """Undo `find`: the sequence does not go on from the checkpoint."""
         self._reads -= Counter([checkpoint.slot])
         checkpoint.hits -= 1
         self._hits[checkpoint.kind] -= 1
 
     def pin(self, tokens: Tokens, namespace: Hashable) -> None:
-        """The state after `tokens` is evicted after all that are not pinned. O(len(tokens))."""
+        """Evict the state after `tokens` only after all that are not pinned. O(len(tokens))."""
         self._pinned[_key(tokens, namespace)] += 1
 
     def unpin(self, tokens: Tokens, namespace: Hashable) -> None:
@@ -149,7 +149,7 @@ class StateIndex:
     def _deepest(
         self, tokens: Tokens, namespace: Hashable, limit: int
     ) -> tuple[Checkpoint | None, int]:
-        """The deepest checkpoint, and the length of the deepest that is being written."""
+        """The deepest kept checkpoint, and the length of the deepest that the step writes."""
         digest, start = blake2b(digest_size=32), 0
         found, coming = None, 0
         for length in sorted(n for n in self._lengths.get(namespace, ()) if n <= limit):
@@ -161,10 +161,10 @@ class StateIndex:
         return found, coming
 
     def take(self) -> int:
-        """A slot for a sequence.
+        """A slot for a sequence, by eviction if needed.
 
         Raises:
-            OutOfPages: all are in use, by sequences or by this step.
+            OutOfPages: sequences and this step use all slots.
         """
         slot = self._spare()
         if slot is None:
@@ -172,8 +172,8 @@ class StateIndex:
         return slot
 
     def write(self, tokens: Tokens, namespace: Hashable, kind: Kind) -> Checkpoint | None:
-        """A checkpoint that the step being scheduled writes, after `tokens`; it is found after
-        `commit`. None if there is one already, or no slot. O(len(tokens))."""
+        """A checkpoint after `tokens`, which the step being scheduled writes, and `commit` makes
+        findable; None if there is one already, or no slot. O(len(tokens))."""
         key = _key(tokens, namespace)
         if key in self._kept:
             self._use(key)
@@ -189,12 +189,12 @@ class StateIndex:
     def give(
         self, slot: int, tokens: Tokens, namespace: Hashable, before: Iterable[Key] = ()
     ) -> None:
-        """A sequence's slot, which holds the state after all of `tokens`, becomes a checkpoint.
+        """Make a checkpoint of a sequence's slot, which holds the state after all of `tokens`.
 
         Args:
-            before: those that the sequence went on from, or left. One of them that nobody else has
-                gone on from is superseded by this one; or this one by it, where ends are hit less
-                often than prompts, as where a template leaves out what a model thought.
+            before: the checkpoints that the sequence went on from, or left. One that no other
+                sequence has used is superseded by this one; or this one by it, where ends are hit
+                less often than prompts, as where a template leaves out reasoning.
         """
         key = _key(tokens, namespace)
         if not len(tokens) or key in self._kept or key in self._written:
@@ -209,18 +209,18 @@ class StateIndex:
                 self._superseded[other if older.hits or ends_pay else key] = None
 
     def drop(self, slot: int) -> None:
-        """A sequence has no use for its slot any more."""
+        """Free the slot of a sequence."""
         self._free.append(slot)
 
     def commit(self) -> None:
-        """The step has run: what it wrote may be gone on from."""
+        """The step has run: the checkpoints that it wrote can be found."""
         self._kept.update(self._written)
         self._written.clear()
         self._reads.clear()
 
     def recover(self) -> None:
-        """A step failed, or anything was cut off: no sequence has a slot any more, and what the
-        step was to write is not there. What is kept is as good as before. May be cut off, too, and
+        """After a failed step, or a call that was cut off: take all slots from sequences, and drop
+        the checkpoints that the step was to write. Kept ones stay. May itself be cut off, and
         called again. O(num_slots).
         """
         self._written.clear()
@@ -248,7 +248,7 @@ class StateIndex:
         return self._free.pop()
 
     def _victim(self) -> Checkpoint | None:
-        """What is evicted next; nothing that the step reads."""
+        """The checkpoint to evict next, none that the step reads."""
         for key in self._superseded:
             if self._kept[key].slot not in self._reads and key not in self._pinned:
                 return self._kept[key]
@@ -259,7 +259,7 @@ class StateIndex:
             if checkpoint.key in self._pinned:
                 pinned = pinned or checkpoint
             else:
-                # As if a kind had been made twice more, and hit once: a new one is no rare one.
+                # As if there had been two more of the kind and one more hit: a new kind may stay.
                 made, hits = self._made[checkpoint.kind], self._hits[checkpoint.kind]
                 if hits + 1 < RARELY * (made + 2):
                     return checkpoint
@@ -282,7 +282,7 @@ class StateIndex:
             del self._lengths[key.namespace]
 
     def check(self, own: Iterable[int] = ()) -> None:
-        """Assert that each slot is free, one of the sequences' `own`, or one checkpoint's."""
+        """Assert that each slot is free, or one of the sequences' `own`, or of a checkpoint."""
         checkpoints = [*self._kept.values(), *self._written.values()]
         slots = [*self._free, *own, *(checkpoint.slot for checkpoint in checkpoints)]
         assert sorted(slots) == [*range(self.num_slots)], f"slots {sorted(slots)}"

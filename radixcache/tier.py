@@ -1,25 +1,24 @@
-"""A second tier below the pool: which slot of a slower store holds which evicted page.
+"""A tier below the pool: which slot of a slower store holds which evicted page.
 
-A page that leaves the radix tree is copied into a slot of the tier, and a prompt that goes on from
-what the tree holds finds it there. Pages are known by what they hold: a digest of all tokens up to
-their end. So nothing in the tree changes, and a page may be in both tiers: after a load, its copy
-stays, and is the first to be evicted, for the pool has it too. Then the two tiers together hold
-what one LRU cache of both sizes would, and a page that leaves the pool again is not written twice
-(but for pages that are computed again though the tier has them).
+A page that leaves the radix tree is copied into a slot of the tier, where a prompt that goes on
+from what the tree holds finds it. The key of a page is a digest of all tokens up to its end, so the
+tree needs no change, and a page may be in both: after a load, the copy in the tier stays, and is
+evicted first, since the pool has the page too. So both together hold what one LRU cache of both
+sizes would, and a page that leaves the pool again is not written again (unless it was computed
+again although the tier had it).
 
-As in the pool, slots are numbers: a `PageStore` copies the bytes. Other than `None`, namespaces
-stay out: what is salted is somebody's secret, and a store may outlive the process. A tier may have
-another one below it, as host memory has a disk: what leaves the one goes to the other.
+As in the pool, slots are numbers: a `PageStore` copies the bytes. Only the namespace `None` comes
+here: salted tokens are secret, and a store may outlive the process. A tier may have another one
+below it, as host memory has a disk: pages that leave the upper one go to the lower.
 
-Pages that leave the pool together are one entry, until somebody looks for one of them: in a cache
-that never hits, what this costs grows with the requests, and hardly with their pages.
+Pages that leave the pool together are one lazy group until one of them is looked for: in a cache
+that never hits, the cost of the index grows with the requests, and hardly with their pages.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
 from typing import Generic, TypeVar
@@ -29,48 +28,31 @@ import numpy as np
 from radixcache.errors import InvalidRequest
 from radixcache.nodes import Tokens, common_length
 from radixcache.pages import Pages, as_count
-from radixcache.stored import Medium, PageStore, StoredPage, StoredPages, StoredRun, TierListener
+from radixcache.stored_pages import (
+    Medium,
+    PageGroup,
+    PageStore,
+    StoredPage,
+    StoredPages,
+    StoredRun,
+    TierListener,
+)
 
 S = TypeVar("S", bound=PageStore)
 
 _SIBLINGS = 64
-"""Pages, the newest, that are compared with what follows a prefix, if none is the same in full."""
-
-
-@dataclass(eq=False, slots=True)
-class _Group:
-    """Pages of one path that were last used together; the last of them is evicted first.
-
-    Attributes:
-        order: where it stands.
-        pages: in the order of the path; of a run that nobody has looked at only the first one.
-        run: the same run; of its pages `left` are still here, from the first one on.
-    """
-
-    order: OrderedDict[_Group, None]
-    pages: dict[StoredPage, None]
-    run: StoredRun | None = None
-    left: int = 0
-
-    def all(self) -> list[StoredPage]:
-        return [*self.pages] if self.run is None else self.run.pages()[: self.left]
-
-
-def _unseen(page: StoredPage) -> _Group | None:
-    """The group of a page, if that is the first one of a run that nobody has looked at."""
-    group: _Group | None = page.group
-    return group if group is not None and group.run is not None else None
+"""The newest pages behind a prefix that are compared with what follows, if none matches whole."""
 
 
 class LowerTier(Generic[S]):
-    """The slots of a store, and what is in them.
+    """The slots of a store, and the pages in them.
 
     Args:
-        num_slots: pages that the store holds.
-        page_size: tokens of a page.
+        num_slots: pages that the store has room for.
+        page_size: tokens per page.
         store: copies the bytes.
-        medium: what it is.
-        below: the tier to which pages go from this one.
+        medium: the kind of the store.
+        below: the tier to which pages go that leave this one.
     """
 
     def __init__(
@@ -94,19 +76,19 @@ class LowerTier(Generic[S]):
         self._free = [*range(self.num_slots)][::-1]
         self._num_tokens = 0
         self._pages: dict[bytes, StoredPage] = {}
-        """By key; of a run that nobody has looked at only the first one."""
+        """By key; of a lazy group the first page alone."""
         self._children: dict[tuple[bytes, int], list[StoredPage]] = {}
-        """The same by parent and first token; the newest last."""
-        self._only: OrderedDict[_Group, None] = OrderedDict()
-        """Those that the pool does not hold, as far as is known; the least recently used first."""
-        self._copies: OrderedDict[_Group, None] = OrderedDict()
-        """Those that were loaded since they left the pool."""
+        """The same by parent and first token, the newest last."""
+        self._only: OrderedDict[PageGroup, None] = OrderedDict()
+        """Pages that the pool does not hold, as far as is known, least recently used first."""
+        self._copies: OrderedDict[PageGroup, None] = OrderedDict()
+        """Pages that were loaded since they left the pool, least recently used first."""
 
     def __len__(self) -> int:
         return self.num_slots - len(self._free)
 
     def chain(self) -> Iterator[LowerTier[S]]:
-        """This tier, and those below it."""
+        """This tier and those below it, in order."""
         tier: LowerTier[S] | None = self
         while tier is not None:
             yield tier
@@ -118,10 +100,10 @@ class LowerTier(Generic[S]):
         return self._num_tokens
 
     def find(self, tokens: Tokens, start: int) -> tuple[list[StoredPage], int]:
-        """The pages by which the tier goes on from the prefix of `start` tokens, and its length
-        then. The first page begins at or before `start`, and of the last one some tokens may be
-        others. Of pages that left the pool together the first one must have been looked for before
-        others are found. Changes nothing that is stored. O(start + pages).
+        """The pages by which the tier extends the prefix of `start` tokens, and the length that it
+        then has. The first page begins at or before `start`; the last one may end in other tokens.
+        The later pages of a lazy group are found once its first one was. Changes nothing that is
+        stored. O(start + pages).
         """
         found: list[StoredPage] = []
         size, end = self.page_size, start
@@ -141,20 +123,20 @@ class LowerTier(Generic[S]):
         return found, end
 
     def search(self, tokens: Tokens, start: int) -> tuple[LowerTier[S], list[StoredPage], int]:
-        """As `find`, in the first tier from this one on down that goes on from the prefix."""
+        """`find` in the first tier, from this one down, that extends the prefix."""
         above, tier = list[LowerTier[S]](), self
         while not (found := tier.find(tokens, start))[0] and tier.below is not None:
             above.append(tier)
             tier = tier.below
         pages, end = found
         for page in pages:
-            for other in above:  # pages that left the pool together may begin with this one there
+            for other in above:  # a lazy group there may begin with this page
                 other._page(page.key)
         return tier, pages, end
 
     def _child(self, digest: blake2b, piece: Tokens) -> tuple[StoredPage | None, int]:
-        """The page after the prefix of `digest` that begins with most of `piece`, and with how many
-        tokens. `digest` goes on by `piece`, if any page begins with its first token."""
+        """The page after the prefix of `digest` that shares most leading tokens with `piece`, and
+        how many. Adds `piece` to `digest` if any page begins with its first token."""
         siblings = self._children.get((digest.digest(), piece.item(0)))
         if siblings is None:
             return None, 0
@@ -172,18 +154,19 @@ class LowerTier(Generic[S]):
         return best, length
 
     def _page(self, key: bytes) -> StoredPage | None:
-        """The page of that key; if a run begins with it, all of that can be found from now on."""
+        """The page of that key; a lazy group that begins with it becomes an ordinary one."""
         page = self._pages.get(key)
-        if page is not None and (group := _unseen(page)) is not None:
-            self._look_at(group)
+        if page is not None and (group := page.group) is not None and group.run is not None:
+            self._materialise(group)
         return page
 
-    def _look_at(self, group: _Group) -> None:
-        """Each of its pages can be found from now on."""
+    def _materialise(self, group: PageGroup) -> None:
+        """Make the pages of a lazy group, and enter them into the index."""
         pages, group.run = group.all()[1:], None
         for page in pages:
-            twin = self._pages.get(page.key)  # for which nobody has looked
-            if twin is not None and (_unseen(twin) or twin.readers or page.state == "lost"):
+            twin = self._pages.get(page.key)
+            is_lazy = twin is not None and twin.group is not None and twin.group.run is not None
+            if twin is not None and (is_lazy or twin.readers or page.state == "lost"):
                 self._free.append(page.slot)
                 self._num_tokens -= len(page.tokens)
                 continue
@@ -194,17 +177,17 @@ class LowerTier(Generic[S]):
             group.pages[page] = None
 
     def holds(self, page: StoredPage) -> bool:
-        """Whether it is still there: what is read stays, but for a `clear`."""
+        """Whether the page is still here: a page that is read stays, unless the tier is cleared."""
         return self._pages.get(page.key) is page
 
     def begin_load(self, pages: Iterable[StoredPage]) -> None:
-        """These are being read: their slots stay until `end_load`."""
+        """The pages are being read: their slots stay until `end_load`."""
         for page in pages:
             self._page(page.key)
             page.readers += 1
 
     def end_load(self, pages: Iterable[StoredPage], loaded: int = 0) -> None:
-        """The reading has ended; of their tokens the pool holds the first `loaded` as well."""
+        """The reading has ended; the pool now holds the first `loaded` of their tokens, too."""
         whole, part = list[StoredPage](), list[StoredPage]()
         for page in pages:
             page.readers -= 1
@@ -218,7 +201,8 @@ class LowerTier(Generic[S]):
         self._use(whole, self._copies)
 
     def recover(self, loads: Iterable[Iterable[StoredPage]]) -> None:
-        """A call was cut off: these are the loads under way. O(pages)."""
+        """After a call was cut off: rebuild the index, with the pages of `loads` under way.
+        O(pages)."""
         pages = self.in_order()
         for page in pages:
             page.readers = 0
@@ -228,8 +212,8 @@ class LowerTier(Generic[S]):
             self.begin_load(page for page in read if self.holds(page))
 
     def demote(self, tokens: Tokens, first: int, pages: Pages) -> None:
-        """Pages leave the pool: `pages` from index `first` of the page table of the prefix
-        `tokens`, to its end. O(tokens), and O(1) for a page that nobody looks at."""
+        """Take pages that leave the pool: `pages`, from index `first` of the page table of the
+        prefix `tokens` to its end. O(tokens), of which O(1) for each page that is never found."""
         size = self.page_size
         at, used = first * size, list[StoredPage]()
         digest = blake2b(tokens[:at].tobytes(), digest_size=16)
@@ -248,7 +232,7 @@ class LowerTier(Generic[S]):
         while at < len(tokens):
             count = self._add(tokens, at, digest, pages[at // size - first :], group)
             if count and shorter is not None and self.holds(shorter) and not shorter.readers:
-                self._drop(shorter)  # all of it is in a longer one now
+                self._drop(shorter)  # a longer page begins with it now
             if not count or self.below is None:
                 break
             digest = digest.copy()  # the run goes on from the one before
@@ -256,7 +240,8 @@ class LowerTier(Generic[S]):
             at += count * size
 
     def take(self, pages: Sequence[StoredPage]) -> None:
-        """Pages of one path, in its order, leave the tier above, in whose slots they still are."""
+        """Take pages of one path, in its order, that leave the tier above: their slots there still
+        have their bytes."""
         used = list[StoredPage]()
         for page in pages:
             there = self._page(page.key)
@@ -278,15 +263,15 @@ class LowerTier(Generic[S]):
         self._use([page for page in here if page is not None], self._only)
 
     def evict_all(self) -> None:
-        """All that nobody reads leaves the tier, for the one below."""
+        """Evict all pages that are not being read into the tier below."""
         self._make_room(self.num_slots, None)
 
     def restore(self, pages: Iterable[StoredPage]) -> None:
-        """Take in what the store holds from before, least recently used first."""
+        """Enter pages that the store has from before, least recently used first."""
         free, groups = {*range(self.num_slots)}, list[list[StoredPage]]()
         for page in pages:
             if page.key in self._pages or page.slot not in free:
-                continue  # a call was cut off
+                continue  # left by a call that was cut off
             free.remove(page.slot)
             self._enter(page)
             self._num_tokens += len(page.tokens)
@@ -300,8 +285,8 @@ class LowerTier(Generic[S]):
         self._free = sorted(free, reverse=True)
 
     def from_root(self) -> Iterator[tuple[StoredPage, Tokens]]:
-        """Pages that follow the empty prefix without a gap, parents first, and their prefixes:
-        views of one array a path. O(tokens of all paths)."""
+        """All pages whose prefix is in the tier without a gap, parents first, each with its prefix:
+        views of one array for each path. O(tokens of all paths)."""
         for page in [*self._pages.values()]:
             self._page(page.key)
         pages = defaultdict[bytes, list[StoredPage]](list)
@@ -323,28 +308,28 @@ class LowerTier(Generic[S]):
         return [p for group in [*self._copies, *self._only] for p in reversed(group.all())]
 
     def newest(self) -> Iterator[StoredPage]:
-        """All pages, those first that were used last."""
+        """All pages, the most recently used first."""
         for order in (self._only, self._copies):
             for group in reversed(order):
                 yield from group.all()
 
     def clear(self) -> None:
-        """Forget all pages, also below; those that are being read are read in vain."""
+        """Forget all pages, also in tiers below; loads under way come to nothing."""
         self._forget()
         self.store.clear()
         if self.below is not None:
             self.below.clear()
 
     def _add(
-        self, tokens: Tokens, at: int, before: blake2b, pages: Pages, last: _Group | None
+        self, tokens: Tokens, at: int, before: blake2b, pages: Pages, last: PageGroup | None
     ) -> int:
-        """Save what of the prefix `tokens` begins at `at`, in slots that nobody reads; returns for
-        how many pages there was room. They go before `last`."""
+        """Save the pages of the prefix `tokens` from position `at` on as a lazy group that is older
+        than `last`; returns for how many there was room."""
         digest = before.copy()
         digest.update(tokens[at : at + self.page_size].tobytes())
         if not (count := self._make_room(len(pages), last)):
             return 0
-        if (same := self._page(digest.digest())) is not None:  # lost, or looked at for that room
+        if (same := self._page(digest.digest())) is not None:  # lost, or made while making room
             if same.readers:
                 return 0
             self._drop(same)
@@ -352,54 +337,49 @@ class LowerTier(Generic[S]):
         del self._free[-count:]
         held = tokens[at : at + count * self.page_size].copy()
         run = StoredRun(slots, held, before, self.page_size)
-        self.store.save(pages[:count], run)  # first: what it has not heard of will never be stored
-        group = run.first.group = _Group(self._only, {run.first: None}, run, count)
+        self.store.save(pages[:count], run)  # first: else, if cut off, a page would never be stored
+        group = run.first.group = PageGroup(self._only, {run.first: None}, run, count)
         self._enter(run.first)
         self._only[group] = None
         self._num_tokens += len(held)
         if last is not None and last.pages:
             self._only.move_to_end(last)
         if self.listener is not None:
-            self._look_at(group)
+            self._materialise(group)
             for end, page in enumerate(run.pages(), at // self.page_size + 1):
                 if page.group is group:
                     self.listener.added(page, tokens[: end * self.page_size])
         return count
 
-    def _make_room(self, count: int, last: _Group | None) -> int:
-        """Evict until `count` slots are free, but of `last` nothing that would be lost; returns how
-        many of these are. The least recently used go first, and the ends of their paths before what
-        they follow."""
+    def _make_room(self, count: int, last: PageGroup | None) -> int:
+        """Evict until `count` slots are free, least recently used first, the end of a path before
+        its beginning; spare `last`, unless its pages go to a tier below. Returns how many of
+        `count` are free."""
         if self.below is not None:
             last = None
         while (missing := count - len(self._free)) > 0:
             groups = (group for group in chain(self._copies, self._only) if group is not last)
-            if (victim := next(filter(self._is_unread, groups), None)) is None:
+            if (victim := next((group for group in groups if not group.is_read), None)) is None:
                 self.num_evicted += missing
                 return len(self._free)
             self.num_evicted += self._evict(victim, missing)
         return count
 
-    @staticmethod
-    def _is_unread(group: _Group) -> bool:
-        return group.run is not None or not all(page.readers for page in group.pages)
-
-    def _evict(self, group: _Group, count: int) -> int:
-        """Up to `count` pages from the end of a group; returns how many."""
+    def _evict(self, group: PageGroup, count: int) -> int:
+        """Evict up to `count` pages from the end of a group; returns how many."""
         gone = 0
         if self.below is not None:
             return self._push_down(group, self.below, count)
         if group.run is not None:
-            keep, size = max(1, group.left - count), self.page_size
-            slots = group.run.slots[keep : group.left]
-            self._free += reversed(slots)
-            self._num_tokens -= len(group.run.tokens[keep * size : group.left * size])
-            group.left, gone = keep, len(slots)
-            if keep > 1:
+            slots, num_tokens = group.trim(count, self.page_size)
+            self._free += slots
+            self._num_tokens -= num_tokens
+            gone = len(slots)
+            if group.left > 1:
                 return gone
             group.run = None
         while gone < count and group.pages:
-            page, _ = group.pages.popitem()  # `reversed` would go over all that have gone before
+            page, _ = group.pages.popitem()  # `reversed` would pass all evicted entries each time
             group.pages[page] = None
             if page.readers:
                 unread = [page for page in group.pages if not page.readers]
@@ -407,22 +387,24 @@ class LowerTier(Generic[S]):
             gone += self._drop(page)
         return gone
 
-    def _push_down(self, group: _Group, below: LowerTier[S], count: int) -> int:
-        """The same, of which `below` gets what the pool has not got as well."""
+    def _push_down(self, group: PageGroup, below: LowerTier[S], count: int) -> int:
+        """`_evict`, where `below` takes the pages that the pool does not hold."""
         if group.run is not None:
-            self._look_at(group)
+            self._materialise(group)
         pages = [page for page in group.pages if not page.readers][-count:]
         if group.order is self._only:
             below.take([page for page in pages if page.state == "stored"])
         return sum(map(self._drop, pages))
 
-    def _use(self, pages: list[StoredPage], order: OrderedDict[_Group, None]) -> _Group | None:
-        """Pages of one path are used together now; they are the last in that order."""
+    def _use(
+        self, pages: list[StoredPage], order: OrderedDict[PageGroup, None]
+    ) -> PageGroup | None:
+        """Make one group of pages of one path, which are used now: the youngest of `order`."""
         if not pages:
             return None
-        group = _Group(order, {})
+        group = PageGroup(order, {})
         order[group] = None
-        for page in pages:  # which is in two groups, never in none, if this is cut off
+        for page in pages:  # if this is cut off, a page is in two groups, never in none
             self._page(page.key)
             before, page.group = page.group, group
             group.pages[page] = None
@@ -449,7 +431,7 @@ class LowerTier(Generic[S]):
         return True
 
     @staticmethod
-    def _leave(group: _Group | None, page: StoredPage) -> None:
+    def _leave(group: PageGroup | None, page: StoredPage) -> None:
         if group is not None:
             del group.pages[page]
             if not group.pages:

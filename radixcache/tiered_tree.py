@@ -1,4 +1,4 @@
-"""The nodes of a tree, and what only the tiers below it hold, as one tree: for pictures."""
+"""One tree of a radix tree's nodes and the pages that only lower tiers hold, for pictures."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 
 from radixcache.nodes import NOBODY, Node, Tokens
-from radixcache.stored import StoredPage
+from radixcache.stored_pages import StoredPage
 from radixcache.tier import LowerTier
 from radixcache.tree import RadixTree
 
 MAX_PAGES = 10_000
-"""Of a tier, those that were used last: more would keep the engine's thread too long."""
+"""The most recently used pages of a tier: more would keep the engine's thread too long."""
 
 
 class LowerNode:
-    """Pages of a tier that follow each other without a branch, or the part of a node before the
-    place where such pages go on from amid it; what else it has is as in `Node`.
+    """Pages of a tier that follow each other without a branch, or the part of a node up to a place
+    inside it where pages of a tier branch off. Other attributes are as in `Node`.
 
     Attributes:
         below: its children.
-        medium: where the first page is.
+        medium: the tier of the first page.
     """
 
     leases, last_use = NOBODY, 0
@@ -37,8 +37,8 @@ class LowerNode:
 
 
 class TieredTree:
-    """All nodes of a tree, and `MAX_PAGES` of each tier below it as far as they go on from these;
-    until one of them changes.
+    """All nodes of a tree, and of each tier up to `MAX_PAGES` that continue them; valid until one
+    of them changes.
 
     O(tokens without a salt) to make, if there are tiers: 40 ms for 200,000 (Zen 4).
     """
@@ -47,7 +47,7 @@ class TieredTree:
         self._tree = tree
         self._after = defaultdict[Node, list[LowerNode]](list)
         self._parts: dict[Node, tuple[LowerNode, int]] = {}
-        """What stands for the first part of a node, and where the last one begins."""
+        """The parts of a node that is cut: the first one, and the position of the last one."""
         self._root = tree.find_root(None) or RadixTree(tree.pool).root(None)
         if tier is not None and len(tier):
             self._add(tier)
@@ -66,7 +66,7 @@ class TieredTree:
         return [*own, *self._after.get(node, ())]
 
     def start(self, node: Node | LowerNode) -> int:
-        """Where a node, or what is left of it, begins."""
+        """The first position of a node, or of its last part."""
         part = self._parts.get(node) if isinstance(node, Node) else None
         return node.start if part is None else part[1]
 
@@ -86,7 +86,7 @@ class TieredTree:
                 node, at = self._tree.descend(node, start, page.tokens)
                 new = self._grow(page, start)
                 new.start, new.tokens = at, new.tokens[at - start :]
-                if len(new.tokens):  # else the part of a page, which the tree has too
+                if len(new.tokens):  # else a part of a page that the tree has, too
                     (self._after if at == node.end else amid)[node].append(new)
         for node, below in amid.items():
             self._cut(node, sorted(below, key=lambda new: new.start))
@@ -107,7 +107,7 @@ class TieredTree:
         return roots[0]
 
     def _cut(self, node: Node, below: list[LowerNode]) -> None:
-        """Let nodes go on from amid another one."""
+        """Cut a node into parts, so that other nodes can branch off inside it."""
         parts, start = list[LowerNode](), node.start
         for new in below:
             if new.start > start:
@@ -122,8 +122,8 @@ class TieredTree:
 
 
 def _page_ends(root: Node, page_size: int) -> dict[bytes, tuple[Node, int]]:
-    """In which node, and where, each page of the tree ends, by the digest of all tokens up to it;
-    and the empty prefix."""
+    """The node and position in which each page of the tree, and the empty prefix, ends, by the
+    digest of all tokens up to there."""
     ends = {blake2b(digest_size=16).digest(): (root, 0)}
     nodes = [(root, blake2b(digest_size=16), root.tokens)]
     while nodes:

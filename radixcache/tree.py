@@ -2,8 +2,8 @@
 
 A node is an edge: the tokens at positions [start, end) of every sequence that passes through it,
 and the pages that cover them. Nodes split at any token, also in mid-page; then both halves
-reference the page at the split, and a path's page table is read from the root down, a child's
-first page standing for its parent's last one where they cover the same positions.
+reference the page at the split. A path's page table is read from the root down: a child's first
+page replaces its parent's last one where both cover the same positions.
 
 The structure is that of SGLang's RadixAttention (Zheng et al., 2023, arXiv:2312.07104), with nodes
 that end in mid-page instead of at page boundaries, and with their tokens in shared runs.
@@ -21,25 +21,25 @@ from radixcache.nodes import NO_CHILDREN, Node, Run, Tokens, common_length
 from radixcache.pages import PagePool, Pages
 
 MAX_RUNS = 4
-"""Runs on a path, the root's included, that are not worth joining."""
+"""So few runs on a path, the root's included, are not worth joining."""
 
 
 class RadixTree:
-    """The nodes of all namespaces, and their holds on pages; leases and eviction live elsewhere."""
+    """The nodes of all namespaces and their holds on pages, without leases and eviction."""
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
         self.page_size = pool.page_size
         self.roots: dict[Hashable, Node] = {}
         self.in_flight: dict[Node, int] = {}
-        """Nodes that the step being scheduled writes to, and the first position that it writes."""
+        """Nodes that the step being scheduled writes to, each with the first position written."""
         self.postponed: list[Node] = []
         """Nodes that may be mergeable once nothing is in flight."""
         self._serial = 0
         self._namespaces: dict[Node, Hashable] = {}
 
     def find_root(self, namespace: Hashable) -> Node | None:
-        """The namespace's root, if there is one; `InvalidRequest` for what is no namespace."""
+        """The namespace's root, if there is one; `InvalidRequest` if it is not hashable."""
         return self.roots.get(as_namespace(namespace))
 
     def root(self, namespace: Hashable) -> Node:
@@ -53,7 +53,7 @@ class RadixTree:
         return root
 
     def written(self, node: Node) -> int:
-        """Positions of `node` below this one hold written KV; those from it on are in flight."""
+        """The position in `node` up to which its KV is written; the rest is in flight."""
         return self.in_flight.get(node, node.end)
 
     def descend(self, node: Node, position: int, tokens: Tokens) -> tuple[Node, int]:
@@ -140,14 +140,14 @@ class RadixTree:
         return self._namespaces[node]
 
     def drop_root(self, root: Node) -> None:
-        """Forget a namespace that holds nothing, if that was not done before."""
+        """Forget an empty namespace, if that was not done before."""
         if root in self._namespaces:
             del self.roots[self._namespaces.pop(root)]
 
     def held_alone(self, node: Node, position: int, page: int) -> bool:
-        """Whether nothing but the path down to `node` uses `page`, which holds `position - 1`.
+        """Whether only the path down to `node` holds `page`, the one with token `position - 1`.
 
-        Then its slots from `position` on are free to write, if `position` is the node's end.
+        If `position` is the node's end, the slots from there on are then free to write.
         """
         holders = self.holders(node, (position - 1) // self.page_size, page)
         return self.pool.refs.item(page) == holders
@@ -161,10 +161,8 @@ class RadixTree:
         return count
 
     def add_child(self, parent: Node, tokens: Tokens, pages: Pages, room: int) -> Node:
-        """A new leaf below `parent`, which takes over one hold on each of `pages`.
-
-        It may be about to grow to `room` tokens.
-        """
+        """A new leaf below `parent`, which takes over one hold on each of `pages`, with space to
+        grow to `room` tokens."""
         leaf = self._start_run(parent, parent.end, tokens, pages, room)
         parent.adopt(leaf)
         leaf.last_use = parent.last_use
@@ -210,11 +208,11 @@ class RadixTree:
         return upper
 
     def mergeable(self, node: Node) -> Node | None:
-        """The only child of `node`, if it may absorb it without any loss.
+        """The only child of `node`, if it can absorb `node` without any loss.
 
-        Not while a lease stands in `node`, nor when `node` was used after its child, whose tokens
-        would then look younger to eviction than they are. Nor while the child has a copy of the
-        half-filled page between them that the step in flight has yet to fill: look again then.
+        It cannot while a lease stands in `node`, nor if `node` was used after its child, whose
+        tokens would then look younger to eviction than they are; nor while the step in flight has
+        yet to fill the child's copy of the page between them: that is tried again after the step.
         """
         if node.parent is None or node.leases or len(node.children) != 1:
             return None
@@ -228,21 +226,21 @@ class RadixTree:
         return child
 
     def is_begun(self, node: Node) -> bool:
-        """Whether `node` begins in mid-page with the step in flight, which may have yet to copy the
-        tokens before it in that page."""
+        """Whether `node` begins in mid-page and is all in flight: the step may have yet to copy the
+        tokens before it in its first page."""
         return node.start % self.page_size > 0 and self.written(node) == node.start
 
     def share_copies(self) -> bool:
-        """Give up the pages at branches that are not needed beside the copies that children have of
-        them; whether any came free. O(nodes)."""
+        """Drop pages at branches that are not needed beside the copies that children have of them;
+        returns whether any became free. O(nodes)."""
         before = self.pool.num_free
         for node in reversed([*self]):
             self._share_copy(node)
         return self.pool.num_free > before
 
     def _share_copy(self, node: Node) -> None:
-        """Let `node`, the last of its run, hold at its end in mid-page the page that a child holds
-        there, if nobody needs its own: no lease, and no copy that is yet to be made."""
+        """Replace the half-filled last page of `node`, the last of its run, by a child's copy,
+        unless a lease needs the page itself, or a copy of it is yet to be made."""
         run, index = node.run, node.end // self.page_size
         start = index * self.page_size
         if node.end == start or not node.children or node is not run.nodes[-1]:
@@ -261,19 +259,19 @@ class RadixTree:
     def merge(self, node: Node, child: Node) -> None:
         """Let `child`, which is `mergeable(node)`, absorb `node`.
 
-        O(nodes in the run); if they are of two runs, O(len), as the node moves to the child's.
+        O(nodes in the run); O(len) if they are in two runs, as `node` moves to the child's.
         """
         parent, run = node.parent, node.run
         assert parent is not None
         kept = child.first_page - node.first_page
-        if node.num_pages > kept:  # both hold the page at the boundary; the child's stands
+        if node.num_pages > kept:  # both hold the page at the boundary; keep the child's
             self.pool.drop(node.pages[kept:])
         written = self.in_flight.pop(node, node.end)
         if written < node.end:
             self.in_flight[child] = written
         if child.run is run:
             del run.nodes[run.index(node.end)]
-        else:  # not the other way: nodes before may hold another page at the boundary
+        else:  # not the other way: earlier nodes may hold another page at the boundary
             child.run.prepend(node.tokens, node.pages[:kept])
             run.nodes.pop()
             if run.nodes:
@@ -284,9 +282,9 @@ class RadixTree:
         node.children = NO_CHILDREN
 
     def straighten(self, node: Node) -> None:
-        """Let the path down to `node` share runs again, if branches have scattered it over many.
+        """Join the runs of the path down to `node`, if branches have scattered it over many.
 
-        What else hangs on it begins a run of its own. Where a branch has copied the page in which
+        Nodes that branch off begin runs of their own. Where a branch has copied the page in which
         it begins, two runs stay. O(runs), and O(path) if there are more than `MAX_RUNS`.
         """
         runs = [node.run]

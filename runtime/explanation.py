@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
-from radixcache.stored import UNMEASURED, LoadCost, Medium
+from radixcache.stored_pages import UNMEASURED, LoadCost, Medium
 
 Reason = Literal[
     "first_seen", "diverged", "evicted", "page_not_finished", "no_state", "on_host", "on_disk",
@@ -46,7 +46,7 @@ _SENTENCES: dict[tuple[Reason, bool], str] = {
 
 @dataclass(frozen=True)
 class Miss:
-    """Tokens [start, end) of a prompt were not cached, for one reason.
+    """Says that tokens [start, end) of a prompt were not cached, and why.
 
     Attributes:
         num_tokens: length of the whole prompt.
@@ -58,7 +58,7 @@ class Miss:
         rejoin: of `diverged`: where in the prompt the text goes on as the known one does.
         repeated: of `diverged`: for how many tokens from `rejoin` on.
         cost: of `on_host` and `on_disk`: of loading it, and of computing it.
-        computed: of these: a request was admitted without them; else, none has asked for them.
+        computed: of these: a request was admitted without them; else none has needed them.
     """
 
     reason: Reason
@@ -81,7 +81,7 @@ class Miss:
         """The same without the tokens of other prompts.
 
         Args:
-            before: without those that come first, too: the prompt goes on from somebody's prefix.
+            before: leave out `before`, too: the prompt goes on from another user's prefix.
         """
         return replace(self, cached=(), before=() if before else self.before)
 
@@ -114,7 +114,7 @@ class Miss:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Tokens [start, end) of a prompt were loaded, `seconds` after it was begun."""
+    """Says that tokens [start, end) of a prompt were loaded within `seconds`."""
 
     reason: ClassVar[Literal["loaded"]] = "loaded"
     medium: Medium
@@ -137,7 +137,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What of a prompt is cached, and why the rest is not; prints as one line for each stretch.
+    """How much of a prompt is cached, and why the rest is not; prints a line for each stretch.
 
     The last token, which is in no stretch, has a line of its own, so that all add up.
     """

@@ -50,20 +50,20 @@ T = TypeVar("T")
 class LLM:
     """A model with a prefix cache, for any number of threads.
 
-    The requests of all threads run together, on the engine's own thread. `close` ends that thread,
-    and so does the end of a ``with`` block or of the last reference.
+    Requests of all threads run together, on the engine's own thread. `close` ends that thread, as
+    does the end of a ``with`` block, or of the last reference.
 
     >>> llm = LLM()  # doctest: +SKIP
     >>> llm.generate("...", SamplingParams(temperature=0))[0].outputs[0].text  # doctest: +SKIP
 
     Args:
-        model: folder, GGUF file or hub id of a causal language model that transformers loads and
-            that can run over KV pages; None is the bundled `tabletalk`.
-        settings: the other fields of `EngineArgs`.
+        model: a folder, GGUF file or hub id of any causal language model that transformers loads
+            and that can run over KV pages; None is the bundled `tabletalk`.
+        settings: the other settings of `EngineArgs`, by name.
 
     Raises:
-        ModelError: there is no such model, or it cannot run correctly over pages, exactly, or on so
-            many devices.
+        ModelError: there is no such model, or it would be silently wrong over pages, or it is not
+            exact, or it cannot be split over so many ranks.
         InvalidRequest: a setting makes no sense.
         RanksLost: one of the model's processes ended during loading.
     """
@@ -89,21 +89,21 @@ class LLM:
         if self.offload is not None and self.offload.disk is not None:
             try:
                 session.restore(self.offload.disk, self.inputs.conversations, self._pin)
-                self.cache.stats = CacheStats()  # a restore counts no requests
+                self.cache.stats = CacheStats()  # no request has come yet
             except BaseException:
                 self.close()  # else the error's traceback would keep the folder locked
                 raise
-        give_back()  # memory that loading no longer needs
+        give_back()  # the memory that only loading needed
         self.load_seconds = time.perf_counter() - start
 
     @property
     def cache(self) -> PrefixCache:
-        """The prefix cache, to read statistics and pins; `call` what changes it."""
+        """The prefix cache, to read: statistics, pins. Change it through `call` only."""
         return self.engine.cache
 
     @property
     def notes(self) -> list[str]:
-        """Lines on placement, context, memory and the time of loading."""
+        """Device and kernels, context and KV memory, and the cost of loading: a line each."""
         pool, threads = self.engine.kv_pool, torch.get_num_threads()
         tokens = pool.num_pages * pool.page_size
         each = self.engine.model.bytes_per_token
@@ -149,14 +149,14 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End the engine's thread and the model's other processes; requests that wait or come later
-        get `EngineStopped`."""
+        """End the engine's thread, and the model's other processes; calls that wait for an answer,
+        and later ones, raise `EngineStopped`."""
         self._close()
 
     def call(self, function: Callable[[], T]) -> T:
-        """The result of `function`, run on the engine's thread between two steps.
+        """Run `function` on the engine's thread between two steps, and return its result.
 
-        For uses of `engine`, `cache` and `prefixes` that this class does not offer.
+        Use it for anything of `engine`, `cache` and `prefixes` that this class does not offer.
 
         Raises:
             EngineStopped: `close` was called.
@@ -164,10 +164,8 @@ class LLM:
         return self.worker.call(function).result()
 
     def reset_prefix_cache(self) -> None:
-        """Empty the cache, on disk too, and forget conversations' tokens.
-
-        `LeaseError` while requests run or prefixes are pinned; `Busy` if the disk fails.
-        """
+        """Forget the whole cache, on disk too, and the tokens of conversations; `LeaseError` while
+        requests run or prefixes are pinned; `Busy` if the disk could not be emptied."""
 
         def reset() -> None:
             self.prefixes.drop_yielding()
@@ -202,9 +200,9 @@ class LLM:
             use_tqdm: show a progress bar for more than one prompt.
 
         Raises:
-            InvalidRequest: a prompt is unusable; then none runs.
+            InvalidRequest: a prompt is unusable; then none is run.
             PinError: no prefix of that name and salt is pinned.
-            EngineFailed: the steps of these requests failed again and again.
+            EngineFailed: the steps of these requests failed twice in a row.
             EngineStopped: `close` was called.
         """
         from tqdm import tqdm
@@ -247,10 +245,10 @@ class LLM:
         cache_salt: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> Explanation:
-        """Why `prompt`, sent now, would not be cached in full; print the result. Changes nothing.
+        """Explain why `prompt`, sent now, would not be cached in full; print it. Changes nothing.
 
-        `prompt` is a prompt of `generate`, or the messages of `chat`, with `tools`. The result may
-        show texts of other prompts in the cache, so it is for the engine's operator. See
+        `prompt` is a prompt of `generate`, or the messages (with `tools`) of `chat`. The result
+        may show texts of other prompts: it is for the operator, not for users. See
         `radixcache.runtime.engine.explain`.
 
         Raises:
@@ -286,8 +284,8 @@ class LLM:
         """Compute the KV of `prompt` and keep it until `unpin_prefix`, or for `lifetime` seconds.
 
         `generate(..., prefix=name)` with the same salt goes on from it; so does any prompt that
-        begins with it. `llm.prefixes.list()` lists the pinned prefixes. Those of one salt, or of
-        none, may hold `llm.cache.pins.share` pages: a quarter of all, and all together half.
+        begins with it. `llm.prefixes.list()` lists them. The prefixes of a salt, or of none, may
+        hold `llm.cache.pins.share` pages: a quarter of all; those of all salts together half.
 
         Raises:
             PinError: the salt uses the name for another prefix, or too few pages can be pinned.
@@ -332,8 +330,8 @@ class LLM:
         A conversation that goes on from an earlier one, answers included, reuses its tokens.
 
         Args:
-            tools: functions that the model may call, in OpenAI's format; `read_message` finds the
-                calls in an answer.
+            tools: functions that the model may call, described as in OpenAI's API; `read_message`
+                finds the calls in an answer.
             chat_template_kwargs: more values for the template, such as `enable_thinking`.
             add_generation_prompt: ask for the assistant's next message.
             continue_final_message: go on with the last message instead, whatever
@@ -360,13 +358,13 @@ class LLM:
         *,
         cache_salt: str | None = None,
     ) -> Message:
-        """The message in an output of `chat`, to go on from: `content` and, if there are any,
+        """Parse an output of `chat` into a message to go on from: `content`, and where present
         `reasoning_content` and `tool_calls`, whose `arguments` are a dict.
 
         Args:
-            tools: the tools of `chat`, without which some models' calls cannot be read.
-            index: index of the completion.
-            cache_salt: the salt of `chat`.
+            tools: the tools given to `chat`: some models' calls cannot be read without.
+            index: the index of the completion.
+            cache_salt: the salt given to `chat`.
         """
         tokenizer, completion = self.inputs.tokenizer, output.outputs[index]
         begun = thoughts_of(tokenizer.decode(output.prompt_token_ids[-8:], special=True))
@@ -385,7 +383,7 @@ class LLM:
         return message
 
     def encode(self, prompt: Prompt, *, special: bool = True) -> TokensLike:
-        """The token ids of a prompt; `special` adds tokens that the model wants around it, as BOS.
+        """The token ids of a prompt; `special` adds the model's special tokens, such as BOS.
 
         Raises:
             InvalidRequest: it is neither text nor token ids, or the model has no tokenizer.
@@ -431,12 +429,10 @@ def _close(
     inputs: InputProcessor,
     prefixes: NamedPrefixes,
 ) -> None:
-    if model.ranks is not None:  # first, as the running step may wait for a rank that hangs
-        model.ranks.stop()
+    model.stop()  # first: the current step may wait for a rank that hangs
     worker.close()
     if offload is not None:
-        offload.close(inputs.conversations, prefixes.lasting())
-    if kv_events is not None:  # after the cache's last change
+        offload.close(inputs.conversations, prefixes.notes())
+    if kv_events is not None:  # the cache does not change any more
         kv_events.close()
-    if model.ranks is not None:
-        model.ranks.close()
+    model.close()

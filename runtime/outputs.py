@@ -17,20 +17,19 @@ MAX_PERIOD = 256
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Where the time and the tokens of a request went. Times in seconds.
+    """The time and the tokens of a request. Times in seconds.
 
     Attributes:
-        prefilled_tokens: prompt tokens that were computed, over all `n` completions and including
-            what a preemption made necessary again.
+        prefilled_tokens: prompt tokens that were computed, over all `n` completions, those computed
+            again after a preemption included.
         ttft: from arrival to the first token of the first completion; None before it.
         latency: from arrival to now, or to the end once finished.
         tokens_per_second: tokens after those of the first step over the time since then.
-        preemptions: times that a completion was put back for want of pages.
-        loaded_tokens: of the first completion, those that came up from a tier below the KV pool.
-        load_seconds: how long that took, while the request waited.
-        drafted_tokens: that were computed before they were drawn, over all completions, by what
-            they were taken from: "tree" or "suffix".
-        accepted_tokens: of these, those that were drawn: each saved a step.
+        preemptions: how often a completion was preempted for want of pages.
+        loaded_tokens: tokens of the first completion loaded from a tier below the KV pool.
+        load_seconds: how long the request waited for that.
+        drafted_tokens: tokens drafted over all completions, by source: "tree" or "suffix".
+        accepted_tokens: drafted tokens that were accepted: each saved a step.
     """
 
     prefilled_tokens: int
@@ -46,7 +45,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class Delta:
-    """What one completion gained since the last delta of it; the fields of `CompletionOutput`."""
+    """What one completion gained since its last delta; the fields of `CompletionOutput`."""
 
     index: int
     text: str
@@ -73,7 +72,7 @@ class CompletionOutput(Delta):
 
     @property
     def repetition(self) -> int | None:
-        """How many tokens it repeats again and again at its end, if it has come to that."""
+        """The length of the stretch that it repeats at its end, if it does."""
         return find_repetition(self.token_ids)
 
 

@@ -20,7 +20,7 @@ from radixcache.runtime.sampling.penalties import PenaltyState
 from radixcache.runtime.tokens.conversation import thoughts_of
 from radixcache.runtime.tokens.detokenizer import Detokenizer
 from radixcache.runtime.tokens.stops import StopStrings
-from radixcache.stored import Medium
+from radixcache.stored_pages import Medium
 
 if TYPE_CHECKING:  # the index benchmark runs the scheduler without torch
     from radixcache.runtime.sampling.grammar import Grammar

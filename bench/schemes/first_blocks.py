@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from radixcache.base import Tokens, TokensLike, as_tokens
 from radixcache.errors import OutOfPages
 from radixcache.lease import Lease, PageCopy
-from radixcache.none import NoCache
+from radixcache.no_cache import NoCache
 from radixcache.pages import PagePool
 
 Key = tuple[Hashable, bytes]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from radixcache.base import Tokens, TokensLike, as_tokens
 from radixcache.lease import Lease
-from radixcache.none import NoCache
+from radixcache.no_cache import NoCache
 from radixcache.pages import PagePool, Pages
 
 

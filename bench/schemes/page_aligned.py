@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from radixcache.base import Tokens, TokensLike, as_tokens
 from radixcache.lease import Lease
-from radixcache.none import NoCache
+from radixcache.no_cache import NoCache
 from radixcache.pages import PagePool
 from radixcache.radix import RadixCache, RadixLease
 
@@ -67,7 +67,8 @@ class PageAlignedRadixCache(NoCache):
     ) -> PageLease:
         lease = PageLease(self.page_size, len(tokens), namespace, resumed)
         self._leases[lease] = None
-        lease.inner = self.tree.acquire(self._query(tokens), namespace, resumed=resumed)
+        inner = self.tree.acquire(self._query(tokens), namespace, resumed=resumed)
+        lease.inner = cast(RadixLease, inner)
         lease.tail = np.empty(0, np.int32)
         lease.cached_tokens = lease.num_tokens = lease.inner.cached_tokens * self.page_size
         self._read(lease)
@@ -86,7 +87,7 @@ class PageAlignedRadixCache(NoCache):
 
     def publish(self, lease: Any, tokens: TokensLike, *, written: bool = False) -> None:
         super().publish(lease, tokens, written=written)
-        lease.inner.used = True  # its hit is used, even if no page gets full
+        self.tree._count(lease.inner)  # its hit is used, even if no page gets full
         tokens = np.concatenate((lease.tail, as_tokens(tokens)))
         symbols = self._symbols(tokens)
         lease.tail = tokens[len(symbols) * self.page_size :].copy()

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from radixcache.base import Tokens
 from radixcache.errors import OutOfPages
 from radixcache.pages import PagePool, Pages
 from radixcache.radix import RadixCache
 from radixcache.runtime.kv_offload.page_loader import NO_LOADS, PageLoader
-from radixcache.stored import StoredPages
+from radixcache.runtime.request import Sequence
+from radixcache.stored_pages import StoredPages
 from radixcache.tier import LowerTier
-
-if TYPE_CHECKING:
-    from radixcache.runtime.request import Sequence
 
 
 class NoBytes:

@@ -1,8 +1,8 @@
 // Attention over KV pages.
 //
-// Keys are cut into blocks at fixed positions; a row attends over each by itself, and what it sees of
-// them is merged in order. So a row's bits depend on that row alone, threads share the work evenly,
-// and a block that several sequences have in their page tables is read once for all of them.
+// Keys are cut into blocks at fixed positions. A row attends over each block separately, and the
+// partial results are merged in order. So a row's bits depend on that row alone, threads share the
+// work evenly, and a block in the page tables of several sequences is read once for all of them.
 
 #pragma once
 
@@ -15,8 +15,8 @@
 namespace {
 
 constexpr int KEYS = 256;  // a block of keys begins at each multiple of this position
-constexpr int ROWS = 32;   // rows that meet a block at once: their scores stay near
-constexpr int SPAN = 256;  // rows of a sequence that go through its blocks together
+constexpr int ROWS = 32;   // rows that attend over a block together: their scores stay in cache
+constexpr int SPAN = 256;  // rows of a sequence that traverse its blocks together
 constexpr int WIDE = 2 * W;  // columns of a panel of keys or values
 
 #if defined(__AVX512F__) || defined(__aarch64__)
@@ -37,7 +37,7 @@ struct Heads {  // of a layer; window: INT32_MAX for none; softcap: 0 for none
 };
 
 template <class T>
-struct Tokens {  // [T][heads][dim]; tokens may stand apart, as columns of a product do
+struct Tokens {  // [T][heads][dim]; tokens may have gaps between them, as columns of a product
     T* data;
     int64_t stride;
 
@@ -76,13 +76,13 @@ void product(int rows, const float* a, int lda, const float* b, int depth, float
     }
 }
 
-// What a row has seen of some keys: the highest score `top`, the sum of all weights
+// A row's state after some keys: the highest score `top`, the sum of all weights
 // e^(score - top), and from element W on the weighted sum of the values.
 using State = float*;
 
-// Joins what a row saw of the next keys. If that is nothing, not a bit changes.
+// Merges a row's state after the next keys into its state. A state of no keys changes no bit.
 void merge(State seen, const float* next, int width) {
-    if (next[1] == 0) return;  // not by its top: what is no number has none
+    if (next[1] == 0) return;  // not by its top: a NaN has none
     float top = std::max(seen[0], next[0]);
     vec before = exp(all(seen[0] - top)), after = exp(all(next[0] - top));
     seen[0] = top;
@@ -94,11 +94,11 @@ void merge(State seen, const float* next, int width) {
 // Queries [from, to) of a sequence, and blocks [block, end) of the keys that they see.
 struct Part {
     int s, from, to, block, end;
-    int apart;      // states of a query and head: one for each block of a sequence, or for all
-    size_t offset;  // in the states, which are [to - from][heads][apart][stride] of a sequence
+    int apart;      // states per query and head: one for each block of a sequence, or one for all
+    size_t offset;  // into the states, a sequence's are [to - from][heads][apart][stride]
 };
 
-// How the work of a batch is shared out; the same for all layers with these heads.
+// The distribution of a batch's work; the same for all layers with these heads.
 struct Plan {
     const Batch& batch;
     Heads heads;
@@ -106,10 +106,10 @@ struct Plan {
     int width = up(heads.value_dim, WIDE), stride = W + width;  // floats of a state
     std::vector<Part> parts;
     std::vector<size_t> starts;              // of parts over the same pages
-    std::vector<std::pair<Part, int>> rows;  // queries that are merged, and where their states are
+    std::vector<std::pair<Part, int>> rows;  // queries to be merged, and the places of their states
     size_t size = 0;                         // floats of all states
 
-    // Few queries go through each block apart, many through all of them in order: the same sums.
+    // Few queries attend over each block separately, many over all in order: the sums are the same.
     Plan(const Batch& batch, const Heads& heads) : batch(batch), heads(heads) {
         int most = std::max(SPAN / group, 1);
         for (int s = 0; s < batch.sequences; s++)
@@ -137,7 +137,7 @@ struct Plan {
     int first_key(int s, int i) const { return std::max(0, position(s, i) - heads.window + 1); }
 
   private:
-    // The longest parts first; those over the same pages stand together.
+    // The longest parts first; parts over the same pages are adjacent.
     bool before(const Part& a, const Part& b) const {
         int more = (a.end - a.block) - (b.end - b.block);
         if (more || a.block != b.block) return more ? more > 0 : a.block < b.block;
@@ -158,7 +158,7 @@ struct Attention {
     Tokens<T> query;
     const T *k_pages, *v_pages;
     T* out;
-    const float* sinks = nullptr;  // a score of each head's for a key without a value
+    const float* sinks = nullptr;  // each head's score for an extra key without a value
     const Batch& batch = plan.batch;
     const Heads& heads = plan.heads;
     float* states = nullptr;
@@ -182,7 +182,7 @@ struct Attention {
         return states + part.offset + row * part.apart * plan.stride;
     }
 
-    // A thread's memory: a block of one KV head in panels, and up to ROWS rows that meet it.
+    // A thread's memory: a block of one KV head in panels, and up to ROWS rows that attend over it.
     struct Room {
         float *keys, *values, *query, *scores, *seen;
         int first[ROWS], end[ROWS];  // the keys that each row sees, counted from the block's start
@@ -233,7 +233,7 @@ struct Attention {
             }
     }
 
-    // Makes query i of sequence s row r of those that meet the block.
+    // Makes query i of sequence s the r-th row that attends over the block.
     void place(int s, int i, int head, int block, int r, Room& room) const {
         room.first[r] = plan.first_key(s, i) - block * KEYS;
         room.end[r] = plan.position(s, i) + 1 - block * KEYS;
@@ -242,7 +242,7 @@ struct Attention {
             store(room.query + r * heads.dim + d, load(from + d, n) * heads.scale, n);
     }
 
-    // The rows in the room attend over the block, and join what they see to their states.
+    // The rows attend over the block, and merge the results into their states.
     void meet(int rows, Room& room) const {
         int count = std::min(KEYS, *std::max_element(room.end, room.end + rows));
         int dim = heads.dim, columns = up(count, WIDE);
@@ -265,7 +265,7 @@ struct Attention {
                 tops = x > tops ? x : tops;
             }
             seen[0] = max(tops);
-            vec top = all(std::max(seen[0], -3e38f));  // a number, if it sees no key
+            vec top = all(std::max(seen[0], -3e38f));  // finite even if the row sees no key
             for (int j = 0; j < columns; j += W) {
                 vec x = exp(load(scores + j) - top);
                 totals += x;
@@ -305,7 +305,7 @@ struct Attention {
                 finish(*p, i, kv_head * plan.group, plan.group);
     }
 
-    // Merges the states of query i, in order, and writes what these heads of it have seen.
+    // Merges the states of query i, in order, and writes the output of these heads.
     void finish(const Part& part, int i, int first, int count) const {
         int64_t row = (int64_t)(batch.qo_indptr[part.s] + i) * heads.heads;
         for (int head = first; head < first + count; head++) {

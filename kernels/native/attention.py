@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_void_p
 from functools import lru_cache
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from radixcache.kernels.attention import (
+    Arrays,
     AttentionBackend,
     AttentionPlan,
     FixedShape,
@@ -61,16 +61,14 @@ def heads_of(kind: LayerKind) -> Heads:
 class NativeBackend(AttentionBackend):
     """Attention over pages on a CPU where `problem()` is None; any heads and page size.
 
-    Keys are cut into blocks at fixed positions. A row attends over each block by itself, and what
-    it sees of them is merged in order. So threads share the work evenly, and a block that several
+    Keys are cut into blocks at fixed positions. A row attends over each block separately, and the
+    partial results are merged in order. So threads share the work evenly, and a block that several
     sequences have in their tables is read once for all of them.
     """
 
     name = "native kernels"
 
-    def _plan(
-        self, batch: PagedBatch, arrays: Sequence[NDArray[np.integer]], fixed: FixedShape | None
-    ) -> NativePlan:
+    def _plan(self, batch: PagedBatch, arrays: Arrays, fixed: FixedShape | None) -> AttentionPlan:
         assert fixed is None, "there are no CUDA graphs on a CPU"
         return NativePlan(batch, [torch.as_tensor(array, dtype=torch.int64) for array in arrays])
 
@@ -89,7 +87,7 @@ class NativeBackend(AttentionBackend):
 
 
 class NativePlan(AttentionPlan):
-    """A batch whose page tables do not contradict each other."""
+    """A checked batch, as the kernels take it."""
 
     def __init__(self, batch: PagedBatch, arrays: list[torch.Tensor]) -> None:
         self.arrays = arrays
@@ -115,7 +113,7 @@ class NativePlan(AttentionPlan):
         return ctypes.addressof(self._batch)
 
     def run(self, inputs: LayerInputs) -> torch.Tensor:
-        """As `AttentionPlan` says; tokens may stand apart, as columns of one product do.
+        """As in `AttentionPlan`; tokens need not be adjacent in memory, as columns of a product.
 
         Raises:
             ValueError: the tensors do not fit together, or to the plan.

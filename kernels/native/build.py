@@ -1,11 +1,11 @@
-"""Compiles the C++ here where it runs, once for each processor: `python -m ...` does it ahead.
+"""Compiles the C++ kernels on the machine that runs them; `python -m ...` does it in advance.
 
-A wheel that travels could not use what this processor has, and needs no compiler as it is: what was
-compiled stands in the user's cache folder, under a name made of the sources, the processor and its
-own bytes: a file that lost some, as by a full disk or a power cut, would crash who loads it.
+A wheel could not use all instructions of this processor. The library lies in the user's cache
+folder, under a name made of the sources, the processor and the library's own bytes, because a file
+that lost bytes, by a full disk or a power cut, would crash the process that loads it.
 
-`RADIXCACHE_MARCH` is for tests: a level that the compiler knows, such as x86-64-v3, instead of all
-that this processor has.
+`RADIXCACHE_MARCH` is for tests: a level that the compiler knows, such as x86-64-v3, to be used
+in place of this processor's own.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pathlib import Path
 _SOURCE = Path(__file__).with_name("native.cpp")  # includes the headers beside it
 _COMPILERS = ("c++", "g++", "clang++")
 _NATIVE = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-# No fusing of a * b + c but where the source says so: the same sums in every loop.
+# a * b + c is fused only where the source says so: all loops give the same sums.
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 
 
 def build() -> Path:
-    """The shared library for this processor, compiled if it is not there; takes 15 seconds.
+    """The shared library for this processor; compiling it takes 15 seconds, once.
 
     Raises:
         OSError: there is no compiler, it fails, or no cache folder can be written to.
@@ -46,7 +46,7 @@ def build() -> Path:
             raise OSError(f"no C++ compiler ({', '.join(_COMPILERS)})")
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # whoever comes second finds it compiled
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a second process finds it compiled
             library = _find(folder, name) or _compile(compiler, flags, folder, name)
     return library
 

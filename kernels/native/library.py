@@ -1,7 +1,4 @@
-"""Loads the compiled kernels, and checks what is handed to them.
-
-Whatever does not fit together is a ValueError.
-"""
+"""Loads the compiled kernels, and checks their arguments: what does not fit is a ValueError."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ def library() -> ctypes.CDLL:
 
 @cache
 def kernel(name: str, dtype: torch.dtype | None = None) -> Callable[..., None]:
-    """A function of native.cpp; those of `_KERNELS` are for a dtype.
+    """A function of native.cpp, for one dtype if it is in `_KERNELS`.
 
     Raises:
         ValueError: there is none for that dtype.
@@ -82,16 +79,16 @@ _threads = _Threads()
 
 
 def num_threads() -> int:
-    """Threads of a kernel that this thread calls: torch's number, unless `quiet_torch` holds."""
+    """Threads for a kernel that this thread calls: torch's number, also within `quiet_torch`."""
     return _threads.count or torch.get_num_threads()
 
 
 @contextmanager
 def quiet_torch() -> Iterator[None]:
-    """Within it, torch's own operations of this thread stay on it; the kernels' pool does not.
+    """Keeps torch's own operations on the calling thread; the kernels still use their pool.
 
-    Threads of OpenMP spin for milliseconds after each operation that they had a share in, on the
-    cores that the pool is about to use.
+    OpenMP's threads would spin for milliseconds after each operation, on the cores that the pool
+    needs.
     """
     try:
         set_threads = ctypes.CDLL(None).omp_set_num_threads  # for this thread alone
@@ -115,10 +112,10 @@ def check(
     *,
     apart: bool = False,
 ) -> None:
-    """Refuse what is not of that shape and dtype, on a CPU, and contiguous.
+    """Refuse a tensor of another shape or dtype, on another device, or not contiguous.
 
     Args:
-        apart: whether only what belongs to each entry of the first dimension must be.
+        apart: only each entry of the first dimension must be contiguous.
     """
     dtype = like if isinstance(like, torch.dtype) else like.dtype
     if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_cpu:

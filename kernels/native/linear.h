@@ -2,8 +2,8 @@
 //
 // Each sum is one chain of fused operations along the depth, from its first element to its last,
 // whatever the number of rows, the tile, the block of the depth or the thread: a row's bits depend
-// on that row alone. Quantized weights become the float32 that they stand for, and so give, to the
-// bit, what panels of that float32 give.
+// on that row alone. Quantized weights are expanded to the float32 that they stand for, and so give
+// the same bits as panels of that float32.
 
 #pragma once
 
@@ -12,8 +12,8 @@
 
 namespace {
 
-// V vectors in a row of a panel; up to FEW rows, weights are expanded in registers; of more, MOST
-// have their sums in registers at once.
+// V: vectors in a row of a panel. Up to FEW rows, weights are expanded in registers; of more rows,
+// MOST have their sums in registers at once.
 #if defined(__AVX512F__)
 constexpr int V = 2, FEW = 8, MOST = 12;
 #elif defined(__AVX2__) && defined(__FMA__)
@@ -25,9 +25,9 @@ constexpr int V = 2, FEW = 4, MOST = 4;
 #endif
 constexpr int N = W * V;           // columns of a panel
 constexpr int DEEP = 4096 / N;     // depth of a block of a panel, expanded into 16 KiB of L1
-constexpr int TALL = 8 * MOST;     // rows that meet it, at most: of these, a block stays in L2
-constexpr int PANELS = 8;          // panels that a thread takes at once, at most
-constexpr int64_t SMALL = 1 << 17; // multiplications that take less than it does to wake a thread
+constexpr int TALL = 8 * MOST;     // the most rows that use it together: a block of them stays in L2
+constexpr int PANELS = 8;          // the most panels that a thread takes at once
+constexpr int64_t SMALL = 1 << 17; // so many multiplications take less time than waking a thread
 
 // ---- Formats of a panel: 32-bit words [depth / PER][N], each of PER successive weights of a column,
 // the first lowest. Of quantized ones, BLOCK weights of a column are numbers from 0 on, times a
@@ -101,7 +101,7 @@ void with_panels(Format format, const F& f) {
     }
 }
 
-// A packed weight [columns][depth], and its bias, as Python has them.
+// A packed weight [columns][depth] and its bias, as Python passes them.
 struct Weight {
     const uint32_t* panels;
     const float* bias;     // filled up to whole panels; or null
@@ -112,13 +112,13 @@ struct Weight {
 
 // ---- Products.
 
-// sums[R][C][N] of R rows with C panels that stand `apart`, the weights expanded in registers.
+// sums[R][C][N] of R rows with C panels at a distance of `apart`; weights are expanded in registers.
 template <class P, int R, int C>
 void few(const typename P::Element* x, int64_t stride, const uint32_t* panel, int64_t apart,
          int depth, float* to) {
     vec sums[R][C * V] = {};
     for (int k = 0; k < depth; k += P::BLOCK, panel += P::WORDS * N) {
-        if constexpr (R == 1 && P::HEAD)  // the next panels: these are soon read
+        if constexpr (R == 1 && P::HEAD)  // the next panels, which are read soon
 #pragma GCC unroll 16
             for (int at = 0; at < C * P::WORDS * N; at += 16)
                 __builtin_prefetch(panel + (C + at / (P::WORDS * N)) * apart + at % (P::WORDS * N));
@@ -201,7 +201,7 @@ void expand(const uint32_t* block, int depth, float* to) {
     }
 }
 
-// out = x weight^T + bias; rows of `x` and `out` may stand apart.
+// out = x weight^T + bias; rows of `x` and `out` may have gaps between them.
 template <class T, class U>
 struct Product {
     const T* x;
@@ -265,8 +265,8 @@ struct Product {
                     store(copy + r * stride + k, elements<P>(x + r * x_stride, k));
             a = (const E*)copy;
         }
-        // One row takes two panels at once, so that enough sums are under way. Shares differ by
-        // little: each thread takes some ten.
+        // One row takes two panels at once, so that enough sums are in flight. Each thread takes
+        // some ten shares, so that their sum differs little between threads.
         int64_t apart = (int64_t)depth / P::BLOCK * P::WORDS * N;
         int step = rows == 1 ? 2 : 1;
         int share = std::max(step, std::min(PANELS, panels / (8 * threads)) / step * step);
@@ -285,7 +285,7 @@ struct Product {
         });
     }
 
-    // Rows are cut into groups as even as can be, each of at most MOST rows, which are copied as
+    // Rows are cut into groups of equal size, or nearly so, of at most MOST rows, copied as
     // [depth][rows of the group].
     template <class P>
     void by_many(int depth) const {
@@ -303,7 +303,7 @@ struct Product {
                     for (int i = 0; i < W; i++)
                         v[i] = r + i < n ? elements<P>(x + (from + r + i) * x_stride, k) : vec{};
                     transpose(v);
-                    // What a vector writes too much is written over next, and never another group's.
+                    // A vector's excess is overwritten next, and never touches another group.
                     for (int64_t i = 0, left = depth - k; i < W && left > 0; i++, left--, to += n)
                         store(to, v[i], r ? n - r : std::min<int64_t>(W, left * n));
                 }
@@ -343,7 +343,7 @@ void multiply(const T* x, int64_t x_stride, const Weight& weight, U* out, int64_
     if (rows > 0) Product<T, U>{x, x_stride, weight, out, out_stride, rows, threads}.run();
 }
 
-// Rows `ids` of a weight: of an embedding, which may be packed as the output layer, too.
+// Rows `ids` of a weight: of an embedding, which may also be the packed output layer.
 template <class T>
 void rows_of(const Weight& weight, const int64_t* ids, int64_t count, T* out, int threads) {
     with_panels(weight.format, [&](auto panels) {
@@ -369,7 +369,7 @@ void rows_of(const Weight& weight, const int64_t* ids, int64_t count, T* out, in
 
 // ---- At load: rows into panels.
 
-// `words_of(row, to)` gives the words of a row, as they follow each other in its column.
+// `words_of(row, to)` writes the words of a row in the order of its column.
 template <class F>
 void pack(int64_t rows, int64_t words, uint32_t* panels, int threads, const F& words_of) {
     parallel((rows + N - 1) / N, threads, [&](int64_t p) {

@@ -1,4 +1,4 @@
-"""Linear layers whose weights are packed once, at load, in the order in which they are read."""
+"""Linear layers whose weights are packed at load, in the order in which the kernels read them."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Weight(ctypes.Structure):
 class PackedLinear:
     """x [rows, in] to x @ weight.T + bias [rows, out], in float32 or bfloat16.
 
-    A row's result has the same bits among any rows. Products with a weight in fewer bits have
-    those of the float32 weight that it stands for; of bfloat16 with bfloat16, where the processor
-    has an instruction for it, those of that instruction.
+    A row's result has the same bits beside any other rows. A weight in fewer bits gives the bits of
+    the float32 weight that it stands for; bfloat16 times bfloat16 gives those of the processor's
+    instruction, where it has one.
 
     Args:
         weight: [out, in] float32, bfloat16 or quantized; it is copied.

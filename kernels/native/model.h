@@ -13,7 +13,7 @@ namespace {
 template <class T>
 struct Layer {
     Heads heads;
-    Weight qkv[3];  // of Q, K and V, those joined that can be; columns: 0 for none
+    Weight qkv[3];  // of Q, K and V, joined where their formats agree; columns: 0 for none
     Weight out;
     Weight gate_up[2];  // likewise
     Weight down;
@@ -31,7 +31,7 @@ struct Model {
     Weight embedding, head;
 };
 
-constexpr int64_t MLP_ROWS = 512;  // whose activations between the products are held at once
+constexpr int64_t MLP_ROWS = 512;  // rows whose activations between the products are held at once
 
 template <class T>
 struct Step {
@@ -45,8 +45,8 @@ struct Step {
              float* logits) const {
         static thread_local Scratch memory;
         int64_t rows = batch.qo_indptr[batch.sequences], hidden = model.hidden, half = model.half;
-        int64_t most = std::max(rows, count);  // a row may be wanted more than once
-        int64_t wide = 0, out = 0;  // columns of Q, K and V together, and of what attention gives
+        int64_t most = std::max(rows, count);  // a row's logits may be asked for more than once
+        int64_t wide = 0, out = 0;  // columns of Q, K and V together, and of attention's output
         for (int i = 0; i < model.count; i++) {
             const Heads& h = model.layers[i].heads;
             wide = std::max<int64_t>(wide, (h.heads + h.kv_heads) * h.dim + h.kv_heads * h.value_dim);
@@ -124,7 +124,7 @@ struct Step {
         multiply(activated, inner, layer.down, out, model.hidden, rows, threads);
     }
 
-    // Moves the wanted rows to the front, in place; they may come in any order.
+    // Moves the rows of the logits to the front, in place; they may be in any order.
     template <class E>
     static void pick(const int64_t* wanted, int64_t count, int64_t width, E* x) {
         static thread_local std::vector<E> picked;

@@ -15,7 +15,7 @@ from radixcache.kernels.native.library import check, kernel
 from radixcache.kernels.native.linear import PackedLinear, Weight
 
 Linears = tuple[PackedLinear, ...]
-"""Products whose results stand side by side."""
+"""Linear layers whose results are concatenated."""
 
 
 class _Layer(ctypes.Structure):
@@ -40,7 +40,7 @@ class _Model(ctypes.Structure):
 
 
 class NativeLayer(NamedTuple):
-    """A layer's weights; norms are of the model's dtype, those of heads [head_dim] or None."""
+    """A layer's weights; norms have the model's dtype; those of heads are [head_dim] or None."""
 
     kind: LayerKind
     qkv: Linears
@@ -136,7 +136,7 @@ class NativeModel:
         """[R, vocab_size] float32 logits of a planned step.
 
         Args:
-            pages: of each layer; what was checked once is not checked again.
+            pages: of each layer; the same object is checked only once.
             token_ids, positions, logit_rows: [T], [T] and [R] int64.
 
         Raises:

@@ -1,5 +1,5 @@
-// What Python calls. library.py compiles it for the machine that it runs on; callers check every
-// argument. Each call returns 1; 0 if memory was not enough; -1 for a number that is out of range.
+// The functions that Python calls, compiled for the machine at hand; callers check every argument.
+// Each returns 1, or 0 if memory ran out, or -1 for a number that is out of range.
 
 #include "model.h"
 

@@ -1,4 +1,4 @@
-// What is done row by row: RMSNorm, gated activations, RoPE and the KV write.
+// Operations on single rows: RMSNorm, gated activations, RoPE and the KV write.
 
 #pragma once
 
@@ -21,8 +21,8 @@ void norm(const S* from, const T* weight, T* to, int width, float eps) {
     }
 }
 
-// Adds y to the residual, in place, and norms the sum. What goes from layer to layer is float32, so
-// that bfloat16 rounds what a layer computes, and not their sum.
+// Adds y to the residual, in place, and norms the sum. The residual is float32, so that bfloat16
+// rounds each layer's output, and not their sum.
 template <class T>
 void add_norm(const float* y, float* residual, const T* weight, T* out, int64_t rows, int width,
               float eps, int threads) {
@@ -75,7 +75,7 @@ struct HeadNorms {  // [dim] each; or null
     float eps = 0;
 };
 
-// Heads are normed and turned, queries in place; K and V go into the pages.
+// Norms and rotates heads, queries in place; K and V go into the pages.
 template <class T>
 void write_kv(const Batch& batch, const Heads& heads, Tokens<T> query, Tokens<T> key,
               Tokens<T> value, const Rope& rope, const HeadNorms<T>& norms, T* k_pages, T* v_pages,

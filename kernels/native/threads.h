@@ -1,4 +1,4 @@
-// A pool of threads whose caller waits for no thread that the system has put aside.
+// A pool of threads whose caller never waits for a thread that is not scheduled.
 
 #pragma once
 
@@ -28,10 +28,10 @@ inline void pause() {
 #endif
 }
 
-// Threads that help whoever calls `run`. The caller works, too, and waits for those helpers alone
-// that have taken part: one that gets no processor delays nothing, where the end of an OpenMP region
-// waits for all. Helpers spin for a while after a job, as the next one is likely to come, and sleep
-// then. A second caller meanwhile works alone.
+// Threads that help the caller of `run`. The caller works too, and waits only for helpers that have
+// taken a part: a helper without a processor delays nothing, whereas the end of an OpenMP region
+// waits for all. After a job, helpers spin for a while, as the next one is likely to come, then
+// sleep. A second caller works alone meanwhile.
 class Pool {
   public:
     using Work = void (*)(void*);
@@ -41,7 +41,7 @@ class Pool {
         if (!alone) return work(data);
         try {
             while (started < threads - 1) std::thread(&Pool::help, this, started).detach(), started++;
-        } catch (const std::system_error&) {  // the system gives no more: fewer do it
+        } catch (const std::system_error&) {  // the system starts no more threads: fewer do the work
         }
         this->work = work, this->data = data, wanted = threads - 1;
         inside.fetch_add(OPEN);
@@ -100,8 +100,8 @@ Pool& pool() {
     return *made;
 }
 
-// Calls f(0) ... f(count - 1) on threads that take the next as they get free. What one of them lacks
-// memory for, the caller's thread throws.
+// Calls f(0) ... f(count - 1); each thread takes the next number when it is free. If one runs out of
+// memory, the caller's thread throws.
 template <class F>
 void parallel(int64_t count, int threads, const F& f) {
     struct Shared {
@@ -123,7 +123,7 @@ void parallel(int64_t count, int threads, const F& f) {
     if (shared.failed) throw std::bad_alloc();
 }
 
-// The same by rows; a few short ones stay on the caller's thread.
+// The same for rows; a few short ones stay on the caller's thread.
 template <class F>
 void parallel_rows(int64_t rows, int64_t width, int threads, const F& f) {
     int64_t step = std::max<int64_t>(1, (1 << 14) / std::max<int64_t>(1, width));

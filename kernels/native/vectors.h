@@ -96,7 +96,7 @@ inline vec fma(vec a, vec b, vec c) {  // a compiler fuses a * b + c here, but n
 #endif
 }
 
-// In a register from here on: a compiler may think that an operand in memory costs nothing.
+// Keeps a value in a register: a compiler may assume that an operand in memory costs nothing.
 template <class V>
 inline void keep(V& v) {
 #if defined(__x86_64__)
@@ -121,7 +121,7 @@ inline vec exp(vec x) {
     return x < -87.0f ? vec{} : p;
 }
 
-inline vec tanh(vec x) {  // small ones by their series: as 1 - (1 - x) they would lose their digits
+inline vec tanh(vec x) {  // small ones by their series: 1 - (1 - x) would lose their digits
     vec square = x * x, p = all(-5.70498872745e-3f);
     for (float c : {2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f})
         p = fma(p, square, all(c));

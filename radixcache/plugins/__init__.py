@@ -1,8 +1,8 @@
 # mypy: disable-error-code="import-not-found"
-"""For users of vLLM and SGLang: why was this prompt not cached? They keep their engine.
+"""Plugins for vLLM and SGLang that explain why a prompt was not cached there.
 
-Both functions here are entry points, which the engines call as they start (`pyproject.toml`). They
-give the engine a name for its own command line and change nothing else; see `docs/plugins.md`.
+Both functions are entry points (`pyproject.toml`) that the engines call when they start. They
+register a name for the engine's command line and change nothing else; see `docs/plugins.md`.
 """
 
 from typing import Any

@@ -1,10 +1,10 @@
-"""What another engine's prefix cache held of each prompt, why not the rest, and what would have.
+"""Explains the prefix cache of another engine: what it hit, why not more, and what would have.
 
-An engine says which prompt it admits with which hit, and what it computes. Of that, three ghosts of
-its cache remember token by token as much as its KV memory holds, twice and four times that: the
-first tells what token-exact reuse would hit in the same memory, the others what more memory would
-hit by the engine's own rule, which takes whole blocks. They evict what was used least recently
-(Mattson et al., 1970, on telling the hits of all sizes from one trace). Nobody's KV is touched.
+The engine reports each prompt that it admits with its hit, and the tokens that it computes. Three
+ghosts of its cache remember as many tokens as its KV memory holds, twice and four times as many:
+the first tells what token-exact reuse would hit in the same memory, the others what more memory
+would hit by the engine's own rule, which takes whole blocks. They evict least recently used tokens
+first (Mattson et al., 1970: hits of all sizes from one trace). The engine's KV is not touched.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from radixcache.radix import RadixCache
 from radixcache.runtime.engine.explain import Explainer
 
 FILE = "RADIXCACHE_REPORT"
-"""The variable that names the file of JSON lines, to which a process appends; without, none."""
+"""The environment variable that names a file to which JSON lines are appended, if it is set."""
 
 REASONS = ("first_seen", "diverged", "evicted", "block_size", "salt", "not_read")
-"""`radixcache.runtime.engine.explain` has the first three; of what it calls diverged, only what is
-the same in both texts is called so here. `block_size`: computed before, but only whole blocks are
-cached. `salt`: computed under another `cache_salt` or adapter. `not_read`: the request did not
-look, as with log-probabilities of the prompt."""
+"""`radixcache.runtime.engine.explain` defines the first three; but of its "diverged" tokens, only
+those that are the same in both texts are called so here. `block_size`: computed before, but only
+whole blocks are cached. `salt`: computed under another `cache_salt` or adapter. `not_read`: the
+request did not look, as with log-probabilities of the prompt."""
 
 _METRICS = {
     "requests": "Requests that were admitted.",
@@ -45,7 +45,7 @@ _METRICS = {
 }
 
 BYTES_PER_TOKEN = (20, 320)
-"""Of a ghost: with long texts; with prompts of a few tokens, each with a salt of its own."""
+"""Memory of a ghost: with long texts; with prompts of a few tokens, each with its own salt."""
 
 _log = logging.getLogger("radixcache.plugins")
 _P = ParamSpec("_P")
@@ -60,9 +60,9 @@ class Stretch(NamedTuple):
 
 
 def looking(method: Callable[Concatenate[Any, _P], None]) -> Callable[Concatenate[Any, _P], None]:
-    """Of a plugin, which has an `observer`, or None: the engine goes on, whatever happens here.
+    """Decorates a plugin's method, so that no error in it stops the engine.
 
-    After an error nothing more is looked at.
+    The plugin's `observer` becomes None after an error, and its methods then do nothing.
     """
 
     @wraps(method)
@@ -79,26 +79,26 @@ def looking(method: Callable[Concatenate[Any, _P], None]) -> Callable[Concatenat
 
 
 class Observer:
-    """Looks at the prefix cache of one engine, from its scheduler's thread.
+    """Observes the prefix cache of one engine, in its scheduler's thread.
 
     Args:
         engine: name and version.
-        capacity: tokens whose KV the engine has room for.
-        block_size: it caches whole blocks of so many tokens.
+        capacity: tokens whose KV fits the engine's memory.
+        block_size: tokens of the blocks that the engine caches.
     """
 
     def __init__(self, engine: str, capacity: int, block_size: int) -> None:
         self.counts: Counter[str] = Counter()
         """Since the last `take`: the metrics' names, `missed_tokens:` with a reason."""
         self._block_size = block_size
-        # An empty cache with the rule of the engine's; its hits are told, not asked for.
+        # An empty cache that hits by the engine's rule; the engine itself reports the hits.
         empty: PrefixCache = RadixCache(PagePool(1, 1))
         if block_size > 1:
             empty = HashBlockCache(PagePool(2, block_size))
         self._explainer = Explainer(empty, 4 * capacity)
         self._exact, self._twice = GhostIndex(capacity), GhostIndex(2 * capacity)
         self._capacity = capacity
-        self._salted: GhostIndex | None = None  # what has a salt, as if it had none
+        self._salted: GhostIndex | None = None  # salted tokens, without their salts
         self._run = f"{time.time_ns():x}"
         self._file, path = None, os.environ.get(FILE)
         if path:
@@ -125,10 +125,10 @@ class Observer:
         namespace: Hashable = None,
         read: bool = True,
     ) -> None:
-        """A prompt is admitted, of which the engine has found `hit` tokens. O(len(tokens)).
+        """Note that a prompt is admitted, with a hit of `hit` tokens. O(len(tokens)).
 
         Args:
-            namespace: what else must be the same for a hit, as a salt; None if there is nothing.
+            namespace: what else must be equal for a hit, such as a salt; None if nothing must.
             read: whether the engine looked into its cache at all.
         """
         tokens = as_tokens(tokens)
@@ -139,7 +139,7 @@ class Observer:
             would["exact"] = self._exact.match(tokens, namespace)
             would["twice"] = self._twice.match(tokens, namespace) // size * size
             would["fourfold"] = self._explainer.known(tokens, namespace) // size * size
-        else:  # nor would it have looked into another cache
+        else:  # it would not have looked into another cache, either
             misses = [Stretch("not_read", hit, last)] if hit < last else []
         self.counts.update(
             {"requests": 1, "prompt_tokens": len(tokens), "hit_tokens": hit}
@@ -151,7 +151,7 @@ class Observer:
         self._write({**line, "tokens": len(tokens), "hit": hit, **would, "misses": misses})
 
     def compute(self, tokens: TokensLike, namespace: Hashable = None) -> None:
-        """KV of all these tokens, a text from its beginning on, is there now. O(len(tokens))."""
+        """Note that the KV of `tokens`, a text from its beginning, is there. O(len(tokens))."""
         tokens = as_tokens(tokens)
         if namespace is not None:
             if self._salted is None:
@@ -162,7 +162,7 @@ class Observer:
         self._twice.remember(tokens, namespace)
 
     def take(self) -> dict[str, int]:
-        """The counts since the last call."""
+        """Take the counts since the last call."""
         counts, self.counts = self.counts, Counter()
         return dict(counts)
 
@@ -202,12 +202,12 @@ def prometheus(
     counts: dict[str, int],
     labels: dict[str, Any],
 ) -> None:
-    """Add counts to `radixcache_*_total`; `radixcache_missed_tokens_total` is by reason.
+    """Add counts to the metrics `radixcache_*_total`; missed tokens are labelled by reason.
 
     Args:
-        kind: prometheus_client's `Counter`, or what the engine has instead.
-        counters: those made so far, by name.
-        labels: what the engine tells of itself.
+        kind: prometheus_client's `Counter`, or the engine's substitute.
+        counters: the counters made so far, by name.
+        labels: labels that name the engine.
     """
     for key, count in counts.items():
         name, _, reason = key.partition(":")
@@ -218,7 +218,7 @@ def prometheus(
 
 
 def summary(counts: dict[str, int]) -> dict[str, str]:
-    """Shares of the prompt tokens, for a line of the log."""
+    """Shares of the prompt tokens, for a log line."""
     names = {"hit": "hit_tokens", "token-exact": "exact_tokens", "twice the memory": "twice_tokens"}
     names["four times"] = "fourfold_tokens"
     names |= {reason.replace("_", " "): f"missed_tokens:{reason}" for reason in REASONS}

@@ -1,4 +1,4 @@
-"""What the JSON lines of a plugin say in all, drawn for a terminal of 80 columns."""
+"""Sums up the JSON lines of a plugin, and draws them for a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SUMMARY = "why prompts were not cached in vLLM or SGLang, from a plugin's file"
 
 
 def report(args: argparse.Namespace) -> int:
-    """The command."""
+    """The command `radixcache report`."""
     drawn = draw(args.FILE)
     try:
         drawn.encode(sys.stdout.encoding)
@@ -50,7 +50,7 @@ def report(args: argparse.Namespace) -> int:
 
 @dataclass
 class _Engine:
-    """What the runs of one engine with one cache say. 16 bytes for each request."""
+    """Sums over the runs of one engine with one cache, in 16 bytes a request."""
 
     runs: int = 0
     first: float = math.inf
@@ -89,7 +89,7 @@ def draw(path: str) -> str:
     """The report on a file that `RADIXCACHE_REPORT` named, engine by engine. O(lines).
 
     Raises:
-        InvalidRequest: it cannot be read, is none, or tells of no request.
+        InvalidRequest: the file cannot be read, is not a plugin's, or has no requests.
     """
     engines, runs, torn = dict[str, _Engine](), dict[str, _Engine](), 0
     for number, line in _lines(path):
@@ -153,7 +153,7 @@ def _count(number: Any, most: int = 1 << 40) -> bool:
 
 
 def _curve(tokens: array[int], hits: array[int], height: int = 4) -> list[str]:
-    """Columns of equally many requests each."""
+    """A curve of hit rates, each column over equally many requests."""
     count = min(_COLUMNS, len(tokens))
     edges = [len(tokens) * i // count for i in range(count + 1)]
     parts = [slice(a, b) for a, b in pairwise(edges)]

@@ -1,9 +1,8 @@
 # mypy: disable-error-code="import-not-found"
-"""Looks at SGLang's own radix cache and explains it, through the hooks that SGLang has for plugins.
+"""Explains SGLang's own radix cache, through SGLang's hooks for plugins.
 
-The tree is SGLang's, as it would be without. A request is explained when its first batch is run,
-and its tokens count as computed when the tree gets them, so that what the tree could not have found
-in time is not called evicted.
+SGLang's tree stays as it is. A request is explained when its first batch is run; its tokens count
+as computed when the tree gets them, so that none is called evicted that it could not have yet.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from radixcache.plugins.observer import Observer, looking, prometheus, summary
 
 TRIED = ("0.5.23",)
-"""Versions that it was tried with; the contract changes between them."""
+"""Versions that the plugin was tested with; the hooks change between versions."""
 
 _log = logging.getLogger("radixcache.plugins")
 
 
 class Looker:
-    """What looks at one tree, as its attribute `radixcache`."""
+    """Observes one tree, as its attribute `radixcache`."""
 
     def __init__(self, observer: Observer, metrics: bool) -> None:
         self.observer: Any = observer
@@ -60,13 +59,13 @@ class Looker:
 
     @looking
     def insert(self, req: Any, up_to: int) -> None:
-        """The tree gets the KV of so many tokens."""
+        """The tree gets the KV of a request's first `up_to` tokens."""
         tokens = np.asarray(req.full_untruncated_fill_ids[:up_to], np.int32)
         self.observer.compute(tokens, _namespace(req))
 
 
 def make_tree_cache(context: Any) -> Any:
-    """SGLang's own choice of a tree, looked at if that is possible."""
+    """SGLang's own choice of a tree, with a `Looker` if it can be explained."""
     cache, params = default_radix_cache_factory(context), context.params
     if sglang.__version__ not in TRIED:
         known = " and ".join(TRIED)

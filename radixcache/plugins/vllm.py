@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-not-found, misc"
-"""A KV connector for vLLM that moves no KV: it looks at vLLM's own prefix cache and explains it."""
+"""A KV connector for vLLM that moves no KV, but explains vLLM's own prefix cache."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from radixcache.base import Tokens
 from radixcache.plugins.observer import Observer, looking, prometheus, summary
 
 TRIED = ("0.32.", "0.33.")
-"""Versions whose scheduler it was tried with."""
+"""Versions that the connector was tested with."""
 
 _log = logging.getLogger("radixcache.plugins")
 
 
 class RadixCacheConnector(KVConnectorBase_V1, SupportsHMA):
-    """What the scheduler decides in a step is looked at when the step is complete, in its order:
-    a request that is admitted is explained before its own tokens, and those of later ones, count as
-    computed, as vLLM caches the blocks of a step while it schedules.
+    """Observes a step once it is scheduled, in the scheduler's order: an admitted request is
+    explained before its own tokens and those of later requests count as computed, since vLLM caches
+    the blocks of a step while it schedules.
     """
 
     requires_kv_delivery = False
@@ -41,9 +41,9 @@ class RadixCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self.observer: Any = None
         self._admitted: list[Any] = []
         self._hits: dict[str, int] = {}
-        """Of requests that wait, as vLLM looked them up last."""
+        """Hits of waiting requests, as vLLM looked them up last."""
         self._texts: dict[str, Tokens] = {}
-        """Prompts of the requests that run."""
+        """Prompts of running requests."""
         self._prefilling: dict[str, Any] = {}
         if role is not KVConnectorRole.SCHEDULER:
             return
@@ -85,7 +85,7 @@ class RadixCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @looking
     def _look(self, scheduled: dict[str, int]) -> None:
-        """Tokens of a step, by request, that go beyond what is computed."""
+        """Observe a step; `scheduled` has its new tokens by request."""
         for request in [*self._prefilling.values()]:
             self._compute_chunk(request, scheduled)
         for request in self._admitted:
@@ -169,7 +169,7 @@ class Metrics(KVConnectorPromMetrics):
 
 
 def _refusal(config: Any, kv_cache_config: Any) -> str | None:
-    """Why this engine's hits cannot be explained."""
+    """Why this engine's hits cannot be explained; None if they can."""
     version = vllm.__version__
     if not version.startswith(TRIED):
         return f"it knows vLLM {' and '.join(one + 'x' for one in TRIED)}, and this is {version}"
@@ -182,7 +182,7 @@ def _refusal(config: Any, kv_cache_config: Any) -> str | None:
 
 
 def _is_text(request: Any) -> bool:
-    """Images and embeddings are no tokens that could be compared."""
+    """Whether a prompt has tokens to compare: images and embeddings have none."""
     return request.prompt_token_ids is not None and not (
         request.mm_features or request.prompt_embeds is not None
     )

@@ -1,7 +1,7 @@
 """The metadata and the tensor table of a GGUF file, which is mapped into memory.
 
-Whatever the file says is held against its own size before it is believed: a count, a length and an
-offset point inside it, or there is one sentence. So no file makes this allocate more than it holds.
+Each count, length and offset is checked against the file's size before it is used; one that points
+outside is an error of one sentence. So no file can make this allocate more than it holds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Value = TypeVar("_Value", str, int, float, bool)
 
 
 class Kind(NamedTuple):
-    """How numbers of a tensor are stored: so many in a block of so many bytes."""
+    """A storage format of tensors: a block has `block` numbers in `size` bytes."""
 
     name: str
     block: int
@@ -47,11 +47,11 @@ KINDS = {
         *((39, "MXFP4", 32, 17), (40, "NVFP4", 64, 36)),
     )
 }
-"""By the numbers that the format gives them."""
+"""Kinds by their numbers in the format."""
 
 
 class Array(NamedTuple):
-    """Where an array of the metadata begins: its values are read when they are asked for."""
+    """The place of an array of the metadata, whose values are read on demand."""
 
     kind: int
     length: int
@@ -59,7 +59,7 @@ class Array(NamedTuple):
 
 
 class GGUFTensor(NamedTuple):
-    """`shape` as torch has it, the rows first; `data` are its bytes in the file."""
+    """`shape` is torch's, rows first; `data` are the bytes in the file."""
 
     kind: Kind
     shape: tuple[int, ...]
@@ -70,8 +70,8 @@ class GGUFFile:
     """A GGUF file of version 2 or 3, little-endian.
 
     Attributes:
-        metadata: values by their keys; of an array, where it is.
-        tensors: by the names that they have in the file.
+        metadata: values by their keys; for an array, its place.
+        tensors: by their names in the file.
 
     Raises:
         ModelError: it is none, it is cut off, or it contradicts itself.

@@ -1,4 +1,4 @@
-"""Where the files of a model are, on this machine or on the hub."""
+"""Finds the files of a model, on this machine or on the hub."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 from radixcache.errors import ModelError, first_sentence
 
 BUNDLED_MODEL = Path(__file__).parents[1] / "tabletalk"
-"""The model that is used if none is named: it answers questions about tables of people."""
+"""The default model: it answers questions about tables of people."""
 
 _HUB_SECONDS = 10.0
 
 
-@cache  # a model that is there is not asked for twice
+@cache  # the hub is asked only once for a model
 def check_model(name_or_path: str | None) -> None:
-    """Refuse what is no model, quickly and without torch; None is the bundled one.
+    """Refuse a name without a model, quickly and without torch; None is the bundled one.
 
     Raises:
-        ModelError: a folder without a config and without one GGUF file, another file, or a name
-            that nobody knows: neither a folder nor, as far as can be told, the hub.
+        ModelError: a folder without a config or a single GGUF file, another kind of file, or a name
+            that is neither a folder nor, as far as can be told, on the hub.
     """
     if name_or_path is None:
         return
@@ -43,9 +43,9 @@ def check_model(name_or_path: str | None) -> None:
 
 
 def split_gguf(name_or_path: str) -> tuple[str, dict[str, str]]:
-    """The folder or hub id of a model, and what transformers is told if it is one GGUF file of it.
+    """The folder or hub id of a model, and transformers' argument that selects a GGUF file there.
 
-    A folder without other weights that holds one such file is that file.
+    A folder without other weights that holds one such file stands for that file.
 
     >>> split_gguf("org/name/model-q8_0.gguf")
     ('org/name', {'gguf_file': 'model-q8_0.gguf'})
@@ -67,7 +67,7 @@ def split_gguf(name_or_path: str) -> tuple[str, dict[str, str]]:
 
 
 def find_gguf(name_or_path: str) -> str | None:
-    """The path of the GGUF file of that name, fetched if need be; None if it is no such name.
+    """The path of the GGUF file of that name, fetched if need be; None for another kind of model.
 
     Raises:
         ModelError: the file is not there, or cannot be fetched.

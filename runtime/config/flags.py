@@ -1,5 +1,5 @@
-"""A setting is declared once, as a field of a dataclass: the flags of the command line, the
-variables of the environment and the names in a settings file are all made of that."""
+"""Declares a setting once, as a field of a dataclass, from which its command-line flag, environment
+variable and name in a settings file are made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from radixcache.errors import InvalidRequest
 
 
 class Rule(NamedTuple):
-    """What a value must be: of a list, each of its items."""
+    """A rule for a value, or for each item of a list."""
 
     holds: Callable[[Any], bool]
     reason: str
@@ -45,9 +45,9 @@ def setting(
     Args:
         text: the help of its flag. The default follows in parentheses, unless it ends with some.
         metavar: how its flag shows the value.
-        rule: what the value must be besides being of its type.
-        parse: makes the value of what a flag, a variable or a file says.
-        flag: whether it is set from outside at all.
+        rule: a condition on the value besides its type.
+        parse: converts the value of a flag, a variable or a file.
+        flag: whether users can set it.
     """
     metadata = {"help": text, "metavar": metavar, "rule": rule, "parse": parse, "flag": flag}
     return field(default=default, metadata=metadata)
@@ -67,12 +67,12 @@ class Setting(NamedTuple):
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """The values that there are, if they are listed."""
+        """The allowed values, if they are listed."""
         return get_args(self.type) if get_origin(self.type) is Literal else ()
 
 
 def settings_of(kind: type) -> Iterator[Setting]:
-    """What a dataclass declares, in order."""
+    """The settings that a dataclass declares, in order."""
     types = get_type_hints(kind)
     for one in fields(kind):
         metadata = dict(one.metadata)
@@ -87,7 +87,7 @@ def _without_none(kind: Any) -> Any:
 
 
 def check(args: Any) -> None:
-    """Refuse values that are no choice, no number where one is due, or against their rule.
+    """Refuse values that are not among the choices, not numbers where required, or break a rule.
 
     Raises:
         InvalidRequest: with the setting's name and what it must be.
@@ -111,7 +111,7 @@ def check(args: Any) -> None:
 def add_flags(
     parser: argparse._ActionsContainer, kind: type, leave_out: tuple[str, ...] = ()
 ) -> None:
-    """A flag for each setting; one that is not given is None, so that its default stands."""
+    """Add a flag for each setting; an absent flag is None, so that the default holds."""
     for one in settings_of(kind):
         if one.name in leave_out:
             continue

@@ -17,7 +17,7 @@ import torch
 
 from radixcache.errors import InvalidRequest, ModelError, first_sentence
 from radixcache.hash_block import HashBlockCache
-from radixcache.none import NoCache
+from radixcache.no_cache import NoCache
 from radixcache.pages import PagePool
 from radixcache.radix import RadixCache
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
@@ -164,8 +164,7 @@ def build_engine(args: EngineArgs) -> Built:
             raise
         return Built(engine, tokenizer, grammars, explainer, publisher, params, offload)
     except BaseException:
-        if model.ranks is not None:  # else they would live as long as the error's traceback
-            model.ranks.close()
+        model.close()  # else its ranks would live as long as the error's traceback
         raise
 
 

@@ -115,7 +115,7 @@ class Engine:
         self.cache = cache
         self.scheduler = scheduler
         with on_device(model.device):
-            takes_graphs = model.attention.max_fixed_rows and scheduler.states is None
+            takes_graphs = model.max_graph_rows and scheduler.states is None
             graphs = CudaGraphRunner(model, kv_pool, scheduler.max_rows) if takes_graphs else None
         self.runner = ModelRunner(model, kv_pool, graphs)
         self._decode = decode
@@ -127,9 +127,8 @@ class Engine:
         self._before_flushes = CacheStats()
         self._next_id = 0
         self._ahead: _Step | None = None
-        can_overlap = model.device.type != "cpu" and model.ranks is None
-        can_overlap &= scheduler.states is None  # one token too many would be in the state
-        self.overlap = overlap and can_overlap
+        # Of a recurrent model, one token too many would be in the state.
+        self.overlap = overlap and model.can_overlap and scheduler.states is None
         self._thread: int | None = None
         self._cut_off = False
         """A call is under way, or was cut off before it recovered."""

@@ -46,7 +46,7 @@ from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens
 from radixcache.ghost import GhostIndex
 from radixcache.nodes import common_length
 from radixcache.runtime.explanation import BELOW, CONTEXT, REASONS, Miss
-from radixcache.stored import UNMEASURED, LoadCost, Medium
+from radixcache.stored_pages import UNMEASURED, LoadCost, Medium
 
 Marks = NDArray[np.bool_]
 """See `table_of`."""

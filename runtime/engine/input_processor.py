@@ -1,4 +1,4 @@
-"""Makes callers' prompts into the engine's inputs: token ids, parameters, compiled grammars."""
+"""Turns prompts and parameters into the engine's inputs: token ids and compiled grammars."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class EngineInput(NamedTuple):
     tokens: TokensLike
     params: SamplingParams
     grammar: CompiledGrammar | None = None
-    """Compiled: as long as it is held, the engine finds it at once."""
+    """Compiled; while this holds it, the engine finds it at once."""
 
 
 class InputProcessor:
     """Tokenises and checks on the caller's thread: a long text delays no other request.
 
     Args:
-        default_params: of prompts that come without.
+        default_params: used for prompts without parameters.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class InputProcessor:
         *,
         special: bool = True,
     ) -> list[EngineInput]:
-        """The inputs that prompts make; `special` as in `encode`.
+        """The inputs of prompts; `special` as in `encode`.
 
         Raises:
             InvalidRequest: any of them is unusable.
@@ -123,14 +123,14 @@ class InputProcessor:
         cache_salt: str | None,
         **how: Any,
     ) -> list[TokenisedText]:
-        """The prompts that conversations make; `how` as in `Tokenizer.render_chat`."""
+        """The prompts of conversations; `how` as in `Tokenizer.render_chat`."""
         many = (
             [messages] if is_conversation(messages) else cast(Sequence[Sequence[Message]], messages)
         )
         return [self.turns.encode(one, cache_salt, **how) for one in many]
 
     def remember(self, prompts: list[TokenisedText], outputs: list[RequestOutput]) -> None:
-        """Let conversations go on from their answers with the same tokens."""
+        """Remember answers, so that conversations go on with the same tokens."""
         for prompt, output in zip(prompts, outputs, strict=True):
             for completion in output.outputs:
                 self.turns.remember(prompt, completion.token_ids)
@@ -143,7 +143,7 @@ def is_conversation(given: object) -> TypeGuard[Sequence[Message]]:
 
 @contextmanager
 def naming_prompt(index: int, count: int) -> Iterator[None]:
-    """Let errors say which of several prompts is meant."""
+    """Name the prompt in errors, if there are several."""
     try:
         yield
     except InvalidRequest as error:
@@ -166,7 +166,7 @@ def as_prompts(prompts: Prompts) -> list[Prompt]:
 
 
 def check_params(params: object) -> None:
-    """Refuse what are no sampling parameters."""
+    """Raise `InvalidRequest` for anything but sampling parameters."""
     if not isinstance(params, SamplingParams):
         raise InvalidRequest(
             f"sampling_params are SamplingParams, not {type(params).__name__}: say, for example, "

@@ -1,4 +1,4 @@
-"""Reads what a worker reports of jobs: on a thread of the caller's, or on an event loop."""
+"""Reads a worker's news of jobs, on the caller's thread or on an event loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Add = Callable[[], list[Request]]
 
 
 def listen(worker: Worker, job: Job, add: Add) -> Generator[Any, None, None]:
-    """Submit a job; the iterator gives what it reports, and aborts it if closed early.
+    """Submit a job and iterate over its news; closing the iterator early aborts the job.
 
     Raises:
         Exception: what `add` raises, at once, or what ends the job.
@@ -36,7 +36,7 @@ def listen(worker: Worker, job: Job, add: Add) -> Generator[Any, None, None]:
                         raise news.error
                     if news.finished:
                         return
-        finally:  # without waiting: where this is collected as garbage, others may hold locks
+        finally:  # without waiting: garbage collection may run this while others hold locks
             worker.abort(job)
 
     reading = read()
@@ -61,7 +61,7 @@ class AsyncJob(Job):
     """A job that belongs to an event loop; the engine's thread only feeds it.
 
     Attributes:
-        done: nothing more comes.
+        done: no more news will come.
         error: why, if the requests did not end by themselves.
     """
 
@@ -73,7 +73,7 @@ class AsyncJob(Job):
         self._wake = asyncio.Event()
 
     async def batches(self, silence: float | None = None) -> AsyncIterator[list[Any]]:
-        """What was reported since the last look, until all is; a slow reader gets more at once.
+        """Iterate over the news since the last look; a slow reader gets more at once.
 
         Args:
             silence: seconds without news after which there is an empty batch.
@@ -98,14 +98,14 @@ class AsyncJob(Job):
                 return
 
     def end(self, error: Exception | None = None) -> None:
-        """Nothing more comes. Does nothing the second time."""
+        """End the news; a second call does nothing."""
         if not self.done:
             self.done = True
             self.error = error
             self._wake.set()
 
     def hear(self, news: News) -> None:
-        """Take in what a step has brought."""
+        """Take the news of a step."""
         if not self.done:
             self._items += news.items
             self._wake.set()
@@ -114,7 +114,7 @@ class AsyncJob(Job):
 
 
 def deliver_to(loop: asyncio.AbstractEventLoop) -> Callable[[list[News]], None]:
-    """What hands a step's news to the jobs of `loop`, in one call of it."""
+    """A function that hands a step's news to the jobs of `loop`, in one call of it."""
 
     def deliver(news: list[News]) -> None:
         for one in news:

@@ -1,9 +1,9 @@
-"""The logits at the ends of prompts, so that a prompt that is cached in full computes nothing.
+"""Keeps the logits at the ends of prompts, so that a prompt cached in full computes nothing.
 
-KV says nothing of logits: without these, a prompt's last token is computed again each time, for its
-logits alone. A few rows are enough for what asks for a prompt again, soon: further completions of
-it, retries, another answer. A row is good for as long as the model is the same. It is used only
-where the KV of all the prompt is cached, and goes in its turn where that is gone.
+KV does not give logits: without these, a prompt's last token is computed again each time, only for
+its logits. A few rows are enough for requests that repeat a prompt soon: further completions,
+retries, another answer. A row is valid as long as the model is the same, and used only while the KV
+of the whole prompt is cached.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ if TYPE_CHECKING:  # the index benchmark runs the scheduler without it
     import torch
 
 PROMPT_LOGITS_BYTES = 1 << 26
-"""Of float32 logits on the model's device: 131 prompts with a vocabulary of 128,000 tokens."""
+"""Bytes of float32 logits on the model's device: 131 prompts with 128,000 tokens to choose from."""
 
 
 class PromptLogitsCache:
-    """The logits at the ends of the prompts used last, the least recently used dropped.
+    """Keeps logits, least recently used dropped first.
 
     Args:
-        vocab_size: of the model.
-        num_bytes: of rows at most.
+        vocab_size: the model's.
+        num_bytes: the memory of all rows at most.
     """
 
     def __init__(self, vocab_size: int, num_bytes: int = PROMPT_LOGITS_BYTES) -> None:
         self.num_rows = num_bytes // (4 * vocab_size)
         self.num_used = 0
-        """Prompts that began from a row; `clear` lets it be."""
+        """Prompts that began from a row; `clear` does not reset it."""
         self._rows: dict[PromptKey, torch.Tensor] = {}
 
     def __contains__(self, prompt: PromptKey) -> bool:
@@ -40,7 +40,7 @@ class PromptLogitsCache:
         return len(self._rows)
 
     def keep(self, prompt: PromptKey, logits: torch.Tensor) -> None:
-        """Keep a copy of `logits` [vocab_size], float32; a row that is there is replaced."""
+        """Keep a copy of `logits` [vocab_size], float32, in place of the prompt's earlier row."""
         row = logits.clone()
         self._rows.pop(prompt, None)
         self._rows[prompt] = row
@@ -48,7 +48,7 @@ class PromptLogitsCache:
             del self._rows[next(iter(self._rows))]
 
     def use(self, prompt: PromptKey) -> torch.Tensor:
-        """The row of a prompt that is there, [vocab_size] float32; not to be changed."""
+        """The row of a prompt that has one, [vocab_size] float32; not to be changed."""
         row = self._rows.pop(prompt)
         self._rows[prompt] = row
         self.num_used += 1
@@ -61,13 +61,13 @@ class PromptLogitsCache:
         counts: list[int],
         used: list[PromptKey],
     ) -> list[torch.Tensor]:
-        """Keep rows of a step, and give the kept rows of others.
+        """Keep rows of a step, and return the kept rows of other prompts.
 
         Args:
             logits: [sum(counts), vocab_size], float32.
-            prompts: whose end the first of the next rows is; None keeps none.
-            counts: of rows for each of `prompts`.
-            used: prompts whose rows are there.
+            prompts: the prompt that ends at the first of its rows; None keeps none.
+            counts: the number of rows of each of `prompts`.
+            used: prompts that have a row.
 
         Returns:
             The rows of `used`, [1, vocab_size] each.

@@ -1,7 +1,7 @@
-"""Changes logits as requests want before a token is chosen: penalties, biases, forbidden tokens.
+"""Applies penalties, biases and forbidden tokens to logits before a token is chosen.
 
-Each row is changed for itself, so that a request's tokens do not depend on its company. What a
-sequence has said is counted in a table on the device, to which each step adds the tokens since.
+Each row is changed by itself, so that a request's tokens do not depend on the batch. A table on the
+device counts the tokens of each sequence; each step adds the new ones.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from radixcache.runtime.sampling.params import SamplingParams
 
 
 class LogitsProcessors:
-    """Changes the logits as an engine's requests want it."""
+    """Applies the logits processors of an engine's requests."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Count anew: a step was undone, or nobody asks any more."""
+        """Forget all counts: a step was undone, or no request needs them."""
         self._counted: dict[Sequence, int] = {}
-        """How many tokens each row of the table stands for."""
+        """The number of tokens that each row of the table counts."""
         self._table: torch.Tensor | None = None
 
     def edit(self, rows: list[Row], logits: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,7 @@ def _on_host(sequence: Sequence, vocab: int) -> NDArray[np.int32]:
 
 
 def _allow(part: torch.Tensor, ids: list[NDArray[np.int64]]) -> None:
-    """Forbid, in place, all but the allowed tokens of rows that name some."""
+    """Forbid, in place, all but the allowed tokens in rows that list some."""
     named = [row for row, some in enumerate(ids) if len(some)]
     if named:
         at = _places(ids, part.device)

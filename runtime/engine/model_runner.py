@@ -35,9 +35,9 @@ class ModelRunner:
             before: the step before; None if its tokens are known here.
 
         Returns:
-            The chunks in the order of the batch, and logits [R, vocab], float32: of the last token
-            and of the draft of each chunk that is a last one, then of the prompt tokens whose
-            successors are to be scored. They are valid until the next call.
+            The chunks in the order of the batch, and logits [R, vocab], float32: for the last token
+            and the draft of each chunk that ends its sequence, then for the prompt tokens whose
+            successors are scored. They are valid until the next call.
         """
         chunks, batch = self._batch(chunks)
         unread = self._unread(chunks, before)
@@ -54,12 +54,12 @@ class ModelRunner:
         rows = np.concatenate([*wanted, np.arange(0)])
         for chunk, end in zip(chunks, ends, strict=True):
             if chunk.sequence.scoring is not None:
-                first = end - chunk.sequence.num_computed  # the row of position 0, so to speak
+                first = end - chunk.sequence.num_computed  # the row that position 0 would have
                 rows = np.append(rows, chunk.scored_positions + first)
         return chunks, self._compute(chunks, tokens, batch, rows, unread)
 
     def _unread(self, chunks: list[Chunk], before: PendingStep | None) -> Unread | None:
-        """The tokens of the step before that these chunks compute."""
+        """The unread tokens of the step before that these chunks compute."""
         if before is None:
             return None
         place = {row.sequence: at for at, row in enumerate(before.rows)}
@@ -73,7 +73,7 @@ class ModelRunner:
     def _batch(self, chunks: list[Chunk]) -> tuple[list[Chunk], PagedBatch]:
         """The page tables of a step, and its chunks in the order of the batch.
 
-        For CUDA graphs, a decode with its draft is as many decodes, of the same pages and each one
+        For CUDA graphs, a decode with a draft becomes several decodes over the same pages, each one
         token longer: a layer writes all new K/V before it attends.
         """
         page_size = self._pool.page_size
@@ -108,7 +108,7 @@ class ModelRunner:
         return chunks, PagedBatch.of(tables, query_lens, kv_lens, page_size, shared)
 
     def _num_decodes(self, chunk: Chunk) -> int:
-        """As how many sequences of a batch a chunk is computed."""
+        """How many sequences of the batch a chunk takes."""
         return chunk.num_new if self.graphs is not None and chunk.num_tokens <= 1 else 1
 
     def _compute(
@@ -119,10 +119,10 @@ class ModelRunner:
         rows: NDArray[np.integer],
         unread: Unread | None,
     ) -> torch.Tensor:
-        """Logits of these rows, from a CUDA graph if there is one for the batch.
+        """The logits of these rows, by a CUDA graph if there is one for the batch.
 
-        The page copies run before; all of it is in the order of the device, so that a page may be
-        evicted and written again while the step before still reads it.
+        The page copies run before, all in the device's order: a page may be evicted and written
+        again while the step before still reads it.
         """
         leases = [chunk.sequence.lease for chunk in chunks]
         copies = [copy for lease in leases if lease for copy in lease.take_copies()]

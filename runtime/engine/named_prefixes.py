@@ -13,6 +13,7 @@ import numpy as np
 
 from radixcache.base import Tokens, TokensLike, as_tokens
 from radixcache.errors import InvalidRequest, PinError
+from radixcache.runtime.kv_offload.notes import PrefixNote
 from radixcache.runtime.request import Request
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.tokens.tokenizer import Message
@@ -23,7 +24,7 @@ if TYPE_CHECKING:  # imports torch
 Messages = list[Message]
 
 MAX_PREFERRED = 256
-"""Of one salt. They may share all of their pages, and each is looked at by each that comes."""
+"""Preferred prefixes of one salt: each new one is compared with all others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,9 +32,9 @@ class NamedPrefix:
     """A pinned prefix.
 
     Attributes:
-        expires: when it is unpinned, in the seconds of `time.monotonic`; None is never.
-        yields: it is unpinned as soon as anything else needs its pages.
-        messages: those that it was rendered from; None if it was given as text.
+        expires: when it is unpinned, in seconds of `time.monotonic`; None is never.
+        yields: it is unpinned as soon as a request or another pin needs its pages.
+        messages: the messages that it was rendered from; None if it was given as text.
     """
 
     name: str
@@ -45,14 +46,14 @@ class NamedPrefix:
 
 
 class NamedPrefixes:
-    """The named prefixes of one engine. A prefix whose time is over is gone at the next call.
+    """The named prefixes of one engine. A prefix that has expired is gone at the next call.
 
-    Each salt, and no salt, has names of its own, and `Pins.share` pages to pin. To pin
-    one is `prepare`, steps of the engine until that request is finished, and `keep`, all on the
+    Each salt, and no salt, has names of its own, and `Pins.share` pages to pin. To pin a prefix,
+    call `prepare`, run the engine until that request is finished, and call `keep`, all on the
     engine's thread.
 
     Args:
-        now: seconds from any fixed moment.
+        now: a clock in seconds.
     """
 
     def __init__(self, engine: Engine, now: Callable[[], float] = time.monotonic) -> None:
@@ -70,11 +71,11 @@ class NamedPrefixes:
         cache_salt: str | None = None,
         client: Hashable = None,
     ) -> Request:
-        """Queue the request of a client that computes what `keep` then pins.
+        """Queue the request that computes the prefix for `keep`.
 
         Raises:
             PinError: the salt has that name for other tokens.
-            InvalidRequest: the tokens are no prompt that the engine could run.
+            InvalidRequest: the engine cannot run the tokens as a prompt.
         """
         self.drop_expired()
         self._has(name, as_tokens(tokens), cache_salt)
@@ -92,8 +93,7 @@ class NamedPrefixes:
         lifetime: float | None = None,
         messages: Messages | None = None,
     ) -> NamedPrefix:
-        """Pin the prompt of a finished request of `prepare`; its lifetime begins, anew if the salt
-        has it by that name.
+        """Pin the prompt of a finished request of `prepare`; its lifetime begins, or begins again.
 
         Raises:
             PinError: the request failed, its KV was evicted in the meantime, the salt has that name
@@ -121,11 +121,11 @@ class NamedPrefixes:
         return same is not None
 
     def prefer(self, tokens: TokensLike, lifetime: float, cache_salt: str | None = None) -> None:
-        """Pin cached tokens for `lifetime` seconds if, and as long as, nothing else needs the room.
+        """Pin cached tokens for `lifetime` seconds, but only while nothing else needs the room.
 
-        That is, no request and no other pin is refused, fails or ends sooner for it. It takes the
-        place of those of the same kind that it begins with and outlives. Its name is made of its
-        tokens. Of more than `MAX_PREFERRED`, the one that was asked for longest ago goes.
+        No request and no other pin is refused, fails or ends sooner for it. It replaces shorter
+        preferred prefixes that it begins with and outlives. Its name is a digest of its tokens. Of
+        more than `MAX_PREFERRED`, the one preferred longest ago is dropped.
         """
         tokens, expires = as_tokens(tokens), self._now() + lifetime
         name = f"cache_control.{hashlib.sha256(tokens.tobytes()).hexdigest()[:16]}"
@@ -153,7 +153,7 @@ class NamedPrefixes:
         self.make_room(max((sequence.max_length for sequence in open_sequences), default=0))
 
     def make_room(self, num_tokens: int) -> None:
-        """Drop all that yields if a sequence of so many tokens might not fit beside what is pinned.
+        """Drop all preferred prefixes if a sequence of `num_tokens` might not fit beside the pins.
 
         To be called before a request is added to the engine.
         """
@@ -165,7 +165,7 @@ class NamedPrefixes:
                 self.drop_yielding()
 
     def drop_yielding(self) -> bool:
-        """Unpin what `prefer` has pinned; whether there was any."""
+        """Unpin all preferred prefixes; returns whether there were any."""
         yielding = [prefix for prefix in self._prefixes.values() if prefix.yields]
         for prefix in yielding:
             self._drop(prefix)
@@ -178,8 +178,7 @@ class NamedPrefixes:
     def find(self, name: str, cache_salt: str | None = None) -> NamedPrefix:
         """The salt's prefix of that name; `PinError` if there is none.
 
-        A cache that was broken has forgotten its pins: one whose tokens are cached again by now is
-        pinned again.
+        A cache that was broken has lost its pins: the prefix is pinned again if it is cached again.
         """
         self.drop_expired()
         if (cache_salt, name) not in self._prefixes:
@@ -192,24 +191,25 @@ class NamedPrefixes:
         return prefix
 
     def list(self) -> list[NamedPrefix]:
-        """Those of all salts, oldest first."""
+        """The prefixes of all salts, oldest first."""
         self.drop_expired()
         return [*self._prefixes.values()]
 
-    def lasting(self) -> Iterable[tuple[str, Tokens, float | None, Messages | None]]:
-        """Name, tokens, seconds left and messages of those without a salt that `keep` has made."""
-        now = self._now()
+    def notes(self) -> Iterable[PrefixNote]:
+        """What a restart needs of the prefixes without a salt that `keep` has made."""
+        since = time.time() - self._now()
         for prefix in self._prefixes.values():
             if prefix.cache_salt is None and not prefix.yields:
-                left = prefix.expires and prefix.expires - now
-                yield prefix.name, prefix.tokens, left, prefix.messages
+                expires = None if prefix.expires is None else prefix.expires + since
+                tokens = prefix.tokens.tolist()
+                yield PrefixNote(prefix.name, tokens, expires, prefix.messages)
 
     def extend(self, name: str, tokens: TokensLike, cache_salt: str | None = None) -> Tokens:
         """The tokens of the prefix, and `tokens` after them."""
         return np.concatenate((self.find(name, cache_salt).tokens, as_tokens(tokens)))
 
     def drop_expired(self) -> None:
-        """Unpin those whose time is over. O(prefixes)."""
+        """Unpin the prefixes that have expired. O(prefixes)."""
         now = self._now()
         for prefix in [*self._prefixes.values()]:
             if prefix.expires is not None and prefix.expires <= now:

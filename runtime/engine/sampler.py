@@ -1,4 +1,4 @@
-"""Chooses the tokens of a step, on the device: logits processors, grammars, then the draw."""
+"""Samples the tokens of a step on the device: logits processors, grammars, then the draw."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from radixcache.runtime.sampling.params import SamplingParams
 
 
 class PendingStep(NamedTuple):
-    """A step that is enqueued on the device, and the rows that a token is drawn from."""
+    """A step that is enqueued on the device, and the rows from which tokens are drawn."""
 
     rows: list[Row]
     tokens: torch.Tensor
     asking: list[int]  # rows whose log-probabilities are reported
     fetched: Fetch
-    """The tokens; the highest logit of each row, not finite where no token could be chosen; and if
-    any row asks, the token ids and log-probabilities of those that do."""
+    """The tokens; the highest logit of each row, not finite where no token could be chosen; and the
+    token ids and log-probabilities of the rows that ask for them, if any does."""
 
 
 class Sampler:
-    """Logits processors, then grammars, then the sampling itself.
+    """Runs logits processors, grammars and the draw.
 
     Args:
-        seed: of the noise for requests without a seed of their own.
-        eos_token_ids: what grammars forbid where a request ignores them.
+        seed: seeds the noise of requests without a seed of their own.
+        eos_token_ids: forbidden by grammars where a request ignores them.
     """
 
     def __init__(self, device: torch.device, seed: int, eos_token_ids: Iterable[int]) -> None:
         self._processors = LogitsProcessors()
         self._generator = torch.Generator(device).manual_seed(seed)
         self._seeded: list[torch.Generator] = []
-        """For the rows of a step that have a seed of their own."""
+        """Generators for the rows that have a seed of their own."""
         self._eos_token_ids = tuple(eos_token_ids)
         with on_device(device):
             self._keep_likeliest = choose_filter(device)
@@ -68,8 +68,8 @@ class Sampler:
         return PendingStep(rows, tokens, [*counts], Fetch(tokens, highest, *top))
 
     def _generators(self, rows: list[Row], params: list[SamplingParams]) -> list[torch.Generator]:
-        """The source of each row's noise: with a seed, by the token's place, so that it is drawn
-        alike after a step that failed, and whatever was drafted."""
+        """Each row's generator: with a seed, it follows from the token's place, so that the draw is
+        the same after a failed step and with any draft."""
         generators = [self._generator] * len(rows)
         seeded = [at for at, p in enumerate(params) if p.seed is not None and p.temperature > 0]
         while len(self._seeded) < len(seeded):
@@ -83,7 +83,7 @@ class Sampler:
         return generators
 
     def _masked(self, rows: list[Row], logits: torch.Tensor) -> torch.Tensor:
-        """`logits` without what grammars forbid: a copy, or itself if no row has a grammar."""
+        """`logits` with the tokens that grammars forbid at -inf: a copy if any row has one."""
         at, bits, forbidden = [], [], []
         for sequence, places in by_sequence(rows):
             if sequence.grammar is None:
@@ -106,17 +106,17 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token for each row, [R] int64, and the row's highest logit, [R] float32.
 
-    Both are on the logits' device, which nobody waits for. Where the highest is not finite, the
-    token means nothing: none was left (-inf), or the logits are no numbers (NaN if one of them is).
+    Both stay on the logits' device, without waiting. Where the highest is not finite, the token
+    means nothing: none was left (-inf), or some logits are not numbers (NaN).
 
     The largest of probability / noise is a draw from the probabilities (an exponential race), so
     every row needs only its own noise, whatever the other rows are.
 
     Args:
         logits: [R, vocab] float32.
-        params: of each row.
+        params: one for each row.
         generators: each row's source of noise, on the logits' device; greedy rows use none.
-        keep_likeliest: how top_k and top_p are done.
+        keep_likeliest: applies top_k and top_p.
     """
     tokens = logits.argmax(-1)
     highest = logits.gather(-1, tokens[:, None])[:, 0]
@@ -131,7 +131,7 @@ def sample(
         noise[start:end].exponential_(generator=generator)
     finite = highest[rows, None].isfinite()
     probs = _probabilities(
-        logits[rows].masked_fill_(~finite, 0),  # a filter might search forever for what to keep
+        logits[rows].masked_fill_(~finite, 0),  # a filter might search forever
         [params[row] for row in drawn],
         keep_likeliest,
     )
@@ -141,7 +141,7 @@ def sample(
 def _probabilities(
     logits: torch.Tensor, params: list[SamplingParams], keep_likeliest: KeepLikeliest
 ) -> torch.Tensor:
-    """[R, vocab] in the place of `logits`, 0 for what is filtered out; no need to add up to 1."""
+    """[R, vocab] weights in the place of `logits`: 0 if filtered out; they need not add up to 1."""
     # As float32 can hold them: by 0 or inf, some logits would become NaN.
     limited = [min(max(p.temperature, 1e-30), 1e38) for p in params]
     temperature = send(limited, logits.device, logits.dtype)
@@ -164,10 +164,10 @@ def _probabilities(
 def top_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, counts: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row, its token and then the likeliest: [R, 1 + max(counts)] token ids, and their
+    """Each row's token, then its likeliest: [R, 1 + max(counts)] token ids, and their
     log-probabilities by the unmodified logits [R, vocab].
 
-    The first `counts[row]` of the likeliest are those of the row; what follows says nothing.
+    Only the first `counts[row]` of the likeliest are meaningful.
     """
     logprobs = logits.log_softmax(-1)
     limits = [min(count, logits.shape[-1]) for count in counts]

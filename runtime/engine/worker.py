@@ -1,9 +1,9 @@
-"""One thread that runs an engine, for callers in all others.
+"""Runs an engine on one thread, for callers on all others.
 
 Everything that touches the engine, its cache or its named prefixes runs on that thread. It takes
-functions from a queue between steps, and blocks on the queue when there is nothing to compute: an
-idle engine does nothing at all. Requests of all callers are batched together. What a step has
-brought is told in one call to each listener, however many jobs it listens for.
+functions from a queue between steps, and blocks on the queue when there is nothing to compute.
+Requests of all callers are batched together. Each listener hears the news of a step in one call,
+however many jobs it listens for.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ MAX_FAILED_STEPS = 2
 
 
 class News(NamedTuple):
-    """What a step has brought for a job.
+    """The news of a step for a job.
 
     Attributes:
-        items: what `Job.report` has said of its requests.
-        finished: nothing more comes.
-        error: why, if it was not the end of all requests.
+        items: the results of `Job.report` for its requests.
+        finished: no more news will come.
+        error: why, if not all requests ended by themselves.
     """
 
     job: Job
@@ -52,8 +52,8 @@ class Job:
 
     Attributes:
         stream: report their outputs after every token, not only that they have ended.
-        requests: their prompts never change, and what is finished is final; anything else is the
-            engine thread's.
+        requests: prompts and finished requests never change; only the engine's thread may read
+            anything else.
     """
 
     tell: Callable[[list[News]], object]
@@ -64,11 +64,11 @@ class Job:
         self.requests: list[Request] = []
 
     def outputs(self) -> list[RequestOutput]:
-        """Of the requests, in the order of their prompts; once all have ended."""
+        """The requests' outputs in the order of their prompts; once all have ended."""
         return [request.output() for request in self.requests]
 
     def report(self, request: Request) -> Any:
-        """What to tell of a request that got a token or ended; None is nothing.
+        """The news of a request that got a token or ended, or None.
 
         Called on the engine's thread.
         """
@@ -77,14 +77,14 @@ class Job:
         return True if request.finished else None
 
     def report_prefill(self) -> Any:
-        """What to tell of the prompts before the first token; None is nothing. See `follow`.
+        """The news of the prompts before the first token, or None. See `follow`.
 
         Called on the engine's thread.
         """
         return None
 
     def note_end(self, request: Request) -> None:
-        """A request is over, whatever the reason. Called on the engine's thread, once for each."""
+        """Called on the engine's thread once for each request that has ended, for any reason."""
 
 
 class Worker:
@@ -93,7 +93,7 @@ class Worker:
     Its methods may be called from any thread. Make it in the process that uses it.
 
     Args:
-        after_step: called on the engine's thread after each step, and what was called between two.
+        after_step: called on the engine's thread after each step and the calls between two.
     """
 
     def __init__(
@@ -111,35 +111,34 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._starting = threading.Lock()
         self._started = self._stop = False
-        # What follows is the engine thread's.
+        # Only the engine's thread uses the following.
         self._command: tuple[Future[Any], Callable[[], Any]] | None = None
-        """What is being run of the queue."""
+        """The command that is running."""
         self._jobs: dict[Request, Job] = {}
         """The requests that have not ended."""
         self._followed: set[Job] = set()
         self._discarded: list[Request] = []
-        """Those that nobody waits for any more, and that are not aborted yet."""
+        """Requests that no caller waits for, to be aborted."""
         self._failed_steps = 0
         self.num_steps = 0
-        """For who asks on the engine's thread whether anything has happened since."""
+        """Steps run so far."""
 
-    # -- for everybody -------------------------------------------------------------------------
+    # -- on any thread -------------------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
-        """Whether calls are answered, and steps can be computed."""
-        ranks = self._engine.model.ranks
-        return not self._stop and (ranks is None or ranks.lost is None)
+        """Whether the thread answers calls and can run steps."""
+        return not self._stop and self._engine.model.alive
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """The result of `function`, to be run on the engine's thread between two steps.
+        """Run `function` on the engine's thread between two steps.
 
         The future raises `EngineStopped`, or what `function` raises.
 
         Raises:
-            WrongThread: a step is under way on this very thread: a finalizer called.
+            WrongThread: a finalizer calls this in the middle of a step on the engine's own thread.
         """
-        if threading.current_thread() is self._thread:  # nobody else would ever run it
+        if threading.current_thread() is self._thread:  # no other thread would run it
             if self._command is None:
                 raise WrongThread("nothing can be run in the middle of a step")
             future: Future[T] = Future()
@@ -148,7 +147,7 @@ class Worker:
         return self._queue(function)
 
     def _queue(self, function: Callable[[], T]) -> Future[T]:
-        """Have `function` run; takes no lock once the thread runs, so finalizers may call it."""
+        """Queue `function`; takes no lock once the thread runs, so finalizers may call it."""
         future: Future[T] = Future()
         self._commands.put((future, function))
         if not self._started:
@@ -165,12 +164,11 @@ class Worker:
     ) -> Future[None]:
         """Queue the requests that `add` adds to the engine.
 
-        The future raises what `call`'s raises. Whoever submits a job calls `abort` if it is not to
-        be told to its end.
+        The future raises what `call`'s raises. The submitter calls `abort` to leave a job early.
 
         Args:
-            tell: called on the engine's thread with all that a step has brought for the jobs that
-                were submitted with this same function; it must be quick.
+            tell: called on the engine's thread with a step's news for all jobs that were submitted
+                with this same function; it must be quick.
 
         Raises:
             WrongThread: on the engine's thread, which would wait for itself.
@@ -189,7 +187,7 @@ class Worker:
         return self.call(run)
 
     def follow(self, job: Job) -> None:
-        """Tell now and after each step what a job's `report_prefill` says, until it has a token."""
+        """Report a job's prefill now and after each step, until it has a token."""
 
         def run() -> None:
             self._followed.add(job)
@@ -198,15 +196,14 @@ class Worker:
         self._queue(run)
 
     def abort(self, job: Job) -> Future[None]:
-        """End what is unfinished of a job, as soon as the step under way is over.
+        """Abort the unfinished requests of a job after the current step.
 
-        May be called wherever a finalizer is, in the middle of a step, too: who waits for the
-        future there waits for ever.
+        A finalizer may call this, in the middle of a step, too: it must not wait for the future.
         """
         return self._queue(lambda: self.discard([r for r in job.requests if r in self._jobs]))
 
     def close(self) -> None:
-        """End the thread, as soon as the step under way is over, and every job with an error."""
+        """End the thread after the current step, and every job with an error."""
         with self._starting:
             started = self._thread.ident is not None
             self._stop = self._stop or not started
@@ -240,7 +237,7 @@ class Worker:
                 self._refuse_commands()
 
     def _turn(self) -> None:
-        """What was asked since the last step, and a step if there is work."""
+        """Run the queued commands, and a step if there is work."""
         try:
             self._run_commands()
             self._abort_discarded()
@@ -248,19 +245,19 @@ class Worker:
                 self._step()
             if self._after_step is not None:
                 self._after_step()
-        except Exception as error:  # what was to be told may be lost: say so
+        except Exception as error:  # news may be lost: say so
             log.exception("the engine's thread failed")
             self._answer_with(error)
             self._fail([*self._jobs], error)
 
     def _run_commands(self) -> None:
-        """Run what is in the queue; wait for something if the engine has no work."""
+        """Run the queued commands; wait for one if the engine has no work."""
         wait = not self._engine.has_work
         with suppress(queue.Empty):
             while True:
                 self._command = future, function = self._commands.get(block=wait)
                 wait = False
-                self._prefixes.drop_expired()  # so that no command sees what is over
+                self._prefixes.drop_expired()  # so that no command sees an expired one
                 answer(future, function)
                 if self._engine.cache.broken:
                     self._engine.recover()
@@ -269,7 +266,7 @@ class Worker:
         self._prefixes.drop_expired()
 
     def _answer_with(self, error: Exception) -> None:
-        """End the command that is under way, if any is."""
+        """End the command that is running, if there is one, with an error."""
         if self._command is not None and not self._command[0].done():
             self._command[0].set_exception(error)
         self._command = None
@@ -322,7 +319,7 @@ class Worker:
                 del self._jobs[request]
 
     def _prefilled(self) -> list[News]:
-        """What followed jobs say of their prompts."""
+        """The prefill news of followed jobs."""
         for job in [*self._followed]:
             if any(r.first_token is not None or r not in self._jobs for r in job.requests):
                 self._followed.remove(job)
@@ -330,7 +327,7 @@ class Worker:
         return [News(job, [item], False, None) for job, item in progress if item is not None]
 
     def _fail(self, requests: list[Request], error: Exception) -> None:
-        """End the jobs that these requests are of with an error."""
+        """End the jobs of these requests with an error."""
         failure = EngineFailed(f"the engine failed: {error}")
         failure.__cause__ = error
         jobs = dict.fromkeys(self._jobs[request] for request in requests)
@@ -340,7 +337,7 @@ class Worker:
             self._tell([News(job, [], True, failure) for job in jobs])
 
     def discard(self, requests: list[Request]) -> None:
-        """Abort requests; on the engine's thread. What cannot be now is before the next step."""
+        """Abort requests, on the engine's thread; what fails is tried again before a step."""
         for request in requests:
             job = self._jobs.pop(request, None)
             if job is not None:

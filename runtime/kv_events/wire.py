@@ -13,7 +13,7 @@ from radixcache.base import Tokens
 from radixcache.block_hash import ExtraKey, as_block_namespace, first_parent, hash_block
 from radixcache.blocks import BlockEvicted, BlocksStored
 from radixcache.events import Cleared, Evicted, Stored
-from radixcache.stored import Medium, StoredPage
+from radixcache.stored_pages import Medium, StoredPage
 
 MEDIA: dict[Medium, str] = {"host": "CPU", "disk": "DISK"}
 """vLLM's names of the tiers below its device's memory, which is always called "GPU"."""

@@ -1,4 +1,4 @@
-"""A store of KV pages on disk, read and written in threads; see `files.py` for what is there."""
+"""A store of KV pages on disk, read and written by threads; `files.py` describes its files."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ from radixcache.runtime.kv_offload.store import PageSource, Store
 from radixcache.runtime.model.kv_pool import KVPool, host_rows
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.system_memory import total_memory
-from radixcache.stored import StoredPage, StoredPages
+from radixcache.stored_pages import StoredPage, StoredPages
 
 MAX_QUEUED_BYTES = 256 << 20
-"""Of pages that wait to be written; what comes then is not kept. So much is read at a time, too."""
+"""Pages that wait to be written; further ones are dropped. So much is read at a time, too."""
 
 _SHARE = 16
-"""Of the memory that there is at all, neither takes more than this part."""
+"""Neither takes more than this part of the machine's memory."""
 
 _WRITTEN_BYTES = 16 << 20
-"""Copied and queued at a time."""
+"""Bytes that are copied and queued at a time."""
 
 _SYNCED_WRITES = 4
-"""That are synced, and told to the manifest, together."""
+"""Writes that are synced and entered into the manifest together."""
 
 _GONE_SECONDS = 20.0
 
@@ -66,11 +66,11 @@ _log = logging.getLogger("radixcache")
 
 
 class _Write(NamedTuple):
-    """Pages of a run from index `first` on, to be written, and their bytes.
+    """Pages of a run, from index `first` on, to be written, and their bytes.
 
     Attributes:
-        last_use: of the first page of the run; that of each other one is before that of its parent.
-            Later than what the last process has left.
+        last_use: that of the run's first page; each further one counts as used just before its
+            parent. Always later than those of an earlier process.
     """
 
     rows: torch.Tensor
@@ -83,17 +83,17 @@ class _Write(NamedTuple):
 
 
 class _Job(NamedTuple):
-    """What the writer is asked besides, in a transaction."""
+    """A function that the writer is to run in a transaction."""
 
     function: Callable[[], Any]
     future: Future[Any]
 
 
 def confirm_gone(future: Future[Any]) -> None:
-    """Wait until what was deleted is gone from the disk.
+    """Wait until deleted data has gone from the disk.
 
     Raises:
-        Busy: that failed, or takes longer than anybody should wait.
+        Busy: the deletion has failed, or takes too long.
     """
     try:
         future.result(_GONE_SECONDS)
@@ -105,23 +105,23 @@ def confirm_gone(future: Future[Any]) -> None:
 class DiskStore(Store):
     """The pages of one model on disk.
 
-    Reads and writes run in threads. Whatever they meet is counted, and logged the first time; the
-    page is then not kept, or not found.
+    Reads and writes run in threads. Their errors are counted, and the first one is logged; the page
+    is then not kept, or not found.
 
     Args:
-        folder: of the model in `kv_dir`, which is locked.
-        pool: whose pages they are.
+        folder: the model's folder in `kv_dir`, which is locked.
+        pool: the pool of the pages.
         num_slots: pages that the file holds.
-        about: says of what model they are.
-        lock: a file that is closed at the end.
+        about: describes the model.
+        lock: the lock of `kv_dir`, to be released at the end.
 
     Attributes:
-        source: whose pages `save` is given: the pool's, or slots of a store above.
-        cleared: what was asked last to forget all.
-        is_closing: nobody waits for an engine any more, so that `save` may wait for the disk.
+        source: the pool, or the store above, whose pages `save` is given.
+        cleared: done once the last `clear` has reached the disk.
+        is_closing: the engine has ended, so that `save` may wait for the disk.
 
     Raises:
-        InvalidRequest: there is no room on the disk, or no right to write.
+        InvalidRequest: the disk has no room, or the folder cannot be written.
     """
 
     medium, most_bytes, most_loading, in_stream = "disk", MAX_QUEUED_BYTES // 4, 4, False
@@ -163,7 +163,7 @@ class DiskStore(Store):
     # -- what the engine's thread calls -----------------------------------------------------------
 
     def stored(self) -> list[StoredPage]:
-        """What the manifest tells, least recently used first; rows that make no sense go. To be
+        """The pages in the manifest, least recently used first; invalid rows are deleted. To be
         called once, before anything else."""
         try:
             return self._on_thread(self._stored)
@@ -192,7 +192,7 @@ class DiskStore(Store):
         return [*found.values()]
 
     def _delete_others(self) -> None:
-        """Rows that make no sense, or that a reset could not delete."""
+        """Delete rows that are invalid, or that a reset could not delete."""
         rows = self._index.execute("select slot from pages").fetchall()
         left = [(slot,) for (slot,) in rows if slot not in self._checksums]
         self._index.executemany("delete from pages where slot = ?", left)
@@ -215,7 +215,7 @@ class DiskStore(Store):
                 self._writes.put(_Write(self.source.read_pages(pages), run, first, now))
                 return
             self._count(dropped_pages=len(pages))
-        except Exception as error:  # for want of memory
+        except Exception as error:  # such as lack of memory
             with self._lock:
                 self._queued -= size
             self._failed(len(pages), error)
@@ -223,39 +223,39 @@ class DiskStore(Store):
             page.state = "lost"
 
     def read(self, pages: Sequence[StoredPage]) -> Future[torch.Tensor]:
-        """As `Store`; the next page is "lost" then."""
+        """As in `Store`; the first page after those returned is "lost" then."""
         return self._readers.submit(self._read, [*pages])
 
     def clear(self) -> None:
         self.cleared = self._submit(self._forget)
 
     def flush(self) -> None:
-        """Wait until all that was saved is written, or lost."""
+        """Wait until all saved pages are written or lost."""
         self._on_thread(lambda: None)
 
     def note(self, name: str, value: str) -> Future[object]:
-        """Keep a text of that name, for the next process; done once it is written."""
+        """Keep a text under a name for the next process; done once it is written."""
         replace, row = "insert or replace into notes values (?, ?, ?)", (name, value)
         checksum = xxhash.xxh3_128(value.encode()).digest()
         return self._submit(lambda: self._index.execute(replace, (*row, checksum)))
 
     def drop_note(self, name: str) -> Future[object]:
-        """Keep it no longer; done once nothing of it is in the files."""
+        """Delete the note of that name; done once the files have no trace of it."""
         delete = "delete from notes where name = ?"
         return self._submit(lambda: self._index.execute(delete, (name,)))
 
     def notes(self) -> dict[str, str]:
-        """The texts that were kept, and are what they were; the oldest first."""
+        """The notes whose checksums are right, oldest first."""
         query = "select name, value, checksum from notes order by rowid"
         try:
             rows = self._on_thread(lambda: self._index.execute(query).fetchall())
-        except sqlite3.Error:  # which was counted, as any failure
+        except sqlite3.Error:  # `_run` has counted it
             return {}
         texts = [row for row in rows if isinstance(row[1], str)]
         return {n: text for n, text, c in texts if xxhash.xxh3_128(text.encode()).digest() == c}
 
     def close(self, in_order: Iterable[StoredPage]) -> None:
-        """Write what waits, and the order in which pages are to be evicted; end the threads."""
+        """Write what is queued, and the eviction order of the pages; end the threads."""
         slots = [(at, page.slot) for at, page in enumerate(in_order)]
         update = "update pages set last_use = ? where slot = ?"
         self._submit(lambda: self._index.executemany(update, slots))
@@ -270,12 +270,12 @@ class DiskStore(Store):
             unlock(self._held)
 
     def _on_thread(self, function: Callable[[], T]) -> T:
-        """The result of `function`, run by the writer, whose alone the manifest is; `sqlite3.Error`
-        if the store is closed, or of a process that this one was forked from."""
+        """The result of `function`, run by the writer, the only thread that uses the manifest;
+        `sqlite3.Error` if the store is closed, or this process is a fork."""
         return self._submit(function).result()
 
     def _submit(self, function: Callable[[], T]) -> Future[T]:
-        """What the writer makes of it, once that is committed."""
+        """Let the writer run `function`; done with its result once that is committed."""
         future: Future[T] = Future()
         if self._writer.is_alive():
             self._writes.put(_Job(function, future))
@@ -286,7 +286,7 @@ class DiskStore(Store):
     # -- threads ----------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        """Do what is in the queue, in order; writes that wait together are synced together."""
+        """Work through the queue, in order; writes that wait together are synced together."""
         ends = False
         while not ends:
             jobs = [self._writes.get()]
@@ -309,7 +309,7 @@ class DiskStore(Store):
             with self._index:
                 result = job.function()
             job.future.set_result(result)
-        except Exception as error:  # this thread must go on: others wait for it
+        except Exception as error:  # the thread must go on: others wait for it
             self._failed(0, error)
             job.future.set_exception(error)
 
@@ -356,7 +356,7 @@ class DiskStore(Store):
             self._failed(len(pages), lack)
             return torch.empty(0, self.page_bytes, dtype=torch.uint8)
         data, checksums = rows.numpy(), self._checksums
-        for at, page in enumerate(pages):  # those after a spoilt one, too: all that are get known
+        for at, page in enumerate(pages):  # also after a spoilt one: to find all that are
             error: Exception = OSError(f"slot {page.slot} does not hold what was written")
             try:
                 good = read_all(self._file, data[at], page.slot * self.page_bytes)
@@ -372,9 +372,8 @@ class DiskStore(Store):
         return rows[:num_good]
 
     def _forget(self) -> None:
-        """Of what was asked nothing is left in the files, either, but for responses that were
-        stored: those go when they are deleted. KV goes first: no row finds it again, though the
-        manifest be locked."""
+        """Delete all pages and notes from the files, except stored responses, which stay until they
+        are deleted. KV goes first: even if the manifest is locked, no row finds it again."""
         self._checksums.clear()
         os.ftruncate(self._file, 0)
         self._index.execute("delete from pages")
@@ -398,12 +397,12 @@ def _about(page: StoredPage) -> bytes:
 def open_disk(
     kv_dir: Path, size: int, model: PagedModel, name_or_path: str, pool: KVPool
 ) -> DiskStore:
-    """What is in `kv_dir` of this model, also from a process before.
+    """Open the store of a model in `kv_dir`, with the pages of earlier processes.
 
     Args:
         kv_dir: a folder for the pages of one model at a time, and for one process.
-        size: bytes of it.
-        name_or_path: of the model.
+        size: bytes that it may take.
+        name_or_path: the model.
 
     Raises:
         InvalidRequest: the folder is in use or cannot be written, or `size` is too small or too

@@ -1,17 +1,17 @@
-"""The files of KV pages on disk: one of slots, and a manifest of what is in them. No torch.
+"""The files of KV pages on disk: one of slots, and a manifest of the pages in them. No torch.
 
     DIR/lock                        held by the process that uses the folder
     DIR/<fingerprint>/pages.kv      slot i is the bytes [i * page_bytes, (i + 1) * page_bytes)
     DIR/<fingerprint>/index.sqlite  a row for each slot in use
 
-What makes KV differ has another fingerprint, and so another folder. Each page has a checksum of its
-bytes and of its row: of its key, which stands for all tokens up to its end, its tokens, and what it
-follows; it is compared at each load. So
-whatever happened to the files (a crash, a full disk, a changed bit, swapped slots), the worst is
-that a page is computed again; what is synced to the disk only decides how much survives. A row is
-deleted before its slot is written again, and written once the bytes are.
+Models whose KV differs have different fingerprints, and so folders. The checksum of a page covers
+its bytes and its row: its key, which stands for all tokens up to its end, its tokens, and the key
+of the page before it. It is compared at each load. So whatever happens to the files (a crash, a
+full disk, a changed bit, swapped slots), the worst is that a page is computed again; syncs only
+decide how much survives. A row is deleted before its slot is written again, and inserted after the
+bytes are written.
 
-Files hold what was asked and answered: folders are 0700, files 0600.
+Files hold prompts and answers: folders are 0700, files 0600.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ create table if not exists notes (name text primary key, value text not null, ch
 """
 
 _PASSING = ("locked", "full", "I/O", "unable to open")
-"""In what SQLite says of a manifest that may be right."""
+"""Words in SQLite's errors about a manifest that may be intact."""
 
 _MOST_REPLICAS = 256
 
 _reserved: dict[Path, int] = {}
-"""Locks of folders that were chosen and are yet to be opened."""
+"""Locks of folders that `free_folder` has chosen, and `lock_folder` has yet to return."""
 
 _locks: set[int] = set()
-"""That this process holds."""
+"""The locks that this process holds."""
 
 _log = logging.getLogger("radixcache")
 
 
 def _leave_locks() -> None:
-    """A fork that outlives this process keeps no folder locked."""
+    """Close the locks in a fork, which could outlive this process and keep folders locked."""
     while _locks:
         os.close(_locks.pop())
 
@@ -77,10 +77,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def lock_folder(folder: Path) -> int:
-    """Make `folder`, and lock it; the lock lives as long as the file that is returned.
+    """Make and lock `folder`; returns a file that keeps the lock until it is closed.
 
     Raises:
-        InvalidRequest: it cannot be used, holds other things, or another process uses it.
+        InvalidRequest: the folder cannot be used, holds other files, or is in use.
     """
     if (reserved := _reserved.pop(folder, None)) is not None:
         return reserved
@@ -114,7 +114,7 @@ def unlock(lock: int) -> None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process uses it."""
+    """Whether a process uses the folder."""
     try:
         unlock(lock_folder(folder))
     except InvalidRequest:
@@ -123,16 +123,16 @@ def is_locked(folder: Path) -> bool:
 
 
 def open_index(path: Path) -> sqlite3.Connection:
-    """The manifest of that name; a new one if there is none, or none that can be read."""
+    """Open the manifest; make a new one if there is none, or if it cannot be read."""
     for _ in range(2):
-        try:  # SQLite gives its other files the rights of this one
+        try:  # SQLite gives its other files the permissions of this one
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
         except OSError as error:
             raise InvalidRequest(f"{path} cannot be used: {error.strerror}") from None
         index = sqlite3.connect(path, check_same_thread=False)
         index.text_factory = lambda data: data.decode(errors="replace")
         try:
-            # A WAL would keep what was deleted, and end the process if its shared memory is cut.
+            # A WAL keeps deleted rows, and crashes the process if its shared memory is truncated.
             index.execute("pragma journal_mode = delete")
             ((state,),) = index.execute("pragma quick_check(1)")
             if state != "ok":
@@ -158,13 +158,13 @@ def open_index(path: Path) -> sqlite3.Connection:
 
 
 def is_passing(error: sqlite3.Error) -> bool:
-    """Whether the manifest may be right all the same: it is kept then."""
+    """Whether the manifest may be intact in spite of the error: then it is kept."""
     return any(word in str(error) for word in _PASSING)
 
 
 def free_folder(kv_dir: Path) -> Path:
-    """The first of `kv_dir`/0, /1 and so on that no process uses: that of one of many replicas. It
-    stays locked for the next `lock_folder` here, however long loading a model takes until then.
+    """The folder of one of many replicas: the first of `kv_dir`/0, /1 and so on that is not in use.
+    It stays locked for the next `lock_folder` of this process, while the model loads.
 
     Raises:
         InvalidRequest: there is none.
@@ -179,8 +179,8 @@ def free_folder(kv_dir: Path) -> Path:
 
 
 def remove_others(kv_dir: Path, own: Path, about: str) -> None:
-    """Remove the pages of other models than `about` from `kv_dir`, whose size is for one; what is
-    no folder of a model is left alone."""
+    """Remove the pages of models other than `about` from `kv_dir`, whose size is for one model;
+    other files stay."""
     for folder in _models(kv_dir):
         if folder != own:
             found = None
@@ -196,7 +196,7 @@ def remove_others(kv_dir: Path, own: Path, about: str) -> None:
 
 
 def make_room(file: int, size: int) -> None:
-    """Make the file that long, on blocks of its own: a full disk is noticed now."""
+    """Set the size of a file and allocate its blocks, so that a full disk is noticed now."""
     before = os.fstat(file).st_size
     try:
         os.ftruncate(file, size)
@@ -211,7 +211,7 @@ sync = getattr(os, "fdatasync", os.fsync)
 
 
 def checksum_of(about: bytes, row: np.ndarray) -> bytes:
-    """Of a page's parent, key and tokens, in one, and of its bytes."""
+    """The checksum of a page: of its parent, key and tokens, joined, and of its bytes."""
     digest = xxhash.xxh3_128(about)
     digest.update(row.data)
     return digest.digest()
@@ -225,7 +225,7 @@ def write_all(file: int, row: np.ndarray, start: int) -> None:
 
 
 def read_all(file: int, row: np.ndarray, start: int) -> bool:
-    """Whether the file is that long."""
+    """Fill `row` from position `start` of the file; False if the file ends before."""
     data = row.data
     while data:
         count = os.preadv(file, [data], start)
@@ -237,14 +237,14 @@ def read_all(file: int, row: np.ndarray, start: int) -> bool:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a folder of a model holds.
+    """What the folder of a model holds.
 
     Attributes:
         about: the model's name, its dtype and the size of a page.
         num_slots: pages that there is room for.
-        num_pages, num_tokens: that are there.
-        texts, turns, responses: remembered texts, turns with calls of tools, a server's responses.
-        prefixes: names.
+        texts, turns, responses: how many texts as they were tokenised, turns with tool calls, and
+            stored responses of a server.
+        prefixes: the names of pinned prefixes.
     """
 
     folder: Path
@@ -260,7 +260,7 @@ class Contents:
 
 
 def contents(kv_dir: Path) -> list[Contents]:
-    """What is in `kv_dir`; `InvalidRequest` for what is no such folder."""
+    """The contents of `kv_dir`; `InvalidRequest` if no process has used it as such."""
     found = [_look(folder) for folder in _models(kv_dir) if (folder / INDEX).is_file()]
     return [one for one in found if one is not None]
 
@@ -269,7 +269,7 @@ def verify(kv_dir: Path, track: Callable[[list[_Row]], Iterator[_Row]]) -> tuple
     """Compare the checksums of all pages; returns how many there are, and how many are spoilt.
 
     Args:
-        track: gives back the rows of a folder, one by one, and may show how many are done.
+        track: yields the given rows one by one, and may show progress.
     """
     count = spoilt = 0
     for found in contents(kv_dir):
@@ -282,7 +282,7 @@ def verify(kv_dir: Path, track: Callable[[list[_Row]], Iterator[_Row]]) -> tuple
                     good = read_all(file.fileno(), row, slot * size)
                     good = good and {*map(type, about)} == {bytes}
                     if not (good and checksum_of(b"".join(about), row) == checksum):
-                        # Unless a process has written another page there meanwhile.
+                        # A process may have written another page there meanwhile.
                         now = index.execute(f"{ROWS} where slot = ?", (slot,)).fetchone()
                         spoilt += now == (slot, *about, checksum)
         except (OSError, sqlite3.Error) as error:  # removed meanwhile, for another model
@@ -292,8 +292,8 @@ def verify(kv_dir: Path, track: Callable[[list[_Row]], Iterator[_Row]]) -> tuple
 
 
 def clear(kv_dir: Path) -> None:
-    """Remove the pages of all models; `InvalidRequest` while a process uses them, or if there is no
-    right to."""
+    """Remove the pages of all models; `InvalidRequest` while a process uses them, or without the
+    permission."""
     models = _models(kv_dir)
     lock = lock_folder(kv_dir)
     try:
@@ -309,19 +309,19 @@ _Row = tuple[int, bytes, bytes, bytes, bytes]
 
 
 def _models(kv_dir: Path) -> list[Path]:
-    """Known by their names: whoever made or removed one may have been killed half-way."""
+    """The folders of models, by their names: one may be incomplete, after a process was killed."""
     if not (kv_dir / LOCK).is_file():
-        raise InvalidRequest(f"{kv_dir} is no folder that anything was run with as kv_dir")
+        raise InvalidRequest(f"{kv_dir} is no folder that was used as kv_dir")
     return [folder for folder in sorted(kv_dir.iterdir()) if _FINGERPRINT.fullmatch(folder.name)]
 
 
 def _open(folder: Path) -> sqlite3.Connection:
-    """Its manifest, to read it; what somebody has removed meanwhile is not made anew."""
+    """Open the manifest of a folder for reading; a removed one is not made anew."""
     return sqlite3.connect(f"{(folder / INDEX).absolute().as_uri()}?mode=rw", uri=True)
 
 
 def _look(folder: Path) -> Contents | None:
-    """None if the process that made it was killed at once."""
+    """The contents of a model's folder; None if the process that made it was killed at once."""
     try:
         with _open(folder) as index:
             tables = {name for (name,) in index.execute("select name from sqlite_master")}
@@ -349,7 +349,7 @@ def _look(folder: Path) -> Contents | None:
 
 
 def describe(found: Contents) -> str:
-    """Some lines on it, for people."""
+    """Describe the contents of a folder, in some lines."""
     used, room = (format_memory(n * found.page_bytes) for n in (found.num_pages, found.num_slots))
     lines = {
         "model": found.about,

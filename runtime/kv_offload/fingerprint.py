@@ -1,4 +1,4 @@
-"""What KV on disk depends on, in one name: any difference makes another."""
+"""Names all that KV on disk depends on: any difference makes another name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from radixcache.runtime.model.checkpoint import checkpoint_files
 from radixcache.runtime.model.paged_model import PagedModel
 
 FORMAT = 3
-"""Of slots, rows and checksums."""
+"""Version of the format of slots, rows and checksums."""
 
 _PROBED = 64
 """Tokens whose KV is computed and compared."""
@@ -26,14 +26,14 @@ _PART = 1 << 24  # bytes that are read at a time
 
 
 def fingerprint(model: PagedModel, name_or_path: str, page_size: int) -> str:
-    """32 hexadecimal digits for the model, its weights and what computes KV here.
+    """32 hexadecimal digits for the model, its weights and the code that computes KV here.
 
-    Every byte of the weights and of the config goes into it, and the KV of 64 tokens as this
-    process computes it. The bytes tell other weights where the KV of those tokens does not; the
-    probe tells other kernels, number formats and rotary embeddings. O(bytes of the checkpoint).
+    They depend on every byte of the weights and of the config, and on the KV of 64 tokens as this
+    process computes it. The bytes reveal other weights where the KV of those tokens does not; the
+    probe reveals other kernels, number formats and rotary embeddings. O(bytes of the checkpoint).
 
     Raises:
-        InvalidRequest: the weights are in files of another kind than safetensors and GGUF.
+        InvalidRequest: the weights are neither in safetensors nor in GGUF.
     """
     inputs = {
         "format": FORMAT,
@@ -72,7 +72,7 @@ def _checksum(path: str) -> str:
 
 
 def _probe(model: PagedModel, page_size: int) -> str:
-    """A digest of the KV of some tokens, in one prefill."""
+    """A digest of the KV of some tokens, computed in one prefill."""
     length = min(_PROBED, model.max_context)
     tokens = np.arange(1, length + 1, dtype=np.int32) * 7919 % model.vocab_size
     num_pages = -(-length // page_size)

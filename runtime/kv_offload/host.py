@@ -1,11 +1,10 @@
 """A store of KV pages in pinned host memory, below the pool of a GPU.
 
-A slot is a row of bytes, the layers of a page together, so that pages in consecutive slots are one
-copy each way. All
-copies go to the stream on which the engine computes, and nobody waits for them. Order on the stream
-is all that they need: a page is copied down after the steps that have written it and before the
-step that writes over it, and a slot is read after it was written and before it is written again.
-So a page counts as stored once its copy is enqueued, and as read once that is.
+A slot is a row of bytes, all layers of a page together, so that pages in consecutive slots are one
+copy each way. All copies go to the stream on which the engine computes, and no code waits for them:
+the order on the stream suffices. A page is copied down after the steps that have written it and
+before the step that overwrites it, and a slot is read after it was written and before it is written
+again. So a page counts as stored, or as read, once its copy is enqueued.
 """
 
 from __future__ import annotations
@@ -23,27 +22,27 @@ from radixcache.pages import Pages
 from radixcache.runtime.config.sizes import format_memory
 from radixcache.runtime.kv_offload.store import Store
 from radixcache.runtime.model.kv_pool import KVPool, count_pages, host_rows
-from radixcache.stored import StoredPage, StoredPages
+from radixcache.stored_pages import StoredPage, StoredPages
 
 MOST_BYTES = 256 << 20
 """Loaded in one step: 5 ms at 55 GB/s (computed, PCIe 5), 2,048 tokens of Llama-3.1-8B."""
 
 STAGED_BYTES = 2 * MOST_BYTES
-"""Of the GPU, while as much is loaded: the rows, and one layout of them for the pool."""
+"""GPU memory that a load of `MOST_BYTES` takes: the rows, and the same in the pool's layout."""
 
 _DOWN = 32 << 20
-"""Bytes of the GPU that rows on their way down take at a time."""
+"""Bytes of GPU memory that pages on their way down take at a time."""
 
 
 class HostStore(Store):
-    """Pages of a pool on a GPU; for the engine's thread.
+    """Pages of a pool on a GPU. Its methods are for the engine's thread.
 
     Args:
-        memory: bytes of the host, or an amount like 32GB.
-        pool: whose pages they are.
+        memory: bytes of host memory, or an amount like 32GB.
+        pool: the pool of the pages.
 
     Raises:
-        InvalidRequest: the memory holds no page, cannot be had, or not be pinned.
+        InvalidRequest: the memory holds no page, or cannot be allocated or pinned.
     """
 
     medium, most_bytes, most_loading, in_stream = "host", MOST_BYTES, 1, True
@@ -53,13 +52,13 @@ class HostStore(Store):
         super().__init__(pool, count_pages(memory, pool.page_bytes, torch.device("cpu")))
         size = format_memory(self.num_slots * self.page_bytes)
         self._copied: dict[int, torch.cuda.Event] = {}
-        """After the copy into a slot."""
+        """By slot: an event after the copy into it."""
         self._timed: tuple[torch.cuda.Event, torch.cuda.Event, int] | None = None
-        """Around the last read, and how many bytes that was."""
+        """Events before and after the last read, and its bytes."""
         try:
             self._slots = torch.empty(self.num_slots, self.page_bytes, dtype=torch.uint8)
         except (RuntimeError, MemoryError):
-            raise InvalidRequest(f"host_memory: there are no {size} to be had") from None
+            raise InvalidRequest(f"host_memory: {size} cannot be allocated") from None
         # torch's own pinned memory would be rounded up to a power of two.
         with on_device(pool.device):
             register = torch.cuda.cudart().cudaHostRegister
@@ -88,8 +87,8 @@ class HostStore(Store):
 
     @torch.inference_mode()
     def read(self, pages: Sequence[StoredPage]) -> Future[torch.Tensor]:
-        """[n, page_bytes] uint8 on the GPU, on their way there: all of `pages`, or none if there is
-        no memory for them."""
+        """[n, page_bytes] uint8 on the GPU, in the order of its stream: all of `pages`, or none if
+        the GPU has no memory for them."""
         done = Future[torch.Tensor]()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         try:
@@ -109,7 +108,7 @@ class HostStore(Store):
         return done
 
     def read_pages(self, pages: Pages) -> torch.Tensor:
-        """[n, page_bytes] uint8 on the host: a copy of the slots `pages`, for the store below."""
+        """A copy of the slots `pages` for the store below: [n, page_bytes] uint8 on the host."""
         for copied in {self._copied[slot] for slot in pages.tolist()}:
             copied.synchronize()
         rows = host_rows(len(pages), self.page_bytes)
@@ -123,17 +122,17 @@ class HostStore(Store):
         return super().read_seconds(size)
 
     def clear(self) -> None:
-        """Slots are written before they are read again."""
+        """Nothing to do: slots are written before they are read again."""
 
     def close(self, in_order: Iterable[StoredPage]) -> None:
-        """Give the memory back, once no copy needs it."""
+        """Unpin the memory, once no copy needs it."""
         torch.cuda.synchronize(self._pool.device)
         torch.cuda.cudart().cudaHostUnregister(self._slots.data_ptr())
 
 
 def _runs(pages: Sequence[StoredPage]) -> Iterator[tuple[slice, slice]]:
-    """Which of `pages` lie in slots that follow one another, and in which: one copy each, as to
-    launch one takes 12 us (H100). Pages that leave the pool together mostly do."""
+    """The parts of `pages` in consecutive slots, and these slots: one copy each, since a launch
+    takes 12 us (H100). Pages that leave the pool together mostly are in consecutive slots."""
     start = 0
     for end, page in enumerate(pages, 1):
         if end == len(pages) or pages[end].slot != page.slot + 1:

@@ -1,14 +1,13 @@
-"""Brings pages up from the tiers below the pool, for requests that wait for them.
+"""Loads pages from the tiers below the pool, for requests that wait for them.
 
-The pages by which a waiting request goes on in a tier are read, so many bytes at a time, while
-others run. Once they are there, they are copied into the pool and published, as if they had been
-computed, and the request finds them as any other: one such piece a step, which is all that others
-wait for; what it takes is taken off the tokens that the step may compute. What a load cannot bring
-(a page is gone, or is not what it was) is computed.
+The pages by which a tier extends the hit of a waiting request are read, so many bytes at a time,
+while other requests run. When they have been read, the scheduler looks the request up, and they are
+copied into the pool and lengthen its hit: one such piece a step, whose time is taken off the tokens
+that the step may compute. What a load cannot bring (a page is gone, or spoilt) is computed.
 
 Whether loading pays is measured: bytes read and copied a second against tokens computed a second,
-both while running. What is cheaper to compute is computed. Where that is not certain, one in so
-many is decided the other way, so that what was measured does not grow old.
+both while running. Where that is uncertain, one of several loads is decided the other way, so that
+the measurements do not grow old.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,33 +26,31 @@ from radixcache.radix import RadixCache
 from radixcache.runtime.kv_offload.page_loader import PageLoader
 from radixcache.runtime.kv_offload.store import PrefillTime, Store
 from radixcache.runtime.model.kv_pool import KVPool
-from radixcache.stored import LoadCost, Medium, StoredPage
+from radixcache.runtime.request import Sequence
+from radixcache.stored_pages import LoadCost, Medium, StoredPage
 from radixcache.tier import LowerTier
 
-if TYPE_CHECKING:
-    from radixcache.runtime.request import Sequence
-
 _TRIES = 3
-"""Loads in whose time the pool lost what they go on from; then the request is computed."""
+"""Loads in vain, as the pool evicted the tokens before them; then the request is computed."""
 
 _TRY_AGAIN = 16
-"""Of loads of which it is not certain whether they pay, one is decided otherwise: the disk may have
-been busy, or computing be faster than short prefills tell."""
+"""Of so many loads that may or may not pay, one is decided otherwise: the disk may have been busy,
+or long prefills may be faster than short ones tell."""
 
 _SHORT = 32
-"""Times as long may a token of a short prefill take as one of a long one (19 at 64 tokens against
-8,192: H100, Llama of 1.2 B)."""
+"""A token of a short prefill may take so many times as long as one of a long one (19 times at 64
+tokens against 8,192: H100, Llama of 1.2 B)."""
 
 _MANY = 32
-"""Tokens of a prefill, from which its time says what a token takes."""
+"""Prefills of fewer tokens do not tell how long a token takes."""
 
 _WAIT = 0.005
-"""Seconds for which an engine that has nothing to compute waits for a load at a time."""
+"""Seconds that an engine with nothing to compute waits for a load at a time."""
 
 
 @dataclass
 class _Load:
-    """Pages on their way, from index `first` of the page table, for the prefix of `end` tokens."""
+    """Pages on their way: of the prefix of `end` tokens, from index `first` of the table on."""
 
     tier: LowerTier[Store]
     pages: list[StoredPage]
@@ -68,11 +64,11 @@ class Loads(PageLoader):
     """The loads of one engine.
 
     Args:
-        cache: whose lower tiers have the pages; what is in two of them comes from the first.
-        pool: where they go.
+        cache: has the tiers; a page that is in two of them is read from the upper one.
+        pool: takes the pages.
 
     Attributes:
-        computing: prompt tokens.
+        computing: how long prefills take.
     """
 
     def __init__(self, cache: RadixCache, pool: KVPool) -> None:
@@ -82,25 +78,26 @@ class Loads(PageLoader):
         self._cache, self._pool = cache, pool
         self._loads: dict[Sequence, _Load] = {}
         self._tries: dict[Sequence, int] = {}
-        self._left: list[_Load] = []
-        """Whose sequences have gone; their slots are still being read."""
+        self._orphaned: list[_Load] = []
+        """Loads of sequences that have gone; their slots are still being read."""
         self._looked: dict[Sequence, int] = {}
-        """Who waits for the end of others' loads; how many had ended when the tier was searched."""
+        """Sequences that wait for others' loads to end: `_num_ended` when the tier was searched."""
         self._num_uncertain = self._num_ended = 0
         self._step_is_full = False
         self._seconds = self._uncharged = 0.0
-        """For which the step waits for loads; those that nobody has paid for."""
+        """Seconds of the step that loads take; those not charged to its tokens yet."""
         self._saving = 0.0
-        """Of all stores, when the step began: a load evicts as much as computing does."""
+        """Seconds that stores had spent on `save` when the step began: these are no cost of loads,
+        since computing evicts as much."""
 
     @property
     def pending(self) -> bool:  # type: ignore[override]
-        return bool(self._loads or self._left)
+        return bool(self._loads or self._orphaned)
 
     def begin_step(self) -> None:
         self._step_is_full = False
-        for load in [load for load in self._left if load.rows.done()]:
-            self._left.remove(load)
+        for load in [load for load in self._orphaned if load.rows.done()]:
+            self._orphaned.remove(load)
             load.tier.end_load(load.pages)
             self._num_ended += 1
 
@@ -146,14 +143,14 @@ class Loads(PageLoader):
             pages, end = pages[:most], (first + most) * size
         if not self._is_to_be_loaded(tier, len(pages), end - start):
             return False
-        for load in self._left:  # what it has begun is not read again
+        for load in self._orphaned:  # take over a load that reads these pages already
             same = sum(a is b for a, b in zip(load.pages, pages, strict=False))
             if same and load.first == first:
-                self._left.remove(load)
+                self._orphaned.remove(load)
                 load.end = min(end, (first + same) * size)
                 self._loads[sequence] = load
                 return True
-        is_coming = pages[0].readers > 0  # with another
+        is_coming = pages[0].readers > 0  # for another sequence
         loading = sum(load.tier is tier for load in self._loads.values())
         if loading < store.most_loading and not is_coming:
             if store.in_stream:
@@ -167,7 +164,7 @@ class Loads(PageLoader):
         return True
 
     def cost(self, medium: Medium, num_pages: int, num_tokens: int) -> LoadCost:
-        """Of loading so many pages, and of computing so many tokens instead."""
+        """The cost of loading `num_pages` pages, and of computing `num_tokens` tokens instead."""
         (tier,) = (tier for tier in self._tiers if tier.medium == medium)
         load = tier.store.load_seconds(num_pages * self._pool.page_bytes)
         return LoadCost(load, self.computing.seconds(num_tokens))
@@ -199,7 +196,7 @@ class Loads(PageLoader):
         end = min(load.end, (load.first + len(rows)) * size)
         start = lease.num_tokens
         if not load.first * size <= start // size * size <= start < end:
-            return  # what the pages go on from is gone, or all of them are there
+            return  # the tokens before the pages were evicted, or the pool has all of them
         if not load.tier.holds(load.pages[0]):
             return
         with suppress(OutOfPages):
@@ -212,18 +209,18 @@ class Loads(PageLoader):
             self._cache.load(lease, sequence.tokens[start:end])
             self._step_is_full = True
             self._wait_for(perf_counter() - begun)
-            self._saving += self._all_saving() - saving  # which is in that time
+            self._saving += self._all_saving() - saving  # it is part of that time
 
     def forget(self, sequence: Sequence) -> None:
         self._tries.pop(sequence, None)
         self._looked.pop(sequence, None)
         if sequence in self._loads:
-            self._left.append(self._loads.pop(sequence))
+            self._orphaned.append(self._loads.pop(sequence))
             self._num_ended += 1
 
     def recover(self) -> None:
-        self._looked.clear()  # a load may have ended, and nobody counted it
-        loads = [*self._loads.values(), *self._left]
+        self._looked.clear()  # a load may have ended without being counted
+        loads = [*self._loads.values(), *self._orphaned]
         for tier in self._tiers:
             tier.recover([load.pages for load in loads if load.tier is tier])
 
@@ -238,11 +235,11 @@ class Loads(PageLoader):
         return sum(tier.store.saving for tier in self._tiers)
 
     def wait(self) -> None:
-        loads = [*self._loads.values(), *self._left]
+        loads = [*self._loads.values(), *self._orphaned]
         wait([load.rows for load in loads], _WAIT, "FIRST_COMPLETED")
 
     def check(self, waiting: Collection[Sequence]) -> None:
-        assert {*self._loads, *self._tries, *self._looked} <= {*waiting}, "loads of nobody"
+        assert {*self._loads, *self._tries, *self._looked} <= {*waiting}, "loads for no sequence"
         readers = sum(page.readers for tier in self._tiers for page in tier.in_order())
-        loads = [*self._loads.values(), *self._left]
-        assert readers <= sum(len(load.pages) for load in loads), "pages are read by nobody"
+        loads = [*self._loads.values(), *self._orphaned]
+        assert readers <= sum(len(load.pages) for load in loads), "pages without a load are read"

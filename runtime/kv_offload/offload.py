@@ -13,6 +13,7 @@ from radixcache.runtime.config.sizes import format_memory, parse_memory
 from radixcache.runtime.kv_offload import session
 from radixcache.runtime.kv_offload.host import HostStore
 from radixcache.runtime.kv_offload.loads import Loads
+from radixcache.runtime.kv_offload.notes import PrefixNote
 from radixcache.runtime.kv_offload.store import Store
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
@@ -25,14 +26,14 @@ if TYPE_CHECKING:  # imports xxhash and sqlite3
 
 
 class Offload:
-    """Evicted pages of `cache` go to a store, and come back from there.
+    """Moves evicted pages of a cache to stores, and back.
 
     Args:
-        host: of pages of `pool`.
-        disk: the same; below `host` if there are both.
+        host: keeps pages of `pool`.
+        disk: keeps pages of `pool`, below `host` if there are both.
 
     Attributes:
-        disk: where texts can be kept for the next process; None if nowhere.
+        disk: can also keep notes for the next process; None without `kv_dir`.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Offload:
         self.loads = Loads(cache, pool)
 
     def describe(self) -> list[str]:
-        """Where, how much room, what is there, and what found no room below; a line for each."""
+        """A line for each tier: place, size, tokens in it, and pages that found no room."""
         lines = []
         for tier in self.tiers:
             store, room, gone = tier.store, tier.num_slots * tier.page_size, ""
@@ -68,14 +69,14 @@ class Offload:
         return lines
 
     def close(
-        self, turns: Conversations | None = None, prefixes: Iterable[session.Prefix] = ()
+        self, turns: Conversations | None = None, prefixes: Iterable[PrefixNote] = ()
     ) -> None:
-        """End it; nothing changes the cache any more. To a disk, all that is cached is written for
-        the next process. A fork of this process, which has none of its threads, leaves it alone.
+        """Close the stores, after the last change of the cache. If there is a disk, all that is
+        cached is written to it for the next process. Does nothing in a fork of the process.
 
         Args:
-            turns: how its conversations were tokenised.
-            prefixes: what is pinned without a salt.
+            turns: how the engine's conversations were tokenised.
+            prefixes: the prefixes that are pinned without a salt.
         """
         if os.getpid() != self._process:
             return
@@ -84,15 +85,15 @@ class Offload:
                 self.disk.is_closing = True
                 session.save(self.disk, turns, prefixes)
                 self._cache.recover()
-                for tier in self.tiers[:-1]:  # what was used last is written last
-                    tier.recover([])  # nobody waits for a load any more
+                for tier in self.tiers[:-1]:  # the last used pages are written last
+                    tier.recover([])  # no request waits for a load
                     tier.evict_all()
                 self.disk.source, self._cache.lower = self._pool, self.tiers[-1]
                 for namespace, name in [*self._cache.pins]:
                     self._cache.unpin(name, namespace)
                 self._cache.evict(self._cache.pool.num_pages)
         finally:
-            for tier in reversed(self.tiers):  # a device that was lost closes no host memory
+            for tier in reversed(self.tiers):  # closing host memory fails if the device was lost
                 tier.store.close(tier.in_order())
 
 

@@ -1,14 +1,11 @@
-"""What the scheduler asks of whatever brings pages up from a tier below the pool. No torch."""
+"""The scheduler's interface to what loads pages from the tiers below the pool. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from radixcache.lease import Lease
-
-if TYPE_CHECKING:
-    from radixcache.runtime.request import Sequence
+from radixcache.runtime.request import Sequence
 
 
 class PageLoader:

@@ -1,9 +1,9 @@
-"""What a restart needs besides KV, so that conversations go on to the token.
+"""Keeps conversations over a restart, so that they go on with the same tokens.
 
-The tokens that texts had, the turns with calls of tools, and the named prefixes are kept as notes
-of the disk store when an engine is closed. Whatever has a `cache_salt` is left out, as its KV is. A
-process that is killed leaves its KV pages, but not these: what a model spelled otherwise than its
-tokenizer would is then tokenised, and computed, anew.
+When an engine is closed, the tokens of texts, turns with tool calls, and named prefixes become
+notes of the disk store. Those with a `cache_salt` are left out, as is their KV. A process that is
+killed leaves its KV pages but not these notes: a text that the model spelled otherwise than its
+tokenizer would is then tokenised and computed anew.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from radixcache.base import Tokens
 from radixcache.errors import RadixCacheError
 from radixcache.runtime.kv_offload.notes import (
     PREFIXES,
@@ -30,7 +29,6 @@ from radixcache.runtime.kv_offload.notes import (
 )
 from radixcache.runtime.tokens.conversation import Conversations
 from radixcache.runtime.tokens.history import TokenisedText
-from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import Call, ParsedMessage
 
 if TYPE_CHECKING:  # imports xxhash and sqlite3
@@ -38,18 +36,10 @@ if TYPE_CHECKING:  # imports xxhash and sqlite3
 
 _log = logging.getLogger("radixcache")
 
-Prefix = tuple[str, Tokens, float | None, list[Message] | None]
-"""A name, its tokens, how many seconds it is still pinned (None is for good), its messages."""
 
-
-def save(store: DiskStore, turns: Conversations | None, prefixes: Iterable[Prefix]) -> None:
-    """Keep them for the next process."""
-    now = time.time()
-    pinned = [
-        PrefixNote(name, tokens.tolist(), left and now + left, messages)
-        for name, tokens, left, messages in prefixes
-    ]
-    store.note(PREFIXES, json.dumps(pinned))
+def save(store: DiskStore, turns: Conversations | None, prefixes: Iterable[PrefixNote]) -> None:
+    """Write the notes for the next process."""
+    store.note(PREFIXES, json.dumps([*prefixes]))
     if turns is not None:
         texts = [
             TextNote(text.text, text.tokens.tolist(), text.cuts.tolist(), text.num_generated)
@@ -59,10 +49,10 @@ def save(store: DiskStore, turns: Conversations | None, prefixes: Iterable[Prefi
 
 
 def restore(store: DiskStore, turns: Conversations | None, pin: Callable[..., object]) -> None:
-    """Bring back what the last process has kept.
+    """Read the notes of the last process.
 
     Args:
-        pin: as `LLM.pin_prefix`, and takes `messages`.
+        pin: `LLM.pin_prefix`, which also takes `messages`.
     """
     notes = store.notes()
     known = read_texts(notes)

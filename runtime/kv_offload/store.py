@@ -1,4 +1,4 @@
-"""What the stores of KV pages below a pool have in common: they count, and time their reads."""
+"""The base of stores of KV pages below a pool, which count pages and time their reads."""
 
 from __future__ import annotations
 
@@ -12,80 +12,79 @@ import torch
 
 from radixcache.pages import Pages
 from radixcache.runtime.model.kv_pool import KVPool
-from radixcache.stored import Medium, StoredPage, StoredPages
+from radixcache.stored_pages import Medium, StoredPage, StoredPages
 
 
 class Rate:
-    """Amounts a second, the latest counting most."""
+    """Measures an amount per second; the latest figures count most."""
 
     def __init__(self) -> None:
         self._amount = self._seconds = 0.0
 
     def note(self, amount: float, seconds: float) -> None:
-        """So much took so long."""
+        """Note that `amount` took `seconds`."""
         self._amount, self._seconds = 0.8 * self._amount + amount, 0.8 * self._seconds + seconds
 
     def seconds(self, amount: float) -> float | None:
-        """How long an amount takes; None before anything was noted."""
+        """How long an amount takes; None before the first note."""
         return amount * self._seconds / self._amount if self._amount else None
 
 
 class PrefillTime:
-    """How long prefills take. A token of a short one may take many times as long as one of a long
-    one: on a GPU, where both read all weights once."""
+    """How long prefills take, by length: on a GPU a token of a short one may take many times as
+    long as one of a long one, since both read all weights once."""
 
     def __init__(self) -> None:
         self._rates: dict[int, Rate] = {}
-        """By the number of bits of the number of tokens."""
+        """Rates by the bit length of the number of tokens."""
         self._is_warm = False
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """A step that computed so many tokens of prompts. The first one is not counted: libraries
-        load their kernels in it."""
+        """Note a step that computed so many prompt tokens. The first one does not count, as
+        libraries load their kernels in it."""
         if self._is_warm:
             self._rates.setdefault(num_tokens.bit_length(), Rate()).note(num_tokens, seconds)
         self._is_warm = True
 
     def seconds(self, num_tokens: int) -> float | None:
-        """How long so many take, by what a token took in the best of lengths; None before anything
-        was noted."""
+        """How long `num_tokens` take at the best rate of all lengths; None before any note."""
         if not self._rates:
             return None
         return min(rate.seconds(num_tokens) or 0.0 for rate in [*self._rates.values()])
 
     def knows(self, num_tokens: int) -> bool:
-        """Whether a step of about so many tokens, or of more, was noted."""
+        """Whether a step of about `num_tokens` tokens or more was noted."""
         return max(self._rates, default=0) >= num_tokens.bit_length() - 1
 
 
 class Counters(NamedTuple):
-    """What a store has done."""
+    """Counts of pages since a store was opened."""
 
     stored_pages: int = 0
     loaded_pages: int = 0
     dropped_pages: int = 0
-    """Not kept, because the store was too slow."""
+    """Dropped because the store was too slow."""
     failed_pages: int = 0
-    """Not written, or not as they were when they were read."""
+    """Not written, or found changed when they were read."""
 
 
 class PageSource(Protocol):
-    """What has the bytes of pages."""
+    """Has the bytes of pages: a pool, or a store above."""
 
     def read_pages(self, pages: Pages) -> torch.Tensor:
-        """[n, page_bytes] uint8 on the host: a copy of n pages."""
+        """A copy of n pages: [n, page_bytes] uint8 on the host."""
 
 
 class Store(ABC):
-    """The slots of a tier; a `PageStore` that is read, too.
+    """The slots of a tier: a `PageStore` that can also be read.
 
     Attributes:
-        most_bytes: that are read for a request at a time, and copied into the pool in one step.
-        most_loading: requests whose pages are read at the same time.
-        in_stream: steps wait for what is read; else threads read.
-        copying: rate at which its rows are copied into the pool.
+        most_bytes: the most that is read for a request at a time, and copied in one step.
+        most_loading: the most requests whose pages are read at the same time.
+        in_stream: whether steps wait for reads; else threads read.
+        copying: the rate at which its rows are copied into the pool.
         saving: seconds that the engine's thread has spent on `save`.
-        place: where it is, for people.
+        place: where the store is, in words.
     """
 
     medium: ClassVar[Medium]
@@ -101,7 +100,7 @@ class Store(ABC):
         self._lock = Lock()
 
     def stored(self) -> list[StoredPage]:
-        """What is there from before, least recently used first."""
+        """The pages that it holds from before, least recently used first."""
         return []
 
     @abstractmethod
@@ -110,7 +109,7 @@ class Store(ABC):
 
     @abstractmethod
     def read(self, pages: Sequence[StoredPage]) -> Future[torch.Tensor]:
-        """[n, page_bytes] uint8: the bytes of the first n pages that are what they were."""
+        """[n, page_bytes] uint8: the bytes of the first n pages, up to one that was spoilt."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -118,10 +117,10 @@ class Store(ABC):
 
     @abstractmethod
     def close(self, in_order: Iterable[StoredPage]) -> None:
-        """End it; `in_order` are the pages, the next to be evicted first."""
+        """Close the store; `in_order` are its pages, the next to be evicted first."""
 
     def read_seconds(self, size: int) -> float | None:
-        """How long it takes to read so many bytes, as measured; None before anything was."""
+        """How long it takes to read so many bytes, as measured; None before the first read."""
         return self.reading.seconds(size)
 
     def load_seconds(self, size: int) -> float | None:

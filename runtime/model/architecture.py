@@ -1,8 +1,7 @@
-"""What a checkpoint of a known family computes, read from its config.
+"""Describes the forward pass of a checkpoint of a known family, from its config.
 
-The decoder loop runs a model only if every setting of its config is one that this file understands:
-a setting that it has never heard of may change the forward pass, and then transformers' own layers
-run instead, as for any other family.
+The decoder loop runs a model only if this file understands every setting of its config. An unknown
+setting may change the forward pass, so transformers' own layers run then, as for other families.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _READ = frozenset({
     "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings",
     "use_sliding_window", "vocab_size",
 })  # fmt: skip
-# Settings that change nothing: of training, of other tasks, of the tokenizer, or told by another.
+# Settings that do not change the forward pass, or only repeat others.
 _INERT = frozenset({
     "_model_name_or_path", "_name_or_path", "architectures", "attention_dropout", "bos_token_id",
     "chunk_size_feed_forward", "dtype", "id2label", "initializer_range", "label2id", "pad_token_id",
@@ -49,10 +48,10 @@ class Architecture(NamedTuple):
         inverse_frequencies: [head_dim / 2] float32; the pair (i, i + head_dim / 2) of a head turns
             by position times the i-th.
         rope_scale: factor on the cosines and sines.
-        kinds: what each layer asks of attention.
-        qkv_bias, out_bias, mlp_bias: whether these products have one.
-        head_norms: whether queries and keys are normalised before they are turned.
-        tied: whether the embedding is the last product's weight, too.
+        kinds: the attention of each layer.
+        qkv_bias, out_bias, mlp_bias: whether these products have a bias.
+        head_norms: whether queries and keys are normalised before RoPE.
+        tied: whether the embedding is also the output layer's weight.
     """
 
     family: str
@@ -108,10 +107,10 @@ class Architecture(NamedTuple):
 
 
 def understand(settings: Mapping[str, Any]) -> Architecture:
-    """The architecture that a config.json describes, as it was read.
+    """The architecture that the settings of a config.json describe.
 
-    transformers' class for it has defaults for what is missing, but importing it takes longer than
-    all of this: a config that lacks what is no `false` by default is left to transformers.
+    transformers' config class has defaults, but importing it takes longer than all of this. So a
+    config that lacks a setting whose default is not `false` is left to transformers.
 
     Raises:
         Unknown: another family, or a setting that is not understood.
@@ -179,7 +178,7 @@ def _size(settings: Mapping[str, Any], name: str) -> int:
 
 
 def _windows(settings: Mapping[str, Any], family: str) -> list[int | None]:
-    """The window of each layer; each family says in its own way which layers have one."""
+    """The window of each layer; each family has its own settings for it."""
     count, types = _size(settings, "num_hidden_layers"), settings.get("layer_types")
     window = settings["sliding_window"] if family == "mistral" else settings.get("sliding_window")
     if family in ("llama", "mistral"):

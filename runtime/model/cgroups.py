@@ -1,7 +1,7 @@
-"""What the control groups of this process, as those of a container, leave it of the machine.
+"""The share of the machine that this process's control groups, as those of a container, allow.
 
-Linux has two versions of them, which may both be mounted. A process is bound by its own group and
-by each ancestor that it can see.
+Linux has two versions of control groups, which may both be mounted. A process is bound by its own
+group and by each ancestor that it can see.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 ROOT = Path("/")
-"""Where the files of the system are."""
+"""The root of the file system, which tests replace."""
 
 
 def memory_limit() -> int | None:
@@ -19,15 +19,15 @@ def memory_limit() -> int | None:
 
 
 def memory_left() -> int | None:
-    """Bytes of memory that it may still use; None if no group says.
+    """Bytes of memory that the process may still use; None if no group says.
 
-    Files that the kernel keeps in memory count as free: it gives them up when there is want.
+    Cached files count as free: the kernel drops them when memory is short.
     """
     return min((max(0, limit - used) for limit, used in _memory()), default=None)
 
 
 def cpu_quota() -> float | None:
-    """CPUs whose time the process may use, such as 1.5; None if no group says."""
+    """The CPU time that the process may use, in CPUs, such as 1.5; None if no group says."""
     quotas = []
     for version, folder in _groups("cpu"):
         if version == 2:
@@ -83,7 +83,7 @@ def _groups(controller: str) -> Iterator[tuple[int, Path]]:
 
 
 def _text(path: Path) -> str:
-    """Of a file, empty if it cannot be read."""
+    """A file's text; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

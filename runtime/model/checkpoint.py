@@ -18,7 +18,7 @@ _INDEX = f"{_WHOLE}.index.json"
 
 
 class Checkpoint:
-    """The open files of a checkpoint. What it gives away is copied: nothing keeps a file open."""
+    """The open files of a checkpoint. Tensors are copies, so that none keeps a file open."""
 
     def __init__(self, files: dict[str, Any], device: torch.device, dtype: torch.dtype) -> None:
         """`files` by the names of their tensors, which are given as `dtype` on `device`."""
@@ -26,12 +26,12 @@ class Checkpoint:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors by their names; nothing is read."""
+        """The shapes of all tensors by name, without reading them."""
         return {n: tuple(f.get_slice(n).get_shape()) for n, f in self._files.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """As the dtype of the steps; a matrix stays in bfloat16 for float32, which loses nothing
-        and takes half the memory."""
+        """A tensor in the dtype of the steps; for float32, a bfloat16 matrix stays as it is, which
+        loses nothing and takes half the memory."""
         found: torch.Tensor = self._files[name].get_tensor(name)
         narrow = found.ndim == 2 and found.dtype == torch.bfloat16
         keep = narrow and self._dtype == torch.float32
@@ -49,7 +49,7 @@ def open_checkpoint(
             for path in checkpoint_files(str(name_or_path)):
                 opened = stack.enter_context(safe_open(path, framework="pt"))
                 files.update(dict.fromkeys(opened.keys(), opened))
-        except Exception:  # whatever a spoiled file raises is said by whoever loads it then
+        except Exception:  # loading by transformers explains a broken file
             files = {}
         yield Checkpoint(files, device, dtype)
 

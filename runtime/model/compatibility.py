@@ -1,8 +1,8 @@
-"""The gate: which models may run over KV pages, and why the others may not.
+"""Decides which models may run over KV pages, and says why the others may not.
 
-Many models would load, run and be silently wrong over pages. Three checks stand before them, each
-a `ModelError` of one sentence: what the config says (`check_config`), what the attention calls of a
-probe look like (`check_calls`), and, for model types that nobody has verified yet, whether the
+Many models would load, run and be silently wrong over pages. Three checks refuse them, each with a
+`ModelError` of one sentence: of the config (`check_config`), of the attention calls of a probe
+(`check_calls`), and, for model types that this project's tests do not verify, whether the
 logits over pages equal those of transformers' attention (`check_logits` in `verification.py`).
 """
 
@@ -19,7 +19,7 @@ from radixcache.runtime.model import rope_scaling
 
 _ATTENTION = {"full_attention", "sliding_attention"}
 RECURRENT = {"linear_attention", "conv", "hybrid"}
-"""Layer types that keep a state of all tokens before; a hybrid one attends, too."""
+"""Layer types that keep a state of all earlier tokens; a hybrid one attends, too."""
 _NEITHER = {"moe", "mlp"}
 
 _MOST = {"num_hidden_layers": 4096, "num_attention_heads": 1 << 16, "head_dim": 1 << 16}
@@ -35,12 +35,12 @@ class AttentionCall(NamedTuple):
 
 
 def refusal(model_type: str, reason: str) -> ModelError:
-    """The error that says why this model type is refused."""
+    """The error for a model type that is refused."""
     return ModelError(f"model type {model_type!r} cannot run over KV pages: {reason}")
 
 
 def check_sizes(settings: Mapping[str, Any]) -> None:
-    """Refuse sizes that no model has: to lay out so many layers or heads would not end.
+    """Refuse sizes that no model has: building so many layers or heads would never end.
 
     Raises:
         ModelError: a size of the config is beyond all reason.
@@ -53,7 +53,7 @@ def check_sizes(settings: Mapping[str, Any]) -> None:
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """Refuse what the config already gives away.
+    """Refuse a model by its config.
 
     Raises:
         ModelError: encoder-decoder, layer types that are neither full and sliding attention nor
@@ -79,12 +79,12 @@ def check_config(config: PreTrainedConfig) -> None:
 
 
 def is_recurrent(config: PreTrainedConfig) -> bool:
-    """Whether some layers keep a state of all tokens before."""
+    """Whether some layers keep a state of all earlier tokens."""
     return not RECURRENT.isdisjoint(layer_types(config))
 
 
 def layer_types(config: PreTrainedConfig) -> list[str]:
-    """Of each layer; empty if the config says nothing of it, and all attend."""
+    """The type of each layer; empty if the config has none, and all layers attend."""
     return list(getattr(config.get_text_config(), "layer_types", None) or ())
 
 

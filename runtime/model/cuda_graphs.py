@@ -1,11 +1,11 @@
 """CUDA graphs of decode steps, and of steps with some hundred tokens of prompts.
 
-A step is hundreds of small kernels, which Python launches slower than a GPU runs them. A graph
-replays them in one launch, for one shape of the batch and fixed addresses. So there is a graph for
-each of a few shapes, a batch is filled up to the next one with rows on the pool's spare page, and
-the attention backend plans into buffers that stay where they are. All graphs share one memory pool.
+A step is hundreds of small kernels, which Python launches more slowly than a GPU runs them. A graph
+replays them in one launch, for one batch shape and fixed addresses. So a few shapes have graphs, a
+batch is padded to the next shape with rows on the pool's spare page, and the attention backend
+plans into buffers at fixed addresses. All graphs share one memory pool.
 
-vLLM and SGLang capture their prefills likewise (full and piecewise graphs).
+vLLM and SGLang also capture prefills (full and piecewise graphs).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from radixcache.base import Tokens
+from radixcache.errors import first_line
 from radixcache.kernels.attention import AttentionBackend, AttentionPlan, PagedBatch, SharedPrefix
 from radixcache.kernels.cascade import MIN_ROWS
 from radixcache.runtime.model.kv_pool import KVPool
@@ -33,10 +34,10 @@ MAX_INDICES = 1 << 24
 """Page numbers in the tables of one batch; a batch with more runs without a graph."""
 
 PREFILL_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512)
-"""New tokens of a step with prefill that get graphs; longer steps keep a GPU busy without."""
+"""Sizes in new tokens of the graphs with prefill; longer steps keep a GPU busy without one."""
 
 PREFILL_SEQUENCES = (2, 8, 24, 64)
-"""Sequences of such a step: the last ones fill it up, at least one."""
+"""Sizes in sequences of the graphs with prefill; at least one sequence is padding."""
 
 _SAMPLING_COPIES = 6  # of the logits: noise, probabilities, what filters take
 _GRAPH_BYTES = 8 << 20  # a guess: nodes, and what the pool of all graphs cannot use twice
@@ -45,12 +46,12 @@ Compute = Callable[[], torch.Tensor]
 
 
 class Shape(NamedTuple):
-    """What one graph has in it.
+    """The shape of one graph.
 
     Attributes:
         tokens: rows of the step.
-        sequences: as many rows give logits. In a step of decodes, as many as tokens.
-        cascade: decodes read shared prefixes once for each group.
+        sequences: sequences, and rows that give logits; with decodes only, as many as tokens.
+        cascade: whether decodes read a shared prefix once per group.
     """
 
     tokens: int
@@ -67,8 +68,8 @@ class CudaGraphRunner:
 
     Args:
         model: its attention backend can `plan_fixed`.
-        max_rows: the most sequences that the engine puts into a step, each drafted token counted as
-            one; steps with more than the backend's `max_fixed_rows` run without a graph.
+        max_rows: the most sequences of a step, with each drafted token counted as one; steps with
+            more than the model's `max_graph_rows` run without a graph.
     """
 
     def __init__(self, model: PagedModel, pool: KVPool, max_rows: int) -> None:
@@ -85,9 +86,10 @@ class CudaGraphRunner:
         )
 
     def capture(self) -> None:
-        """Capture all graphs, the largest first, whose memory the others use again.
+        """Capture all graphs, the largest first, because the others reuse its memory.
 
-        Before the first request: each waits for the device and empties torch's cache of memory.
+        Call it before the first request: each capture waits for the device and empties torch's
+        memory cache.
         """
         start = time.perf_counter()
         free = _free_memory(self._model.device)
@@ -106,7 +108,7 @@ class CudaGraphRunner:
         )  # fmt: skip
 
     def _spare_batch(self, shape: Shape) -> PagedBatch:
-        """A batch of this shape on the spare page; with a cascade, all share a page before it."""
+        """A batch of padding; with a cascade, all its sequences share one more page."""
         none = np.empty(0, np.int32)
         start, page = np.zeros(1, np.int32), self._pool.spare_page
         batch = pad(PagedBatch(start, start, none, none, self._pool.page_size), shape, page)
@@ -129,14 +131,12 @@ class CudaGraphRunner:
         logit_rows: NDArray[np.integer],
         unread: Unread | None = None,
     ) -> torch.Tensor | None:
-        """Logits [R, vocab_size], float32, or None if the step takes no graph.
-
-        The logits are valid until the next call, whatever its batch.
+        """Logits [R, vocab_size], float32, valid until the next call; None if no graph fits.
 
         Args:
             token_ids: [T] the step's new tokens.
             batch: the step's page tables.
-            logit_rows: [R] rows of the flat batch whose logits are wanted.
+            logit_rows: [R] rows of the flat batch that give logits.
             unread: those of `token_ids` that only the device knows.
         """
         shape = self._shape(len(token_ids), batch, len(logit_rows))
@@ -153,7 +153,7 @@ class CudaGraphRunner:
         if batch.num_decodes == sequences:
             size = next((size for size in self._sizes if size >= tokens), None)
             return None if size is None else Shape(size, size, bool(batch.shared))
-        if batch.shared:  # read once for all, which pays more than a graph
+        if batch.shared:  # a cascade saves more than a graph
             return None
         for shape in self._prefills:
             if shape.tokens >= tokens and shape.sequences > sequences and shape.sequences >= rows:
@@ -169,11 +169,11 @@ class CudaGraphRunner:
         logit_rows: NDArray[np.integer],
         unread: Unread | None = None,
     ) -> torch.Tensor | None:
-        """`run` for a batch that is filled up to `shape`."""
+        """`run` for a batch that is padded to `shape`."""
         count = len(token_ids)
         ids, rows = np.zeros(shape.tokens, np.int32), np.zeros(shape.sequences, np.int32)
         rows[: len(logit_rows)] = logit_rows
-        # What fills up is one token at one position, so that all of it writes the same K/V.
+        # All padding is one token at one position, so that all of it writes the same K/V.
         positions = np.where(np.arange(shape.tokens) < count, batch.positions(), 0)
         ids[:count] = token_ids
         plan = self._model.attention.plan_fixed(batch, ids, positions, rows)
@@ -186,28 +186,26 @@ class CudaGraphRunner:
 
     @torch.inference_mode()
     def _compute(self, shape: Shape, plan: AttentionPlan) -> torch.Tensor:
-        """The logits, in the one tensor that all graphs write."""
+        """The logits, in the tensor that all graphs write."""
         return self._model.compute(self._pool, plan, self._logits[: shape.sequences])
 
     def _try_capture(self, compute: Compute) -> Compute | None:
         try:
             return self._capture(compute)
         except Exception as error:  # out of memory, or a model that synchronises
-            if None not in self._replays.values():  # tell the first time
-                first = str(error).partition("\n")[0]
-                _log.warning("some steps run without a CUDA graph: %s", first)
+            if None not in self._replays.values():  # warn once
+                _log.warning("some steps run without a CUDA graph: %s", first_line(error))
             return None
 
 
 def bytes_beside_pages(model: PagedModel, page_size: int, max_rows: int) -> int:
     """Bytes on the device that an engine takes besides the KV pages and a step's activations.
 
-    That is arithmetic for logits, index buffers and FlashInfer's wrappers; for what a graph itself
-    keeps, it is a guess.
+    Logits, index buffers and FlashInfer's wrappers are computed; a graph's own memory is a guess.
     """
     logits = max_rows * model.vocab_size
     count = 4 * (1 + _SAMPLING_COPIES) * logits
-    if model.attention.max_fixed_rows:
+    if model.max_graph_rows:
         sizes, prefills, most = _limits(model, page_size, max_rows)
         count += model.attention.fixed_bytes(sizes, most + _spare_indices(prefills, page_size))
         count += (2 * len(sizes) + len(prefills)) * _GRAPH_BYTES + model.dtype.itemsize * logits
@@ -215,21 +213,21 @@ def bytes_beside_pages(model: PagedModel, page_size: int, max_rows: int) -> int:
 
 
 def _limits(model: PagedModel, page_size: int, max_rows: int) -> tuple[list[int], list[Shape], int]:
-    """Batch sizes of decodes, shapes of steps with prefill, and page numbers in the tables of a
-    batch if the pool has enough pages."""
-    sizes = batch_sizes(min(max_rows, model.attention.max_fixed_rows))
+    """Batch sizes of decodes, shapes with prefill, and the most page numbers of a batch if the pool
+    has enough pages."""
+    sizes = batch_sizes(min(max_rows, model.max_graph_rows))
     most = min(MAX_INDICES, sizes[-1] * (model.max_context // page_size + 1))
     return sizes, prefill_shapes(model.attention, max_rows), most
 
 
 def _spare_indices(prefills: list[Shape], page_size: int) -> int:
-    """Page numbers that fill up an empty step, however few pages the pool has."""
+    """Page numbers that pad an empty step, however few pages the pool has."""
     fills = (-(-shape.tokens // page_size) + shape.sequences for shape in prefills)
     return max(fills, default=0)
 
 
 def batch_sizes(largest: int) -> list[int]:
-    """The batch sizes that get a graph, up to `largest`: dense where a row matters most."""
+    """The batch sizes that get a graph, up to `largest`: dense where one row matters most."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, largest, 32)]
     return [size for size in sizes if size < largest] + [largest]
 
@@ -237,8 +235,8 @@ def batch_sizes(largest: int) -> list[int]:
 def prefill_shapes(attention: AttentionBackend, max_rows: int) -> list[Shape]:
     """The shapes of steps with prefill that get a graph, the smallest first.
 
-    fa2 sizes its query tiles for the rows that one sequence could have beside the others, so there
-    are two rows for each sequence or more: else a chunk would read its pages tile by small tile.
+    fa2 sizes its query tiles for the rows that one sequence could have if the others have one each.
+    So there are two rows or more per sequence: else a chunk would read its pages in small tiles.
     """
     largest = next((n for n in PREFILL_SEQUENCES if n > max_rows), PREFILL_SEQUENCES[-1])
     return [
@@ -251,8 +249,8 @@ def prefill_shapes(attention: AttentionBackend, max_rows: int) -> list[Shape]:
 
 
 def pad(batch: PagedBatch, shape: Shape, spare_page: int) -> PagedBatch:
-    """A batch filled up on the spare page, which nobody reads: with decodes of one token, or with
-    one prefill of all tokens that are missing and sequences of none."""
+    """A batch padded on the spare page: with decodes of one token, or with one prefill of all
+    missing tokens and sequences without new tokens."""
     missing = shape.sequences - len(batch.query_lens)
     queries = np.ones(missing, np.int32)
     if not shape.only_decodes:
@@ -286,8 +284,8 @@ class _Capture:
         self._side = torch.cuda.Stream(device)  # one for all: libraries keep memory for each
 
     def __call__(self, compute: Compute) -> Compute:
-        # Once outside of a graph, on another stream: libraries set themselves up in their first
-        # run. It writes what the replay will write again.
+        # Run once outside of a graph, on another stream: libraries initialise in their first run.
+        # It writes what the replay will write again.
         side, main = self._side, torch.cuda.current_stream()
         side.wait_stream(main)
         with torch.cuda.stream(side):

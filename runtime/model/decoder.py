@@ -1,9 +1,9 @@
 """The decoder loop: the forward pass of some families, operation by operation.
 
 transformers' layers are modules of many small operations, and importing them takes most of a start.
-Here is the one loop that Llama, Mistral, Qwen2 and Qwen3 have in common, over the weights of the
-checkpoint and a set of `Operations`. It refuses whatever it does not know for sure, and what it
-computes is held against `reference` as it is loaded; transformers' layers run in both cases.
+This is the loop that Llama, Mistral, Qwen2 and Qwen3 share, over the checkpoint's weights and a set
+of `Operations`. It refuses what it does not know for sure, and its logits are compared with
+`reference` at load; transformers' layers run if either fails.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Decoder(PagedModel):
         expected: torch.Tensor,
         weight: Callable[[str], torch.Tensor | Quantized],
     ) -> None:
-        """Compare the logits of a sequence that comes in chunks, the last of one token."""
+        """Compare the logits of a sequence in chunks, the last of one token."""
         pool, pages = self.allocate(4, 4), np.array([2, 0, 1], np.int32)
         got, done = [], 0
         for count in (len(tokens) - 3, 2, 1):

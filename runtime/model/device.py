@@ -69,7 +69,7 @@ def nvidia_driver() -> str | None:
 
 
 def driver_problem(driver: str) -> str:
-    """Why torch does not see the GPU of a driver."""
+    """Why torch does not see the GPU of this driver."""
     if torch.version.cuda is None:
         return (
             f"there is an NVIDIA driver ({driver}), but torch {torch.__version__} is built without "

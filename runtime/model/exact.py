@@ -1,16 +1,15 @@
-"""Exact mode: what may run in it, and whether this model does, on this machine.
+"""Exact mode: which models may run in it, and a check of this model on this machine.
 
-In exact mode the KV of a token, and its logits, are bit for bit those of its sequence computed
-alone, in one chunk, with nothing cached: a row's arithmetic depends on its own tokens only. What
-gives that:
+In exact mode a token's KV and logits are bit for bit those of its sequence computed alone, in one
+chunk, with nothing cached: a row's arithmetic depends only on its own tokens. The reasons are:
 
 - attention, RoPE and norms by the native kernels, in which a row is one chain of operations;
 - linear layers on packed weights, in which a row's sums have one order in any company;
 - in transformers' layers, activations that no row shares a vector in (`exact_layers.py` of
   `transformers_patches/`).
 
-So it holds by construction, but for what transformers' layers leave to torch, which promises
-nothing. Each load compares, too.
+So it holds by construction, except where transformers' layers use torch's operations, which promise
+nothing. Therefore each load compares, too.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ _PAGE_SIZE = 4
 _TOKENS = 24  # of a sequence that is compared
 _HIT = 14  # tokens of a hit that ends in mid-page
 
-# Passes over pages: (sequence, tokens) of each. 0 is the one that the others are compared with, 1
-# and 2 come in chunks, 3 goes on from a hit on 0, and of 4, a stranger, nothing is compared.
+# Forward passes: (sequence, tokens) of each part. The others are compared with sequence 0: 1 and 2
+# come in chunks, and 3 continues from a hit on 0. Sequence 4 is only company.
 _PASSES = (
     ((0, _TOKENS),),
     ((1, 1),),
@@ -46,7 +45,7 @@ _PASSES = (
 
 
 def require(device: torch.device, dtype: torch.dtype | Literal["auto"]) -> None:
-    """Refuse what nothing exact runs on.
+    """Refuse devices, dtypes and machines without an exact mode.
 
     Raises:
         InvalidRequest: another device than a CPU, or another dtype than float32 and bfloat16.
@@ -62,7 +61,7 @@ def require(device: torch.device, dtype: torch.dtype | Literal["auto"]) -> None:
 
 
 def describe() -> str:
-    """Whether there is an exact mode on this machine, and in which dtypes; or why there is none."""
+    """Whether this machine has an exact mode, and in which dtypes; or why not."""
     try:
         require(torch.device("cpu"), torch.float32)
     except ModelError as error:
@@ -87,7 +86,7 @@ def check(model: PagedModel) -> None:
 
 
 def _compare(model: PagedModel) -> str | None:
-    """What has other bits than alone, by its name; None if nothing."""
+    """The name of the first thing whose bits differ from those alone; None if all agree."""
     rng, length, size = np.random.default_rng(0), min(_TOKENS, model.max_context), _PAGE_SIZE
     tokens = rng.integers(0, model.vocab_size, (2, length))
     pages = -(-length // size)
@@ -122,7 +121,7 @@ def _compare(model: PagedModel) -> str | None:
 def _difference(
     pool: KVPool, slots: torch.Tensor, logits: list[dict[int, torch.Tensor]]
 ) -> str | None:
-    """What of sequences 1 to 3 is not as in sequence 0, by its name; the first thing."""
+    """The name of the first thing in sequences 1 to 3 that differs from sequence 0."""
     for number, layer in enumerate(pool.layers):
         for name, pages in zip(("keys", "values"), layer, strict=True):
             alone, *others = _bits(pages.flatten(0, 1)[slots])
@@ -136,5 +135,5 @@ def _difference(
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers as integers: zeros of two signs differ, and a NaN is equal to itself."""
+    """The numbers as integers: the two zeros differ, and a NaN equals itself."""
     return tensor.contiguous().view(torch.int32 if tensor.itemsize == 4 else torch.int16)

@@ -1,4 +1,4 @@
-"""The KV pool: the page tensors of all layers, and how many pages a memory budget buys."""
+"""The KV pool: the page tensors of all layers, and the number of pages for a memory budget."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 _CPU_LIMIT = 16 << 30
 _MOST_WASTE = 1 / 64
-"""What huge pages may add to KV memory on a CPU; without, a hit on 4,000 tokens took 8 % longer
-(measured, AMD EPYC)."""
+"""The share that huge pages may add to KV memory on a CPU; without them, a hit on 4,000 tokens took
+8 % longer (measured, AMD EPYC)."""
 _CUDA_MARGIN = 1 << 30  # for the activations of a step
 
 
 class LayerShape(NamedTuple):
-    """What one token keeps in one layer; of MLA a latent, and the rotated part of the key."""
+    """A token's KV in one layer; with MLA, a latent and the rotated part of the key."""
 
     heads: int
     key_dim: int
@@ -50,10 +50,9 @@ class KVPool:
         layers: pages of each layer, [num_pages + 1, page_size, heads, dim] each.
         page_size: tokens per page.
         num_pages: pages per layer; page p of every layer belongs to the same tokens.
-        device: where they are.
-        spare_page: the page after those, `num_pages`. It belongs to nobody: rows that only fill up
-            a batch write there.
-        states: of a recurrent model, in slots of their own.
+        device: the device of the pages.
+        spare_page: the page after those, `num_pages`, for rows that only pad a batch.
+        states: a recurrent model's states, in slots.
     """
 
     states: StatePool | None = None
@@ -108,7 +107,7 @@ class KVPool:
 
     @torch.inference_mode()
     def gather_pages(self, pages: NDArray[np.integer]) -> torch.Tensor:
-        """The same on a GPU."""
+        """`read_pages` on a GPU, into its memory."""
         at = send(pages, self.device).long()
         parts = [
             stack.index_select(1, at)
@@ -122,7 +121,7 @@ class KVPool:
 
     @torch.inference_mode()
     def write_pages(self, pages: NDArray[np.integer], rows: torch.Tensor) -> None:
-        """Make n pages what `read_pages` has returned."""
+        """Write rows of `read_pages` to n pages."""
         if self.device.type == "cpu":
             for page, row in self._side_by_side(pages, rows):
                 page[...] = row
@@ -138,8 +137,8 @@ class KVPool:
     def _side_by_side(
         self, pages: NDArray[np.integer], rows: torch.Tensor
     ) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
-        """Views of `pages`, on a CPU, and of their places in `rows`: [layers, bytes] each. One copy
-        of each takes a tenth of the time of torch's gather (measured)."""
+        """Views [layers, bytes] of `pages` on a CPU and of their places in `rows`. Copying each
+        takes a tenth of the time of torch's gather (measured)."""
         data, start = rows.numpy(), 0
         for stack in self._stacks.values():
             memory = stack.flatten(2).view(torch.uint8).numpy()
@@ -151,7 +150,7 @@ class KVPool:
 
 
 def host_rows(count: int, size: int) -> torch.Tensor:
-    """[count, size] uint8 on the host, with anything in it.
+    """[count, size] uint8 on the host, not initialised.
 
     numpy asks for huge pages, and torch does not: to fill 64 MiB from a file in memory takes 21 ms
     instead of 62 (measured in a virtual machine).
@@ -170,8 +169,8 @@ def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
 def count_pages(
     memory: int | str | None, page_bytes: int, device: torch.device, taken: int = 0
 ) -> int:
-    """Pages of `page_bytes` (all layers together) that `memory` holds; None means the default,
-    which leaves `taken` bytes of a GPU for other things.
+    """Pages of `page_bytes` (in all layers) that fit into `memory`; None is the default, which
+    leaves `taken` bytes of a GPU for other uses.
 
     Raises:
         InvalidRequest: `memory` is no amount of memory, is more than there is, or holds no page.
@@ -193,22 +192,22 @@ def count_pages(
 
 
 def default_memory(device: torch.device, taken: int = 0) -> int:
-    """Bytes for KV pages if nobody says: most of what a GPU has free besides what will be `taken`,
-    little of a CPU's, and half of what a container has left."""
+    """Default bytes for KV pages: most of a GPU's free memory without the `taken` bytes; on a CPU a
+    quarter of the free memory, at most 16 GiB and half of what a container has left."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading has used, and torch has kept
+        torch.cuda.empty_cache()  # torch keeps what loading has used
         free, _ = torch.cuda.mem_get_info(device)
         return max(0, int(0.9 * free) - _CUDA_MARGIN - taken)
     left = cgroups.memory_left()
-    least = [] if left is None else [left // 2]  # nobody else takes of that: page cache goes
+    least = [] if left is None else [left // 2]  # no other process takes from it
     return min(_CPU_LIMIT, free_memory() // 4, *least)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy's zeros are untouched pages of the operating system, torch's are written; and they are
-    # huge ones. Each layer writes its own: a few tokens would take megabytes of each.
+    # numpy's zeros are untouched pages of the operating system; torch's are written. They are huge
+    # pages, and each layer writes its own: a few tokens would take megabytes in each layer.
     count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     memory = np.zeros(count + HUGE, dtype=np.uint8)
     first = -memory.ctypes.data % HUGE

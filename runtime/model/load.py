@@ -1,4 +1,4 @@
-"""Loads a model: from a folder or the hub, onto a device, and through the gate."""
+"""Loads a model from a folder, a GGUF file or the hub, with the decoder loop or transformers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from radixcache.runtime.model.transformers_loading import call_transformers, loa
 _log = logging.getLogger("radixcache")
 
 _TRIED = {"torch": (2, 13), "transformers": (5, 24)}
-"""The newest that `make test-machines` has run with; pyproject.toml says so, too."""
+"""The newest versions that `make test-machines` has run with, as in pyproject.toml."""
 
 
 def load_model(
@@ -51,7 +51,7 @@ def load_model(
     exact: bool = False,
     max_model_len: int | None = None,
 ) -> PagedModel:
-    """Load a causal LM from a folder, a GGUF file or the Hugging Face hub; refuse what goes wrong.
+    """Load a causal LM from a folder, a GGUF file or the Hugging Face hub, if it runs right here.
 
     Code that comes with a checkpoint is never run.
 
@@ -60,8 +60,8 @@ def load_model(
             float32 on a CPU and the checkpoint's own elsewhere.
         device: a torch device; "auto" is CUDA where there is one.
         attention: the backend; None chooses the fastest that works.
-        exact: a row's bits depend on its own tokens only (see `exact.py`).
-        max_model_len: the most tokens of a sequence; None is what the config says.
+        exact: a row's bits depend only on its own tokens (see `exact.py`).
+        max_model_len: the most tokens of a sequence; None takes the config's.
 
     Raises:
         ModelError: there is no such model, or it cannot be loaded or trusted over pages; or it, or
@@ -98,7 +98,7 @@ def load_model(
 
 
 def warn_of_untried(versions: dict[str, str]) -> None:
-    """Log which libraries are newer than those that the tests have run with."""
+    """Warn of libraries that are newer than the tested ones."""
     for name, version in versions.items():
         tried = ".".join(map(str, _TRIED[name]))
         if tuple(map(int, re.findall(r"\d+", version)[:2])) > _TRIED[name]:
@@ -106,7 +106,7 @@ def warn_of_untried(versions: dict[str, str]) -> None:
 
 
 def _settings(name_or_path: str | Path, file: GGUFFile | None) -> dict[str, Any]:
-    """What config.json says, or a GGUF file in its place."""
+    """The settings of config.json, or of a GGUF file in its place."""
     if file is not None:
         try:
             return settings_of(file)
@@ -125,7 +125,7 @@ def _settings(name_or_path: str | Path, file: GGUFFile | None) -> dict[str, Any]
 
 
 def _unread(name_or_path: str | Path, reason: Unknown) -> ModelError:
-    """Of a GGUF file that the loop should run: transformers leaves out what it does not know."""
+    """For a GGUF file that only the loop may run: transformers ignores unknown settings."""
     return ModelError(f"the GGUF file {name_or_path} is not one that is understood: {reason}")
 
 
@@ -138,10 +138,10 @@ def _load_decoder(
     exact: bool = False,
     file: GGUFFile | None = None,
 ) -> PagedModel:
-    """A model that the decoder loop knows; nothing of transformers' layers is imported.
+    """A model that the decoder loop knows, without importing transformers' layers.
 
     Args:
-        file: the GGUF file that the model is, if the loop knows its architecture.
+        file: the model's GGUF file, if the loop knows its architecture.
 
     Raises:
         Unknown: the loop does not know the model, or is wrong about it.

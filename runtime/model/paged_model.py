@@ -1,7 +1,7 @@
-"""Models run over KV pages, one flat step at a time: what an engine knows of one.
+"""The interface of a model to an engine: it runs over KV pages, one flat step at a time.
 
-The step's tokens are rows with explicit positions, as if they were of one text. Only attention
-knows which sequence a row is of, and finds its keys by the step's page tables.
+The step's tokens are rows with explicit positions, as if they were one text. Only attention knows
+which sequence a row belongs to, and finds its keys by the step's page tables.
 """
 
 from __future__ import annotations
@@ -24,25 +24,24 @@ from radixcache.kernels.upload import send
 from radixcache.runtime.model.kv_pool import KVPool, LayerShape, bytes_per_token
 
 if TYPE_CHECKING:
-    from radixcache.runtime.model.parallel.workers import Ranks
     from radixcache.states import SequenceStates
 
 
 class Unread(NamedTuple):
-    """Tokens of a step that only the device knows yet: those of `rows` are `tokens` [n]."""
+    """Tokens of a step that only the device knows yet: `tokens` [n] belong in `rows`."""
 
     rows: list[int]
     tokens: torch.Tensor
 
     @classmethod
     def of(cls, places: list[tuple[int, int]], tokens: torch.Tensor) -> Unread:
-        """Rows of a step, each with the place of its token in `tokens` [R]."""
+        """From pairs of a step's row and the place of its token in `tokens` [R]."""
         rows, sources = map(list, zip(*places, strict=True))
         same = sources == list(range(len(tokens)))
         return cls(rows, tokens if same else tokens[send(sources, tokens.device)])
 
     def write(self, token_ids: torch.Tensor) -> None:
-        """Put them into the step's `token_ids` [T]."""
+        """Write them into the step's `token_ids` [T]."""
         if self.rows == list(range(len(self.rows))):
             token_ids[: len(self.rows)].copy_(self.tokens)
         else:
@@ -54,25 +53,23 @@ class PagedModel(ABC):
     """A causal LM over KV pages.
 
     Attributes:
-        model_type: the model's family, by transformers' name.
-        generation_config: how the model wants to be sampled.
-        attention: the backend that this model plans and runs: FlashInfer on a GPU where it works.
+        model_type: transformers' name of the model's family.
+        generation_config: the model's default sampling.
+        attention: the backend that plans this model's steps.
         dtype, device: of the weights and of the KV pages.
-        shapes: what a token keeps in each layer, for `KVPool`.
+        shapes: a token's KV in each layer, for `KVPool`.
         vocab_size: width of the logits.
         max_context: the most tokens that a sequence may have.
-        eos_token_ids: the tokens that end a text, by the model's generation config.
-        exact: whether a row's bits depend on its own tokens only; see `exact.py`.
-        ranks: the other processes, if each computes a part of the model.
+        eos_token_ids: the tokens that end a text, by the model's generation config, without those
+            outside its vocabulary.
+        exact: whether a row's bits depend only on its own tokens; see `exact.py`.
     """
 
-    ranks: Ranks | None = None
-
     bytes_per_state = 0
-    """What a recurrent model keeps of a sequence besides KV; 0 for any other."""
+    """Bytes of a recurrent model's state of a sequence; 0 for other models."""
 
     layers_by: str
-    """Whose code computes the layers, for whoever reads `placement`."""
+    """Whose code computes the layers, for `placement`."""
 
     def __init__(
         self,
@@ -90,7 +87,7 @@ class PagedModel(ABC):
         """
         Args:
             kinds: of all layers, in order.
-            eos_token_id: of the model's config, for a generation config that has none.
+            eos_token_id: the config's, for a generation config without one.
             attention: the backend; None chooses the fastest that works.
         """
         self.exact = exact
@@ -102,11 +99,31 @@ class PagedModel(ABC):
         self.max_context = max_context or 1 << 30
         eos = generation_config.eos_token_id
         eos = eos_token_id if eos is None else eos
-        self.eos_token_ids: list[int] = (
-            eos if isinstance(eos, list) else [] if eos is None else [eos]
-        )
-        if any(type(token) is not int for token in self.eos_token_ids):
+        ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if any(type(token) is not int for token in ends):
             raise ModelError(f"the tokens that end a text cannot be {eos!r}")
+        self.eos_token_ids = [token for token in ends if 0 <= token < vocab_size]
+
+    @property
+    def max_graph_rows(self) -> int:
+        """Sequences of a step that a CUDA graph may run; 0 if there are no graphs."""
+        return self.attention.max_fixed_rows
+
+    @property
+    def can_overlap(self) -> bool:
+        """Whether a step may be enqueued while the one before is computed."""
+        return self.device.type != "cpu"
+
+    @property
+    def alive(self) -> bool:
+        """Whether steps can be computed: of several processes, none has ended."""
+        return True
+
+    def stop(self) -> None:  # noqa: B027 - most are one process
+        """End the processes that compute a part of the model; a step under way fails."""
+
+    def close(self) -> None:  # noqa: B027
+        """`stop`, and give back what they took, once no step is under way; may be called again."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -115,7 +132,7 @@ class PagedModel(ABC):
 
     @property
     def placement(self) -> str:
-        """Where and with what the model runs, in one line."""
+        """One line: the model, its device, its layers and its attention."""
         place = str(self.device)
         if self.device.type == "cuda":
             place += f" ({torch.cuda.get_device_name(self.device)})"
@@ -147,7 +164,7 @@ class PagedModel(ABC):
         Args:
             token_ids: [T] the new tokens, in the order of `batch`.
             batch: the step's page tables.
-            logit_rows: [R] rows of the flat batch whose logits are wanted; may be empty.
+            logit_rows: [R] rows of the flat batch that give logits; may be empty.
             pool: the pages that `batch` numbers.
             states: of a recurrent model, for each sequence of `batch`.
             unread: those of `token_ids` that only the device knows.
@@ -164,20 +181,20 @@ class PagedModel(ABC):
     def _with_states(
         self, batch: PagedBatch, states: Sequence[SequenceStates], pool: KVPool
     ) -> AbstractContextManager[None]:
-        """In which the recurrent layers of a step run."""
+        """The context in which the recurrent layers of a step run."""
         return nullcontext()
 
     @torch.inference_mode()
     def compute(
         self, pool: KVPool, plan: AttentionPlan, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`forward` once the step is planned: token ids, positions and logit rows are the plan's
-        arrays; into `out`."""
+        """`forward` of a planned step, whose arrays are token ids, positions and logit rows; the
+        logits go into `out` if it is given."""
         logits = self._logits(pool, plan)
         return logits.float() if out is None else out.copy_(logits)
 
     def threads(self) -> AbstractContextManager[None]:
-        """What a thread that runs many steps runs them in: on which threads torch computes."""
+        """The context for a thread that runs steps: it sets the threads that torch uses."""
         return nullcontext()
 
     @abstractmethod

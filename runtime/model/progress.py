@@ -1,4 +1,4 @@
-"""How far a model is loaded: said where it is loaded, heard by whoever shows it."""
+"""Reports the progress of loading a model to those that show it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TypeVar
 T = TypeVar("T")
 
 Watcher = Callable[[str, float | None], object]
-"""Called with what is done now, and the share of the load that is behind; None if unknown."""
+"""Called with the current stage, and the share of it that is done; None if unknown."""
 
 _watchers: ContextVar[tuple[Watcher, ...]] = ContextVar("watchers", default=())
 
 
 @contextmanager
 def watch(watcher: Watcher) -> Iterator[None]:
-    """Let `watcher` hear of what is loaded within this block, beside those who hear it already."""
+    """Call `watcher`, besides earlier ones, for what is loaded within this block."""
     token = _watchers.set((*_watchers.get(), watcher))
     try:
         yield
@@ -26,13 +26,13 @@ def watch(watcher: Watcher) -> Iterator[None]:
 
 
 def report(stage: str, share: float | None = None) -> None:
-    """Say what is done now."""
+    """Report the current stage."""
     for watcher in _watchers.get():
         watcher(stage, share)
 
 
 def track(items: Sequence[T], stage: str) -> Iterator[T]:
-    """The items, and before each how many are behind; what follows the last counts as one more."""
+    """Yield the items, and report progress; the work after the last counts as one more."""
     for done, item in enumerate(items):
         report(stage, done / (len(items) + 1))
         yield item

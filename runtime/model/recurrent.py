@@ -1,10 +1,10 @@
 """Recurrent layers of transformers over numbered state slots.
 
-Every such layer (gated delta net, KDA, Mamba, short convolution) speaks to its cache by the same
-few methods, which `_States` answers out of the slots of some sequences of a step. Attention, MLPs
-and norms run over the flat step as a whole; a recurrent layer must not see one sequence behind
-another, so it runs once for all decodes and once for each other sequence. Where a state is to be
-kept in the middle of a sequence's new tokens, the recurrent layer alone is cut there.
+All these layers (gated delta net, KDA, Mamba, short convolution) call the same few methods of their
+cache; `_States` implements them over the slots of a step's sequences. Attention, MLPs and norms run
+over the flat step as a whole. A recurrent layer must not carry one sequence's state into another,
+so it runs once for all decodes and once for each other sequence. Where a state is to be kept in the
+middle of a sequence's new tokens, only the recurrent layer is cut there.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from transformers import DynamicCache, PreTrainedModel
 from radixcache.states import SequenceStates
 
 _CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
-"""What transformers calls it: the first since 5.24, before then the others."""
+"""Names of a layer's cache argument in transformers: the first since 5.24, the others before."""
 
 _DROPPED = (*_CACHE_ARGUMENTS, "attention_mask", "position_ids")
 
 _Name = tuple[str, int, int]
-"""Which state: "conv" or "recurrent", of which layer, and which of the layer's."""
+"""A state: "conv" or "recurrent", the layer's number, and the state's number in the layer."""
 
 StateShapes = dict[_Name, tuple[tuple[int, ...], torch.dtype]]
 
@@ -68,7 +68,7 @@ def recurrent_step(
     states: Sequence[SequenceStates],
     pool: StatePool,
 ) -> Iterator[None]:
-    """In which a model's forward pass is this step's."""
+    """Makes the recurrent layers of a forward pass inside run this step."""
     token = _step.set(_Step(qo_indptr, num_decodes, states, pool))
     try:
         yield
@@ -77,7 +77,7 @@ def recurrent_step(
 
 
 class _States:
-    """A layer's cache as transformers sees it: its states of some sequences, out of their slots."""
+    """A layer's cache for transformers: the states of some sequences, read from their slots."""
 
     def __init__(
         self, tensors: dict[_Name, torch.Tensor], states: Sequence[SequenceStates]
@@ -119,7 +119,7 @@ class _States:
 
 
 def replace_recurrent_layers(model: PreTrainedModel) -> int:
-    """Let each recurrent layer run by `recurrent_step`; returns how many there are."""
+    """Make each recurrent layer run within `recurrent_step`; returns their number."""
     count = 0
     for module in model.modules():
         layer = getattr(module, "layer_idx", None)
@@ -137,7 +137,7 @@ def _cache_argument(module: torch.nn.Module) -> str:
 
 
 def _over_slots(forward: Callable[..., Any], cache: str, layer: int) -> Callable[..., Any]:
-    """A layer's forward over a flat step, [1, T, hidden]; without a step as ever."""
+    """A layer's forward over a flat step [1, T, hidden]; outside of a step, unchanged."""
 
     def over_slots(hidden_states: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         step = _step.get()
@@ -174,7 +174,7 @@ def _over_slots(forward: Callable[..., Any], cache: str, layer: int) -> Callable
 
 @torch.inference_mode()
 def find_states(model: PreTrainedModel) -> StateShapes:
-    """What a sequence keeps in each recurrent layer, by a run of two tokens with a cache."""
+    """A sequence's states in each recurrent layer, found by running two tokens with a cache."""
     cache = DynamicCache(config=model.config)
     two = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     model(input_ids=two, use_cache=True, **{_cache_argument(model): cache})

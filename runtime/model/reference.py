@@ -28,9 +28,9 @@ def rounded_logits(
     weight: Callable[[str], Weight],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """[T, vocab_size] float32 logits, if what goes from layer to layer is rounded to `dtype`.
+    """[T, vocab_size] float32 logits, with the hidden states between layers rounded to `dtype`.
 
-    So far from those of `run_layer` alone are the logits of a loop that rounds nothing else.
+    Their distance from those of `run_layer` alone is that of a loop that rounds nothing else.
     """
     embedding = weight("model.embed_tokens.weight")
     hidden = rows(embedding, tokens)
@@ -75,7 +75,7 @@ def rms_norm(x: torch.Tensor, weight: Weight, eps: float) -> torch.Tensor:
 
 
 def product(x: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """[T, out]; in parts, so that no head of 128,000 rows is there in float32 as well."""
+    """[T, out]; in parts, so that a head of 128,000 rows is never held whole in float32."""
     if isinstance(weight, Quantized):
         return x @ weight.dense().T
     return torch.cat([x @ part.float().T for part in weight.split(_PART)], 1)

@@ -1,9 +1,9 @@
 """RoPE whose frequencies depend on the length: fixed by the length that the user allows.
 
-transformers computes such frequencies anew by the longest position of a batch, so that a key would
-be turned otherwise than the ones that are cached. Up to a length of the config's they never change.
-Who wants longer sequences says so, and has the frequencies of long ones for all, from the start
-(as vLLM's `max_model_len` and llama.cpp's context size decide).
+transformers computes such frequencies from the longest position of a batch, so that a new key would
+be rotated differently from the cached ones. Up to a length in the config they never change. A user
+who wants longer sequences sets `max_model_len`, and all sequences get the frequencies of long ones
+from the start (as with vLLM's `max_model_len` and llama.cpp's context size).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def fix_frequencies(model: PreTrainedModel, max_model_len: int | None) -> int | 
 
 
 def _kind_of(text: PreTrainedConfig) -> tuple[str | None, int]:
-    """Which of `KINDS`, if any, and up to which length its frequencies are the first ones."""
+    """The kind of `KINDS`, if any, and the length up to which its frequencies do not change."""
     parameters = getattr(text, "rope_parameters", None) or {}
     kind = parameters.get("rope_type")
     if kind not in KINDS:

@@ -1,4 +1,4 @@
-"""Memory, of the operating system: how much there is, huge pages, and giving back what is free.
+"""The operating system's memory: its size, huge pages, and returning what is free.
 
 A forward pass over one token reads every weight once, from hundreds of megabytes of pages of 4 KiB:
 looking up where those pages are takes an eighth of the time (measured on x86-64).
@@ -16,7 +16,7 @@ from typing import Any
 from radixcache.runtime.model import cgroups
 
 HUGE = 2 << 20
-_COLLAPSE = 25  # MADV_COLLAPSE, from Linux 6.1; before, the kernel's own time comes
+_COLLAPSE = 25  # MADV_COLLAPSE, from Linux 6.1; older kernels do it in their own time
 
 
 def use_huge_pages(blocks: Iterable[tuple[int, int]]) -> int:
@@ -39,7 +39,7 @@ def use_huge_pages(blocks: Iterable[tuple[int, int]]) -> int:
 
 
 def use_small_pages(address: int, size: int) -> None:
-    """Ask for none but small pages in a block of memory that nothing has been written to yet."""
+    """Ask for small pages only, in a block of memory that is not written to yet."""
     if sys.platform == "linux" and hasattr(mmap, "MADV_NOHUGEPAGE"):
         first, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, address + size
         _madvise()(first, (end - first) // mmap.PAGESIZE * mmap.PAGESIZE, mmap.MADV_NOHUGEPAGE)
@@ -61,12 +61,12 @@ def resident_bytes() -> int:
 
 
 def total_memory() -> int:
-    """Bytes of memory that this process can have at most: the machine's, or its container's."""
+    """The most memory that this process can have, in bytes: the machine's, or its container's."""
     return min(machine_memory(), cgroups.memory_limit() or sys.maxsize)
 
 
 def free_memory() -> int:
-    """Bytes of the machine's memory that nobody uses."""
+    """Bytes of the machine's memory that are available."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             for line in lines:

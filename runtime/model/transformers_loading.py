@@ -50,7 +50,7 @@ def load_transformers(
 
     Args:
         ranks: the processes of this group, each of which loads its shard at the same time.
-        make: what to make of transformers' model; None is a `TransformersModel`.
+        make: wraps transformers' model; None is `TransformersModel`.
 
     Raises:
         ModelError: as `load_model`.
@@ -142,8 +142,8 @@ def _patch(model: PreTrainedModel, exact: bool, ranks: int, latents: bool) -> bo
 
 
 def _auto_class(config: PreTrainedConfig) -> Any:
-    """What of transformers loads a config: a causal LM, or one that takes images, too, which here
-    is given texts alone (Mistral 3, Qwen-VL, InternVL, ...)."""
+    """transformers' class for a config: a causal LM, or a model that also takes images, which gets
+    texts only here (Mistral 3, Qwen-VL, InternVL, ...)."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto import modeling_auto
 
@@ -153,7 +153,7 @@ def _auto_class(config: PreTrainedConfig) -> Any:
 
 
 def load_config(name_or_path: str | Path) -> PreTrainedConfig:
-    """transformers' config of a model that the gate lets pass, before its weights are read."""
+    """transformers' config of a model, checked before its weights are read."""
     from transformers import AutoConfig
 
     config: PreTrainedConfig = call_transformers(name_or_path, AutoConfig.from_pretrained)
@@ -162,17 +162,17 @@ def load_config(name_or_path: str | Path) -> PreTrainedConfig:
 
 
 def call_transformers(name_or_path: str | Path, read: Callable[..., Any]) -> Any:
-    """`read(name_or_path)`, with what transformers raises said in one sentence.
+    """`read(name_or_path)`, whose errors become one sentence.
 
-    The generation config is read with the model, under the same `trust_remote_code`. If it were not
-    said, standard input would be asked.
+    Without `trust_remote_code`, which also holds for the generation config, transformers would ask
+    on standard input.
     """
     source, gguf = split_gguf(str(name_or_path))
     try:
         return read(source, trust_remote_code=False, **gguf)
     except Exception as error:
         reason = first_sentence(error)
-        # What transformers does not find is an OSError; so is a model that must be asked for first.
+        # transformers raises OSError for a missing model, and for one that needs a licence.
         absent = isinstance(error, OSError) and "gated repo" not in reason
         if absent and not Path(source).is_dir():
             raise ModelError(

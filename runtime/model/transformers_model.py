@@ -1,9 +1,9 @@
 """Any causal LM of transformers over KV pages, with transformers' own layers.
 
-There is no modelling code here. transformers lets a model's attention be replaced by a registered
-function; ours hands each layer's query, key and value to an `AttentionBackend`, which writes the
-new K/V into the pages and attends over them. The rest of the model sees one sequence of all the
-step's tokens with explicit positions, and works row by row.
+There is no modelling code here. transformers calls a registered attention function; ours passes
+each layer's query, key and value to the step's `AttentionPlan`, which writes the new K/V into the
+pages and attends over them. The rest of the model sees one sequence of all the step's tokens with
+explicit positions, and works row by row.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from radixcache.runtime.model.transformers_patches.mla import AbsorbedProjection
 from radixcache.states import SequenceStates
 
 IMPLEMENTATION = "radixcache"
-"""Our attention, by the name that transformers has for it."""
+"""The name under which our attention is registered in transformers."""
 
 # The function that serves the attention calls of the forward pass under way. A context variable,
 # because keyword arguments of the model's forward do not reach the layers of every model.
@@ -73,7 +73,7 @@ def _attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in every layer: [1, heads, T, dim] in, [1, T, heads, dim] out."""
+    """Called by transformers in every layer: [1, heads, T, dim] in, [1, T, heads, dim] out."""
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
     projection = getattr(module, "kv_b_proj", None)
     absorbed = projection if isinstance(projection, AbsorbedProjection) else None
@@ -120,7 +120,7 @@ class TransformersModel(PagedModel):
         """Take over `model`, whose attention is replaced.
 
         Args:
-            max_model_len: tokens of a sequence, which may decide RoPE's frequencies.
+            max_model_len: the most tokens of a sequence; RoPE's frequencies may depend on it.
 
         Raises:
             ModelError: it would be wrong over pages.
@@ -150,7 +150,7 @@ class TransformersModel(PagedModel):
         )
 
     def threads(self) -> AbstractContextManager[None]:
-        """Recurrent layers are torch's own operations, which take all threads in a prefill."""
+        """Recurrent layers are torch operations, which need all threads in a prefill."""
         is_packed = isinstance(self.attention, NativeBackend) and not self.bytes_per_state
         return quiet_torch() if is_packed else nullcontext()
 
@@ -166,7 +166,7 @@ class TransformersModel(PagedModel):
             return self._run(*plan.arrays)
 
     def _prepare_recurrent(self) -> None:
-        """Let the recurrent layers run over slots."""
+        """Make the recurrent layers run over slots."""
         model_type = self.config.model_type
         try:
             self._state_shapes = find_states(self._model)

@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 VERIFIED = frozenset({"gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3"})
 
 _MOST_ROUNDING = 0.25
-"""How far logits in 16 bits may be off, as a share of their range, if those in float32 are right:
-beyond, whoever wants the model wants another dtype."""
+"""The largest error of logits in 16 bits, as a share of their range, if those in float32 are right;
+beyond, the model needs another dtype."""
 
 
 def check_logits(model: TransformersModel, again: Callable[[], object] | None = None) -> None:
-    """Refuse a model whose logits over pages differ from those of the stock attention.
+    """Refuse a model whose logits over pages differ from those of transformers' attention.
 
-    Two short random sequences run in chunks, together and alone, then token by token. Of a
-    recurrent model, a state of the first is kept in the middle of a chunk, and gone on from.
+    Two short random sequences run in chunks, together and alone, then token by token. For a
+    recurrent model, a state of the first is kept in the middle of a chunk and continued from.
 
     Args:
-        again: loads the model in float32, and raises what this does. That counts where 16 bits are
-            off by no more than deep models round.
+        again: loads and checks the model in float32; its result decides where logits in 16 bits
+            are off by no more than deep models round.
 
     Raises:
         ModelError: the logits differ by more than rounding.

@@ -1,1 +1,1 @@
-"""How the next token is chosen: parameters, logits processors, grammars, the sampler."""
+"""What a request asks of its tokens: parameters, penalties, grammars, log-probabilities."""

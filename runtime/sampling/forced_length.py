@@ -1,7 +1,7 @@
-"""How long a text a grammar can force: what must come where there is no choice.
+"""Bounds how much text a grammar can force where it leaves no choice.
 
 llguidance finds forced text in one call, to its end, and tokenises all of it: a megabyte stops the
-engine for seconds. So where a grammar may force more than a little, its tokens come one by one.
+engine for seconds. So a grammar that may force more than a little yields its tokens one by one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import inf, prod
 from typing import Any
 
 MAX_FORCED_BYTES = 8192
-"""That may be forced at once: 10 ms for llguidance (measured)."""
+"""Characters that may be forced at once: 10 ms for llguidance (measured)."""
 
 _ANNOTATIONS = {"$defs", "definitions", "description", "title", "examples", "default", "$comment"}
 _BY_NAME = ("properties", "patternProperties", "dependentSchemas")
@@ -26,8 +26,8 @@ _NAMES = re.compile(r"[A-Za-z_][\w-]*")
 def forced_length(kind: str, text: str) -> float:
     """A bound on the characters that the grammar forces anywhere; infinity if none is known.
 
-    It is that of the whole grammar written out, each part as often as it must come. A recursive
-    grammar has none, since the ends of its parts may follow each other in any number.
+    It is the length of the whole grammar written out, each part as often as it must come. A
+    recursive grammar has no bound, since the ends of its parts may follow each other in any number.
 
     Args:
         kind: as in `StructuredOutputsParams`.
@@ -49,12 +49,12 @@ def forced_length(kind: str, text: str) -> float:
 
 
 def _times(text: str) -> float:
-    """How often the parts of a pattern or a rule may have to come, by the numbers in it."""
+    """How often the parts of a pattern or a rule may be required, by the numbers in it."""
     return prod(max(1, min(int(number), 10**9)) for number in re.findall(r"[{~]\s*(\d+)", text))
 
 
 def _of_schema(schema: Any, root: Any, known: dict[str, float]) -> float:
-    """`known` are the schemas that are referred to; infinite while they are looked at."""
+    """`known` are the schemas referred to; infinite while they are being bounded."""
     if isinstance(schema, list):
         return sum(_of_schema(one, root, known) for one in schema)
     if not isinstance(schema, dict):
@@ -88,7 +88,7 @@ def _of_schema(schema: Any, root: Any, known: dict[str, float]) -> float:
 
 
 def _texts(options: Any) -> list[str]:
-    """Those that must come: white space may always be left out."""
+    """The required characters: white space may always be left out."""
     values = options.items() if isinstance(options, dict) else ()
     return [text for key, text in values if isinstance(text, str) and key != "whitespace_pattern"]
 
@@ -123,13 +123,13 @@ def _of_rules(grammar: str) -> float:
 
 def _of_rule(name: str, bodies: dict[str, str], known: dict[str, float]) -> float:
     if name not in known:
-        known[name] = inf  # while it is looked at
+        known[name] = inf  # while it is being bounded
         body, total = bodies[name], 0.0
         if "%json" in body:
             body, _, text = body.partition("%json")
             schema, end = json.JSONDecoder().raw_decode(text.lstrip())
             total, body = _of_schema(schema, schema, {}), body + text.lstrip()[end:]
-        if "%" in body:  # what is not known here
+        if "%" in body:  # a directive that is not known here
             return inf
         parts = body.split("|") if re.fullmatch(r"[\w\s|-]*", body) else [body]
         used = [[one for one in _NAMES.findall(part) if one in bodies] for part in parts]

@@ -1,8 +1,8 @@
-"""Keeps answers in the form that was asked for, by llguidance.
+"""Keeps answers in the requested form, by llguidance.
 
-A grammar is compiled once, by whichever thread asks first. Each sequence follows it with a matcher
-of its own, which says what tokens may come next, and which must: those are given to the next step
-all at once instead of one a step.
+A grammar is compiled once, by the first thread that needs it. Each sequence follows it with a
+matcher of its own, which yields the tokens that may come next and the forced ones: the next step
+computes all forced tokens at once instead of one a step.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from radixcache.runtime.sampling.grammar_compiler import (
 from radixcache.runtime.sampling.structured_outputs import StructuredOutputsParams
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # nobody imports it before somebody asks for a structure
+if TYPE_CHECKING:  # imported when the first structure is requested
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_GRAMMARS = 256
-"""That are kept, those that do not compile among them; the least recently used are dropped."""
+"""Grammars kept, those that do not compile included; the least recently used are dropped."""
 
 MAX_KEPT_BYTES = 64 << 20
-"""Of all that are kept."""
+"""Bytes of all kept grammars."""
 
 PATIENCE = 10.0
-"""Seconds that a thread waits for one of them."""
+"""Seconds that a thread waits for a free compiler."""
 
 MAX_FORCED_TOKENS = 256
-"""That a sequence is given in one step."""
+"""Tokens forced on a sequence in one step at most."""
 
 T = TypeVar("T")
 
@@ -57,13 +57,13 @@ _STACK_SIZE = Lock()
 
 
 class GrammarError(Exception):
-    """A matcher has refused a token, or has met a limit: the sequence cannot go on."""
+    """A matcher refused a token or met a limit: the sequence cannot go on."""
 
 
 class _State(NamedTuple):
     matcher: LLMatcher
     read: int
-    """Generated tokens that are looked at."""
+    """Generated tokens that are searched."""
     begun: bool
 
 
@@ -128,7 +128,7 @@ class Grammar:
         """The matcher behind the tokens `generated`; None if the grammar has not begun.
 
         Raises:
-            GuideBroken: they are not of the grammar, or it is too complex.
+            GrammarError: they are not of the grammar, or it is too complex.
         """
         state = self._state
         if state is not None and state.read == len(generated):
@@ -143,29 +143,30 @@ class Grammar:
         new = generated[read:].tolist()
         if new and (matcher.try_consume_tokens(new) < len(new) or matcher.is_error()):
             reason = first_part(matcher.get_error()) or f"one of the tokens {new} is not of it"
+            reason = reason.replace("NoExtensionBias", "nothing that goes on from here has an end")
             raise GrammarError(f"the structure cannot be followed: {reason}")
         self._state = _State(matcher, len(generated), begun)
         return matcher if begun else None
 
     def _is_behind(self, generated: Tokens) -> bool:
-        """Whether the last token has brought the end of `after`."""
+        """Whether the last token completes `after`."""
         assert self._after is not None
         last = generated[-len(self._after.encode()) :].tolist()  # each is one byte at least
         return self._after in self._decode(last)
 
     def is_complete(self, generated: Tokens) -> bool:
-        """Whether nothing can come after `generated`; raises what `follow` does."""
+        """Whether no token can follow `generated`; raises as `follow` does."""
         matcher = self.follow(generated)
         return matcher is not None and matcher.is_stopped()
 
     def may_end(self, generated: Tokens) -> bool:
-        """Whether `generated` is in the form already."""
+        """Whether the answer may end after `generated`."""
         matcher = self.follow(generated)
         return matcher is not None and matcher.is_accepting()
 
     def count_allowed(self, generated: Tokens, draft: Tokens) -> int:
-        """How many tokens of `draft` may come after `generated`; of a grammar that has not begun,
-        those before it begins."""
+        """How many tokens of `draft` may follow `generated`; before the grammar begins, those up to
+        its beginning."""
         matcher = self.follow(generated)
         if matcher is not None:
             tokens: list[int] = draft[: matcher.validate_tokens(draft.tolist())].tolist()
@@ -197,7 +198,7 @@ class Grammar:
         return True
 
     def forced(self, generated: Tokens) -> list[int]:
-        """The tokens that must follow `generated`, as far as there is no choice, or a number."""
+        """The tokens forced to follow `generated`, up to a choice or a limit."""
         matcher = self.follow(generated)
         return [] if matcher is None else matcher.compute_ff_tokens()[:MAX_FORCED_TOKENS]
 
@@ -210,12 +211,12 @@ def mask(
 ) -> torch.Tensor:
     """A copy of `logits` [R, vocab] with minus infinity for what must not come.
 
-    On a GPU the masks are made while it still computes the logits.
+    A GPU still computes the logits while the masks are made.
 
     Args:
-        rows: those that have a grammar.
-        bits: for each of them, what `Grammar.fill_masks` says.
-        forbidden: for each of them, tokens that must not come either.
+        rows: the rows with a grammar.
+        bits: for each of them, the mask of `Grammar.fill_masks`.
+        forbidden: for each of them, further forbidden tokens.
     """
     vocab = logits.shape[1]
     refused = np.unpackbits(~bits.view(np.uint8), axis=1, count=vocab, bitorder="little")
@@ -230,7 +231,7 @@ def mask(
 
 
 class CompiledGrammar:
-    """A compiled one: the matcher before the first token, to be copied."""
+    """A compiled grammar: the matcher before the first token, to be copied."""
 
     def __init__(self, matcher: LLMatcher, num_bytes: int) -> None:
         self.matcher = matcher
@@ -241,9 +242,9 @@ class GrammarBackend:
     """Compiles structures for one model; for any number of threads.
 
     Args:
-        tokenizer: of the model; without one of the tokenizers library nothing can be compiled.
+        tokenizer: the model's; only those of the tokenizers library can compile grammars.
         vocab_size: width of the logits.
-        end_tokens: the model's own.
+        end_tokens: the model's end tokens.
     """
 
     def __init__(
@@ -254,13 +255,13 @@ class GrammarBackend:
         self._end_tokens = [*end_tokens]
         self._vocabulary: tuple[Vocabulary, LLTokenizer, LineBreaks] | None = None
         self._compiled: OrderedDict[tuple[str, str], CompiledGrammar | str] = OrderedDict()
-        """The sentence for one that does not compile, so that it is tried once."""
+        """The error of each grammar that does not compile, so that it is tried once."""
         self._in_use: WeakValueDictionary[tuple[str, str], CompiledGrammar] = WeakValueDictionary()
         self._making = Lock()
         self._compilers = Semaphore(MAX_COMPILERS)
 
     def grammar(self, structured: StructuredOutputsParams) -> Grammar:
-        """A grammar for one sequence; compiles what is not compiled yet."""
+        """A grammar for one sequence, compiled if it is not yet."""
         grammar = self.compile(structured)
         assert self._tokenizer is not None
         tokenizer = self._tokenizer
@@ -270,7 +271,7 @@ class GrammarBackend:
         return Grammar(grammar.matcher, structured.after, decode, breaks if is_json else None)
 
     def find(self, structured: StructuredOutputsParams) -> CompiledGrammar | None:
-        """What `compile` gives, if it is there already.
+        """The compiled grammar, if there is one already.
 
         Raises:
             InvalidRequest: it is known not to compile.
@@ -285,7 +286,7 @@ class GrammarBackend:
         return found
 
     def compile(self, structured: StructuredOutputsParams) -> CompiledGrammar:
-        """The grammar of a structure; as long as somebody has it, it is found at once.
+        """The compiled grammar of a structure; while a caller holds it, `find` returns it at once.
 
         Raises:
             InvalidRequest: it does not compile, and why; or the model's tokenizer cannot say what
@@ -352,7 +353,7 @@ class GrammarBackend:
 
 
 def _in_deep_stack(function: Callable[[], T]) -> T:
-    """What `function` gives on a thread with a large stack."""
+    """Run `function` on a thread with a large stack."""
     future: Future[T] = Future()
 
     def run() -> None:

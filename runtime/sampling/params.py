@@ -1,4 +1,4 @@
-"""How the next token is chosen: parameters only, importable without torch."""
+"""The sampling parameters of a request; importable without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from radixcache.runtime.config.flags import setting
 from radixcache.runtime.sampling.structured_outputs import StructuredOutputsParams
 
 MAX_PROMPT_LOGPROBS = 20
-"""Likeliest tokens that can be asked for at each position of a prompt."""
+"""Likeliest tokens that a request may ask for at each position of a prompt."""
 
 
 def _is_int(value: object) -> bool:
@@ -57,7 +57,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "StructuredOutputsParams, as by StructuredOutputsParams.json(...)",
     ),
 }
-"""What a field of `SamplingParams` of each type takes; where the type says so, None besides."""
+"""The values that each type of field takes, None besides where the type says so."""
 
 _RANGES = [
     ("temperature", 0, 1e308, "at least 0 and finite"),
@@ -74,9 +74,9 @@ _RANGES = [
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling of one request; the names mean what they mean in vLLM.
+    """Sampling of one request; the names have vLLM's meanings.
 
-    Log-probabilities are those of the model, before penalties, biases and what is forbidden.
+    Log-probabilities are the model's, before penalties, biases and forbidden tokens.
 
     Attributes:
         temperature: 0 is greedy.
@@ -103,9 +103,9 @@ class SamplingParams:
         bad_words: strings that are not generated: the last token of each is forbidden where the
             others have just come, whether the word begins a text or follows a space.
         allowed_token_ids: the only tokens that are generated.
-        min_tokens: so many tokens come before an end token, a stop token or a stop string counts.
-        include_stop_str_in_output: the text ends with what stopped it, not before.
-        skip_special_tokens: the text is without them.
+        min_tokens: end tokens, stop tokens and stop strings count only after so many tokens.
+        include_stop_str_in_output: the text includes the stop string.
+        skip_special_tokens: leave special tokens out of the text.
         structured_outputs: the form that the text must have; None leaves it free.
     """
 
@@ -160,7 +160,7 @@ class SamplingParams:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     def describe(self) -> str:
-        """How tokens are chosen, in a few words.
+        """Describes the sampling in a few words.
 
         >>> SamplingParams(temperature=0).describe(), SamplingParams(top_p=0.9).describe()
         ('temperature 0 (greedy)', 'temperature 1, top_p 0.9')
@@ -183,7 +183,7 @@ def _require(holds: object, name: str, rule: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class SamplingArgs:
-    """What the command line, or a server's settings, say of every request that does not."""
+    """Defaults from the command line or a server's settings, for requests without their own."""
 
     max_tokens: int | None = setting(
         None,

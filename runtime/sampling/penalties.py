@@ -1,4 +1,4 @@
-"""What a request wants changed in the logits before a token is chosen, with vLLM's meanings."""
+"""The changes that a request makes to logits before sampling, with vLLM's meanings."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ NOTHING_LEFT = (
 
 
 class PenaltyState:
-    """What one request asks for, in the model's token ids.
+    """The penalties of one request, in the model's token ids.
 
     Args:
-        end_tokens: the model's own.
+        end_tokens: the model's end tokens.
         encode: text to token ids, without special tokens; None if there is no tokenizer.
 
     Raises:
-        InvalidRequest: it names tokens that the model does not have, or words without a tokenizer.
+        InvalidRequest: it lists tokens that the model does not have, or words without a tokenizer.
     """
 
     def __init__(
@@ -54,8 +54,7 @@ class PenaltyState:
                 )
         self._bias = np.array([*bias], np.int64), np.array([*bias.values()], np.float32)
         self.allowed = np.array([*(params.allowed_token_ids or ())], np.int64)
-        ends = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else end_tokens)}
-        self._ends = [token for token in ends if 0 <= token < vocab_size]
+        self._ends = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else end_tokens)}
         self._bad_words = _sequences(params.bad_words or (), vocab_size, encode)
         self._longest = max(map(len, self._bad_words), default=1)
         self.any = bool(
@@ -65,10 +64,10 @@ class PenaltyState:
     def biases(
         self, generated: Tokens, count: int
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Token ids, and what is added to their logits: minus infinity to what must not come next.
+        """Token ids and what to add to their logits: minus infinity for forbidden ones.
 
         Args:
-            generated: what was generated, `count` tokens.
+            generated: the generated tokens, `count` of them.
         """
         tail = generated[-self._longest :].tolist()
         forbidden = [
@@ -87,7 +86,7 @@ class PenaltyState:
 def _sequences(
     words: Iterable[str], vocab_size: int, encode: Callable[[str], list[int]] | None
 ) -> list[list[int]]:
-    """The token sequences that words are, at the beginning of a text and after a space."""
+    """The token sequences of words, at the beginning of a text and after a space."""
     found = []
     for word in words:
         if encode is None:

@@ -1,11 +1,10 @@
 """Log-probabilities of prompt tokens, remembered by prefix.
 
-Cached KV says nothing of logits: what a prompt hits must be computed again if it is to be scored.
-vLLM ignores its cache for such requests, SGLang computes again what it hits. Here the scores are
-remembered, too: a prompt is computed from the end of its hit or of its scored prefix, whichever
-comes first. Cached tokens before that point cost nothing. Those after it are computed in place, in
-the pages that the lease holds anyway: the same tokens after the same prefix write the same KV, up
-to rounding.
+Cached KV does not give logits: to score a prompt, its hit must be computed again. vLLM ignores its
+cache for such requests, SGLang computes the hit again. Here the scores are remembered, too: a
+prompt is computed from the end of its hit or of its scored prefix, whichever comes first. Cached
+tokens before that point cost nothing. Those after it are computed in place, in the lease's own
+pages: the same tokens after the same prefix write the same KV, up to rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from radixcache.radix import RadixCache
 from radixcache.runtime.sampling.params import MAX_PROMPT_LOGPROBS
 
 Scores = NDArray[np.void]
-"""[T, 1 + k] of `SCORE`: each token itself, then the k likeliest in its place, likeliest first."""
+"""[T, 1 + k] of `SCORE`: the token itself, then the k likeliest in its place, likeliest first."""
 
 SCORE = np.dtype([("token", np.int32), ("logprob", np.float32)])
 
@@ -32,20 +31,19 @@ REMEMBERED_TOKENS = 1 << 16
 """Scored tokens that an engine remembers: 168 bytes each, so 11 MB at most."""
 
 LOGITS_BYTES = 1 << 28
-"""Of float32 logits that a step may compute for prompt tokens: 524 rows of 128,000 tokens."""
+"""Bytes of float32 logits that a step may compute for prompts: 524 rows of 128,000 tokens."""
 
 _SLICE_BYTES = 1 << 25  # of float32 logits that are reduced at a time
 
 
 class ScoredPrompts:
-    """The scores of the prompts scored last, found by prefix, the least recently used dropped.
+    """Remembers the scores of prompts by prefix; the least recently used are dropped first.
 
-    A prefix tree from tokens to rows is what `RadixCache` is: its pages of one token are the rows
-    of an array here.
+    `RadixCache` is the prefix tree: its pages of one token are the rows of an array.
 
     Args:
-        vocab_size: of the model; a token has no more rivals than that.
-        num_tokens: tokens to remember at most. Of a longer prompt, so many leading ones are.
+        vocab_size: the model's; a bound on the likeliest tokens.
+        num_tokens: tokens to remember at most; of a longer prompt, so many leading ones.
     """
 
     def __init__(self, vocab_size: int, num_tokens: int = REMEMBERED_TOKENS) -> None:
@@ -61,7 +59,7 @@ class ScoredPrompts:
         return scores
 
     def store(self, tokens: Tokens, namespace: Hashable, scores: Scores) -> None:
-        """Remember `scores`, those of all `tokens`."""
+        """Remember the `scores` of all `tokens`."""
         tokens = tokens[: len(self._rows)]
         lease = self._acquire(tokens, namespace)
         known = lease.num_tokens
@@ -77,13 +75,13 @@ class ScoredPrompts:
 
 
 class PromptLogprobs:
-    """The log-probabilities of one prompt's tokens, while they become known, from the front.
+    """Collects the log-probabilities of one prompt's tokens, from the front.
 
     Args:
         prompt: [T] token ids, T at least 1.
-        namespace: of the request; scores are shared only within it.
-        known: the prompts scored before, to learn from and to add to.
-        token_cost: what one of the prompt's tokens takes of a step's token budget.
+        namespace: the request's; scores are shared only within it.
+        known: the prompts scored before, to read and to extend.
+        token_cost: how much of a step's token budget one prompt token takes.
     """
 
     def __init__(
@@ -94,7 +92,7 @@ class PromptLogprobs:
         self._namespace = namespace
         self._known = known
         self._scores: Scores = np.zeros((len(prompt), known.width), SCORE)
-        self._num_scored = 1  # nothing comes before the first token that could foretell it
+        self._num_scored = 1  # the first token has no score
 
     @property
     def is_complete(self) -> bool:
@@ -102,9 +100,9 @@ class PromptLogprobs:
         return self._num_scored == len(self._prompt)
 
     def recall(self) -> int:
-        """Take over what is known; returns how many leading tokens need not be computed. O(T).
+        """Take over known scores; returns how many leading tokens need not be computed. O(T).
 
-        The last token with a score is computed again, if there is a next one that its logits score.
+        The last token with a score is computed again if its logits score a next one.
         """
         found = self._known.find(self._prompt, self._namespace)
         start = self._num_scored
@@ -140,9 +138,9 @@ class PromptLogprobs:
 
 
 def token_cost(vocab_size: int, budget: int) -> int:
-    """What a prompt token with logits takes of a step's `budget` of tokens.
+    """How much of a step's `budget` of tokens a prompt token with logits takes.
 
-    So much that the logits of a whole step take `LOGITS_BYTES` at most, or are a single row.
+    The logits of a whole step then take `LOGITS_BYTES` at most, or are a single row.
     """
     rows = max(1, LOGITS_BYTES // (4 * vocab_size))
     return -(-budget // rows)

@@ -1,4 +1,4 @@
-"""The form that an answer must have: what is asked for only, importable without torch."""
+"""The form that a request asks for in its answer; importable without torch."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ MAX_TEXT = 1 << 16
 """Characters of a schema."""
 
 MAX_GRAMMAR = 4 * MAX_TEXT
-"""The same of a grammar, which may have the schemas of many tools."""
+"""Characters of a grammar, which may contain the schemas of many tools."""
 
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """Every token of the answer is chosen among those that can still lead to this form.
+    """Restricts every token of the answer to those that can still lead to this form.
 
     Attributes:
-        kind: what `value` is.
-        value: of "json" a JSON schema as text; of "choice" a JSON list of strings; of "grammar"
-            Lark as llguidance has it, or GBNF.
+        kind: the kind of `value`.
+        value: for "json" a JSON schema as text; for "choice" a JSON list of strings; for "grammar"
+            llguidance's Lark, or GBNF.
         after: the form begins behind this text, such as `</think>`; None is at once.
     """
 
@@ -79,7 +79,7 @@ class StructuredOutputsParams:
 
     @classmethod
     def regex(cls, pattern: str, *, after: str | None = None) -> StructuredOutputsParams:
-        """What a regular expression matches as a whole."""
+        """Text that a regular expression matches as a whole."""
         return cls("regex", pattern, after)
 
     @classmethod
@@ -93,5 +93,5 @@ class StructuredOutputsParams:
 
     @classmethod
     def grammar(cls, text: str, *, after: str | None = None) -> StructuredOutputsParams:
-        """What a context-free grammar derives."""
+        """Text that a context-free grammar derives."""
         return cls("grammar", text, after)

@@ -1,1 +1,1 @@
-"""Speculative decoding without a draft model: what was said before is what is drafted."""
+"""Speculative decoding without a draft model: drafts come from earlier texts."""

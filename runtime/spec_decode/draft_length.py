@@ -1,11 +1,11 @@
-"""How many tokens of a draft pay: by what they are worth and by what they cost, both measured.
+"""Decides how many tokens to draft, by their measured gain and cost.
 
 A step of n rows takes about F + r * n, and J more if it is not one row alone: then the weights are
-multiplied by a matrix instead of a vector. A drafted token makes the step r longer, and is worth
-what a token takes without drafts, if it is accepted: of B sequences a B-th of the step. So it pays
-while the chance that it is, with all before it, exceeds r over that. The acceptance rate alone says
-nothing: in a large batch even good drafts make a step slower than they save (vLLM's pull request
-26504).
+multiplied by a matrix instead of a vector. A drafted token makes the step r longer; if it is
+accepted, it saves the time of a token without drafts: with B sequences, a B-th of a step. So it
+pays while the chance that it and all before it are accepted exceeds r over that. The acceptance
+rate alone does not decide: in a large batch even good drafts cost more than they save (vLLM's pull
+request 26504).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from radixcache.runtime.spec_decode.suffix_index import MAX_MATCH
 
 Source = Literal["tree", "suffix"]
-"""What a draft is taken from: a text that goes on from the whole sequence, or from its end."""
+"""Where a draft comes from: a text that continues the whole sequence, or only its end."""
 
 SOURCES: tuple[Source, ...] = get_args(Source)
 
@@ -28,18 +28,18 @@ Kind = tuple[Source, bool]
 _POSITIONS = 3  # the first token of a draft, the second, and any other
 _MEMORY = 200  # observations of a chance; then they count half
 _PRIOR = 4  # observations that a chance before any is worth
-_DECAY = 0.99  # of a step's weight, with each step after it
+_DECAY = 0.99  # of a step's weight per later step
 _FIT_EVERY = 16  # steps
-_GUESS = (0.95, 0.0, 0.05)  # F, J and r before steps have told them, over the time of a step
+_GUESS = (0.95, 0.0, 0.05)  # F, J and r before any step, as shares of its time
 _GUESSED = 0.5  # steps that the guess counts for
-CAUTION = 1.25  # times the cost: what chances promise, drafts do not keep in full
+CAUTION = 1.25  # times the cost: drafts gain less than their chances promise
 _OUTLIER = 4.0  # times the mean: something else has run
 
 _CHANCES: dict[Source, tuple[float, ...]] = {
     "suffix": (0.0, 0.35, 0.45, 0.6, 0.7, 0.85, 0.95),  # as on recorded chats and agents
     "tree": (0.8, 0.85, 0.9, 0.95, 0.95, 0.95, 0.98),
 }
-"""That a first token is right, before any is seen; by the bits of the match's length."""
+"""The chance that a first token is right before any is seen, by the match's bit length."""
 
 
 class DraftLength:
@@ -61,8 +61,8 @@ class DraftLength:
         """F, J and r, in seconds; before any step in any unit."""
 
     def chances(self, kind: Kind, match: int, count: int, least: float) -> list[float]:
-        """That a draft of `count` tokens is right up to each of them, behind a match of that
-        length; as far as they are greater than `least`."""
+        """The chances that a draft of `count` tokens is right up to each of them, behind a match of
+        that length; those greater than `least`."""
         accepted = self._row(self._accepted, kind, match)
         tried = self._row(self._tried, kind, match)
         chance, found = 1.0, []
@@ -75,7 +75,7 @@ class DraftLength:
         return found
 
     def learn(self, kind: Kind, match: int, accepted: int, refused: bool) -> None:
-        """A draft's first tokens were accepted, and then one refused, or none was left."""
+        """Learn that a draft's first tokens were accepted, and whether the next was refused."""
         for place in range(accepted + refused):
             at = min(place, _POSITIONS - 1)
             right, tried = (self._row(sums, kind, match) for sums in (self._accepted, self._tried))
@@ -90,7 +90,7 @@ class DraftLength:
         return sums[kind][min(match, MAX_MATCH).bit_length() - 1 if match else 0]
 
     def note_step(self, rows: int, seconds: float) -> None:
-        """A step without prefill has computed so many tokens in so many seconds."""
+        """Learn from a step without prefill: its tokens and its seconds."""
         if self._num_steps > 20 and seconds > _OUTLIER * self.step_seconds:
             return
         jump = float(rows > 1)
@@ -107,7 +107,7 @@ class DraftLength:
         self._sums = [_DECAY * old + new for old, new in zip(self._sums, sample, strict=True)]
         self._num_steps += 1
         if self._num_steps % _FIT_EVERY == 0:
-            # Least squares, to which the guess counts as some steps that tell each part alone.
+            # Least squares; the guess counts as a few steps that show each part alone.
             one, j, n, jn, nn, t, jt, nt = self._sums
             guess = np.array(_GUESS) * self.step_seconds
             products = np.array([[one, j, n], [j, j, jn], [n, jn, nn]]) + _GUESSED * np.eye(3)
@@ -116,12 +116,12 @@ class DraftLength:
 
     @property
     def step_seconds(self) -> float:
-        """How long a step took of late; infinite before any."""
+        """The recent time of a step; infinite before any."""
         return self._sums[5] / self._sums[0] if self._sums[0] else inf
 
     def costs(self, num_sequences: int) -> tuple[float, float]:
-        """In a step of so many sequences, what a drafted token costs, and what drafts cost besides:
-        in tokens, by the time that one takes without drafts."""
+        """The cost of a drafted token, and of drafting at all, in a step of so many sequences: in
+        tokens, by the time of one without drafts."""
         fixed, jump, row = self._fit
         alone = num_sequences == 1
         token = (fixed + (0 if alone else jump)) / num_sequences + row

@@ -1,10 +1,10 @@
-"""Drafts the tokens that may come next, from what was said before: no second model.
+"""Drafts the next tokens from earlier texts, without a second model.
 
-Two sources. The tree's own continuation: where the whole of a sequence was computed before and went
-on, as when an answer is regenerated; asked of the explainer's memory, which outlives eviction. And
-a suffix index over all texts of the namespace, as in SuffixDecoding (Oliaro et al., 2024), for what
-is quoted from a prompt, or said in many answers. Nothing is drafted across namespaces: how fast an
-answer comes would tell what others have said.
+Two sources. The tree's own continuation, where the whole sequence was computed before and went on,
+as when an answer is regenerated: the explainer's memory has it, which outlives eviction. And a
+suffix index over all texts of the namespace, as in SuffixDecoding (Oliaro et al., 2024), for
+quotations from a prompt and phrases of many answers. Nothing is drafted across namespaces: the
+speed of an answer would reveal other users' texts.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from radixcache.runtime.spec_decode.draft_length import SOURCES, DraftLength, So
 from radixcache.runtime.spec_decode.suffix_index import MAX_MATCH, Segment, SuffixIndex
 
 MAX_DRAFT = 32
-"""Tokens of a sequence in one step."""
+"""Tokens drafted for a sequence in one step at most."""
 
 INDEXED_TOKENS = 1 << 20
-"""That are remembered of the texts without a cache salt, 10 bytes each."""
+"""Tokens remembered of the texts without a cache salt, 10 bytes each."""
 
 SALTED_TOKENS = 1 << 16
-"""The same for each of `MAX_SALTS` salts; of more, the least recently used is forgotten."""
+"""The same for each of `MAX_SALTS` salts; beyond these, the least recently used is forgotten."""
 
 MAX_SALTS = 64
 
 PROBE_EVERY = 100
-"""Sequences of steps for each token that is drafted only to see whether it is right."""
+"""A token is drafted only to learn from it once in so many sequences of steps."""
 
 LOOK_UP_SHARE = 0.01
-"""Of a step's time, for look-ups: of a small model in a large batch they would take a tenth."""
+"""Look-ups' share of a step's time: for a small model in a large batch it would be a tenth."""
 
 MOST_DELAY = 0.5
-"""Of a step, by which drafts of others may make it longer for a sequence that has none."""
+"""Drafts may make a step longer by this share for a sequence that has none."""
 
 NO_TOKENS: Tokens = np.empty(0, np.int32)
 
 Continue = Callable[[Tokens, Hashable, int], list[Tokens]]
-"""Up to so many tokens that came after all of a text in a namespace, once or several times."""
+"""The continuations of a whole text in a namespace, up to so many tokens each."""
 
 
 class _State:
-    """What is known of one sequence; whatever is cut off, it is at worst a worse draft."""
+    """The state of one sequence; if a call is cut off, its drafts are worse at worst."""
 
     __slots__ = (
         "is_idle",
@@ -63,27 +63,27 @@ class _State:
 
     def __init__(self) -> None:
         self.num_indexed: int | None = None
-        """Leading tokens that the suffix index has; None before any is computed."""
+        """Leading tokens in the suffix index; None before any is computed."""
         self.segment: Segment | None = None
         self.paths: list[Tokens] | None = None
-        """What came after the first `path_start` tokens, as far as the sequence is on it."""
+        """The continuations of the first `path_start` tokens that the sequence still follows."""
         self.path_start = self.num_followed = 0
         self.source: Source = "suffix"
-        """Of the last draft, as is the length of the `match` behind it."""
+        """The last draft's source, and the length of the `match` behind it."""
         self.match = 0
         self.is_idle = False
-        """Nothing worth a look-up was found the last time."""
+        """The last look-up found nothing worth drafting."""
 
 
 class DraftProposer:
-    """For the sequences of one engine, on its thread.
+    """Drafts for the sequences of one engine, on its thread.
 
     Args:
-        continue_text: the source of exact continuations.
-        end_tokens: the model's own, behind which nothing is drafted.
+        continue_text: finds the continuations of a whole text.
+        end_tokens: the model's end tokens: a draft stops before them.
 
     Attributes:
-        num_drafts, num_draft_tokens, num_accepted_tokens: since the engine was made, by source.
+        num_drafts, num_draft_tokens, num_accepted_tokens: by source, since the engine was made.
     """
 
     def __init__(self, continue_text: Continue, end_tokens: list[int]) -> None:
@@ -109,12 +109,12 @@ class DraftProposer:
         self._indices: OrderedDict[Hashable, SuffixIndex] = OrderedDict()
 
     def remember(self, sequence: Sequence, num_tokens: int) -> None:
-        """The first so many tokens of a sequence are computed, or about to be. O(new tokens).
+        """Index a sequence's first tokens, which are computed or about to be. O(new tokens).
 
-        A few tokens of a prompt wait until they are needed, or with them what is generated.
+        A few tokens are indexed later, with the next ones or when a look-up needs them.
         """
         state, lease = self._state(sequence), sequence.lease
-        if state.num_indexed is None:  # what is cached was indexed as it was computed
+        if state.num_indexed is None:  # cached tokens were indexed when they were computed
             state.num_indexed = lease.num_tokens if lease is not None else 0
         waits = sequence.num_computed < num_tokens < state.num_indexed + 512
         if num_tokens > state.num_indexed and not waits:
@@ -135,10 +135,10 @@ class DraftProposer:
         return index
 
     def propose(self, sequences: list[Sequence], room: int) -> dict[Sequence, Tokens]:
-        """Drafts, `room` tokens in all at most, for the sequences of a step that get a token.
+        """Draft at most `room` tokens in all for the sequences of a step that get a token.
 
-        A token is drafted where it pays, the likeliest first; and a few more to learn from.
-        Some 10 us a sequence, whatever its length, but for its first: O(tokens).
+        Tokens are drafted where they pay, the likeliest first, and a few more to learn from them.
+        Some 10 us a sequence of any length, but O(tokens) for its first draft.
         """
         began, num_sequences = time.perf_counter(), len(sequences)
         threshold, fixed = self.length.costs(len(sequences))
@@ -174,15 +174,15 @@ class DraftProposer:
 
     @staticmethod
     def _allowed(sequence: Sequence, draft: list[int]) -> Tokens:
-        """As much of a draft as the sequence's grammar lets be said."""
+        """The part of a draft that the sequence's grammar allows."""
         tokens = np.array(draft, np.int32)
         if sequence.grammar is not None:
             tokens = tokens[: sequence.grammar.count_allowed(sequence.generated, tokens)]
         return tokens
 
     def _whose_turn(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Those that are looked up in this step: for which something was found the last time, and
-        of the others as many as there is time for, in turns."""
+        """The sequences to look up in this step: those whose last look-up found something, and as
+        many of the others, in turns, as there is time for."""
         for sequence in sequences:
             if self._state(sequence).paths is None:
                 self._find_paths(sequence)
@@ -197,12 +197,11 @@ class DraftProposer:
         return busy + (idle[start:] + idle[:start])[:number]
 
     def expects(self, sequences: list[Sequence]) -> bool:
-        """Whether a step is better planned with the tokens at hand, for the sake of drafts, than
-        launched before they are known."""
+        """Whether drafts would gain more than launching a step before the tokens are read."""
         threshold, fixed = self.length.costs(len(sequences))
         gain = -fixed
         for sequence in sequences:
-            draft = self._look_up(sequence, MAX_DRAFT)[1:]  # its first token is under way
+            draft = self._look_up(sequence, MAX_DRAFT)[1:]  # its first token is being computed
             chances = self._chances(sequence, len(draft), threshold)
             gain += sum(chances) - threshold * len(chances)
         return gain > len(sequences) / 2
@@ -219,7 +218,7 @@ class DraftProposer:
         state.is_idle = not state.paths
 
     def _look_up(self, sequence: Sequence, count: int) -> list[int]:
-        """What may come next, and never more than the sequence may say before its last token."""
+        """The likely next tokens, at most as many as the sequence may generate before its last."""
         request, length, state = sequence.request, len(sequence), self._state(sequence)
         count = min(count, sequence.max_tokens - len(sequence.generated) - 1)
         if count < 1 or sequence.scoring is not None:
@@ -244,7 +243,7 @@ class DraftProposer:
         return self._before_end(sequence, draft)
 
     def _before_end(self, sequence: Sequence, draft: list[int]) -> list[int]:
-        """Without a token that ends the text, and what comes after it: that row says so itself."""
+        """The draft up to a token that ends the text: the row before it samples that itself."""
         params = sequence.request.params
         ends = frozenset() if params.ignore_eos else self._end_tokens
         if params.stop_token_ids:
@@ -254,7 +253,7 @@ class DraftProposer:
         return draft[: next(place for place, token in enumerate(draft) if token in ends)]
 
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """Of a sequence's last draft, so many tokens were computed, and so many accepted."""
+        """Learn how many tokens of a sequence's last draft were computed and accepted."""
         state, params = self._state(sequence), sequence.request.params
         kind = state.source, params.temperature > 0
         self.length.learn(kind, state.match, accepted, accepted < drafted)

@@ -1,9 +1,9 @@
-"""Finds what followed the last tokens of a text when they, and what is before them, came before.
+"""Finds earlier places where a text's last tokens stood, and the tokens that followed them.
 
 Hash chains as in LZ77 (Ziv and Lempel 1977; as zlib keeps them): a table from each pair of tokens
 to where it stood last, and from each such place to the one before. A candidate is compared token by
-token, so that an entry that is stale, or of another pair, does no harm: the ring that holds the
-texts is written over without deleting anything.
+token, so that a stale entry, or one of another pair, does no harm: the ring of texts is overwritten
+without deleting entries.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ MAX_MATCH = 64
 """Tokens that are compared backwards."""
 
 CANDIDATES = 16
-"""Places that are looked at, the latest first."""
+"""Places that are compared, the latest first."""
 
 _NOTHING = -1  # around texts; no token
-_ROOM = 256  # for what a text is going to generate, so that it stays in one piece
+_ROOM = 256  # for tokens that a text will generate, so that it stays in one piece
 _MIX = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
 _WORD = (1 << 64) - 1
 _LAST_PLACE = (1 << 31) - 1
 
 
 class Segment:
-    """A stretch of the ring that one text is written to: [start, limit), written up to `end`."""
+    """The stretch [start, limit) of the ring that holds one text, written up to `end`."""
 
     __slots__ = ("end", "limit", "start")
 
@@ -35,10 +35,10 @@ class Segment:
 
 
 class SuffixIndex:
-    """Over the texts of one namespace.
+    """Indexes the texts of one namespace.
 
     Args:
-        num_tokens: that the ring holds, a power of two; 10 bytes each, taken as they come.
+        num_tokens: the size of the ring, a power of two; 10 bytes a token, taken as they come.
 
     >>> index = SuffixIndex(1 << 10)
     >>> segment = index.add(np.array([5, 6, 7, 8, 9], np.int32), 0)
@@ -58,14 +58,14 @@ class SuffixIndex:
 
     def _clear(self) -> None:
         self._head = 0
-        """Places count on; that of a token in the ring is its place modulo the size."""
+        """Places grow for ever; a token's place in the ring is its place modulo the size."""
         self._latest = np.zeros(1 << (64 - self._shift), np.int32)
         self._latest_view = self._latest.data
 
     def add(self, text: Tokens, start: int, segment: Segment | None = None) -> Segment:
-        """Take in `text[start:]`; what came before `start` went into `segment`, if there is one.
+        """Add `text[start:]` behind `text[:start]`, which is in `segment` if there is one.
 
-        Returns the segment for what comes next. O(new tokens), vectorised.
+        Returns the segment for the next tokens. O(new tokens), vectorised.
         """
         start = max(start, len(text) - self._size // 4)
         count = len(text) - start
@@ -104,7 +104,7 @@ class SuffixIndex:
         segment.end += len(tokens)
 
     def _add_few(self, new: list[int], segment: Segment) -> None:
-        """`_write` and `_link`, for which NumPy's calls take longer."""
+        """`_write` and `_link` for a few tokens, faster than NumPy's calls."""
         tokens, before, latest = self._tokens, self._before_view, self._latest_view
         for token in new:
             at = segment.end % self._size
@@ -136,10 +136,10 @@ class SuffixIndex:
         return ((one * _MIX[0] + other * _MIX[1]) & _WORD) >> self._shift
 
     def find(self, tail: list[int], count: int) -> tuple[int, list[int]]:
-        """Where the longest end of `tail` came before, the latest of equals: how many tokens it
-        has, and up to `count` tokens that followed. (0, []) if not even the last two tokens did.
+        """The longest end of `tail` that came before (the latest of equals): its length, and up to
+        `count` tokens that followed; (0, []) if not even the last two tokens came before.
 
-        What goes over into `tail` itself, being its last tokens, is repeated.
+        A continuation that runs into `tail` itself repeats its last tokens.
         O(CANDIDATES * MAX_MATCH), some microseconds.
         """
         if len(tail) < 2:

@@ -68,11 +68,16 @@ class HashModel:
         self.device = torch.device("cpu")
         self.vocab_size, self.max_context = vocab, 1 << 20
         self.eos_token_ids = [eos]
-        self.attention: Any = SimpleNamespace(max_fixed_rows=0, reads_shared_once=False)
+        self.attention: Any = SimpleNamespace(reads_shared_once=False)
+        self.max_graph_rows, self.alive = 0, True
         self.unwritten = 0
         """Slots that were read before anybody had written them."""
         self.fails_at = 0
         """Of so many rows, one has logits that are not numbers; by its tokens, and 0 for none."""
+
+    @property
+    def can_overlap(self) -> bool:
+        return self.device.type != "cpu"
 
     def forward(
         self,

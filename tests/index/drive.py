@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from radixcache import Lease, PageCopy, PrefixCache
+from radixcache.snapshot import MAX_NODES, CachedNode, Look
 from tests.index.model import SENTINEL
 
 
@@ -51,3 +52,10 @@ def table(cache: PrefixCache, tokens: Sequence[int]) -> list[int]:
     pages: list[int] = lease.page_table.tolist()
     cache.release(lease)
     return pages
+
+
+def snapshot(cache: PrefixCache) -> dict[Hashable, CachedNode]:
+    """The whole picture of a cache."""
+    picture = cache.outline().draw(Look(rows=MAX_NODES))
+    assert picture is not None
+    return picture.roots

@@ -27,7 +27,7 @@ from radixcache import (
     Stored,
 )
 from radixcache.pages import Pages
-from radixcache.stored import StoredPage, StoredPages
+from radixcache.stored_pages import StoredPage, StoredPages
 from radixcache.tier import LowerTier
 
 NAMESPACES: tuple[Hashable, ...] = (None, "tenant")

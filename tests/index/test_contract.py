@@ -239,7 +239,7 @@ def test_any_sequence_of_calls_keeps_the_contract(
     members = {"kind": staticmethod(kind), "page_size": page_size, "slots": slots}
     counts = run_examples(
         type("Contract", (Contract,), members),
-        range(5) if examples == FEW else (None,),
+        range(6) if examples == FEW else (None,),
         max_examples=examples,
         phases=[Phase.generate] if examples == FEW else [Phase.generate, Phase.shrink],
     )

@@ -18,7 +18,7 @@ from radixcache import (
     RadixCache,
     RadixCacheError,
 )
-from tests.index.drive import append, begin, length, put, table
+from tests.index.drive import append, begin, length, put, snapshot, table
 
 SYSTEM = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 """Ten tokens: at page size 4, two whole pages and a half."""
@@ -164,7 +164,7 @@ def test_a_request_in_many_chunks_is_one_node() -> None:
     for end in range(3, 90, 3):
         append(cache, lease, range(end - 3, end))
     cache.release(lease)
-    (root,) = cache.snapshot().values()
+    (root,) = snapshot(cache).values()
     assert [node.num_tokens for node in root.children] == [87]
 
 

@@ -11,7 +11,7 @@ import pytest
 from radixcache import HashBlockCache, PagePool, RadixCache
 from radixcache.snapshot import MAX_DEPTH, CachedNode, Look
 from radixcache.tier import LowerTier
-from tests.index.drive import put
+from tests.index.drive import put, snapshot
 from tests.index.test_tier import Slots
 
 SEED = 20_261_120
@@ -42,7 +42,7 @@ def test_every_path_of_the_picture_is_cached_and_everything_cached_is_in_it(mode
         prompts.append(prompt)
         put(cache, prompt, rng.choice([None, "salt"]))
         cache.check()
-        drawn = cache.snapshot()
+        drawn = snapshot(cache)
         shown: dict[str | None, set[tuple[int, ...]]] = {None: set(), "salt": set()}
         ends: list[tuple[int, ...]] = []
         for namespace, root in drawn.items():
@@ -73,14 +73,14 @@ def test_age_leases_and_pins_reach_up_to_what_they_hold(mode: str) -> None:
         put(cache, stem + tail)
     cache.pin("six", [*stem, 6, 6])
     lease = cache.acquire([*stem, 5, 5, 9])
-    (shared,) = cache.snapshot()[None].children
+    (shared,) = snapshot(cache)[None].children
     five, six, seven = sorted(shared.children, key=lambda node: node.tokens)
     assert (shared.leases, five.leases, six.leases, seven.leases) == (1, 1, 0, 0)
     assert (shared.pinned, five.pinned, six.pinned) == (True, False, True)
     assert (shared.pins, six.pins) == ([], ["six"])
     assert shared.age == five.age == 0
     cache.release(lease)
-    (shared,) = cache.snapshot()[None].children
+    (shared,) = snapshot(cache)[None].children
     five, six, seven = sorted(shared.children, key=lambda node: node.tokens)
     assert shared.leases == 0 and five.age > seven.age >= shared.age
     cache.check()
@@ -103,7 +103,7 @@ def test_a_picture_of_any_size_accounts_for_every_node(mode: str) -> None:
         put(cache, prompts[-1], rng.choice([None, "salt"]))
     cache.check()
     outline = cache.outline()
-    whole = {path[-1].id: path for root in cache.snapshot().values() for path in paths(root)}
+    whole = {path[-1].id: path for root in snapshot(cache).values() for path in paths(root)}
     sizes = {name: path[-1].num_tokens for name, path in whole.items()}
     for name, path in rng.sample([*whole.items()], 40):
         look = Look(rng.randrange(1, 40), rng.randrange(1, 8), rng.choice([None, name]))
@@ -143,7 +143,7 @@ def test_a_deep_tree_is_cut_where_recursion_would_hurt(mode: str) -> None:
     for depth in range(MAX_DEPTH + 20):
         path.append(0)
         put(cache, [*path, 1 + depth])
-    depths = [len(path) for path in paths(cache.snapshot()[None])]
+    depths = [len(path) for path in paths(snapshot(cache)[None])]
     assert max(depths) == MAX_DEPTH
 
 
@@ -171,10 +171,10 @@ def test_what_only_lower_tiers_hold_goes_on_from_what_the_tree_holds(two_tiers: 
         outline = cache.outline()
         kinds = {
             path[-1].id: [node.medium for node in path]
-            for root in cache.snapshot().values()
+            for root in snapshot(cache).values()
             for path in paths(root)
         }
-        salted = {path[-1].id for path in paths(cache.snapshot().get("salt", CachedNode("")))}
+        salted = {path[-1].id for path in paths(snapshot(cache).get("salt", CachedNode("")))}
         whole, names = list[list[int]](), list[str]()
         shown: set[tuple[int, ...]] = {()}
         for name, parent, more in outline.spell():

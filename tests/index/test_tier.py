@@ -13,7 +13,7 @@ import pytest
 
 from radixcache import InvalidRequest, PagePool, RadixCache
 from radixcache.pages import Pages
-from radixcache.stored import StoredPage, StoredPages
+from radixcache.stored_pages import StoredPage, StoredPages
 from radixcache.tier import LowerTier
 from tests.index.drive import put
 

@@ -25,7 +25,7 @@ from radixcache import LLM, HashBlockCache, PagePool, PrefixCache, RadixCache
 from radixcache.block_hash import first_parent, hash_block
 from radixcache.runtime.kv_events.config import KVEventsConfig
 from radixcache.runtime.kv_events.publisher import KVEventPublisher
-from radixcache.stored import StoredPage
+from radixcache.stored_pages import StoredPage
 from radixcache.tier import LowerTier
 from tests.helpers.sources import ROOT
 from tests.index.test_contract import Contract, run_examples

@@ -165,7 +165,8 @@ class Round:
         computed, hit, _ = self.peer.get_computed_blocks(peer)
         found = [block.block_id for block in computed.blocks[0]]
         self.same("match", hit, self.cache.match(tokens, request.namespace))
-        lease = self.cache.acquire(tokens, request.namespace, resumed=peer.num_preemptions > 0)
+        resumed = peer.num_preemptions > 0
+        lease: Any = self.cache.acquire(tokens, request.namespace, resumed=resumed)
         self.same("hit", hit, lease.cached_tokens)
         self.same("hit pages", found, lease.page_table.tolist())
         self.compare_pages()  # acquire holds, and moves nothing

@@ -1,7 +1,7 @@
-"""Tensors of a GGUF file as torch has them: quantized ones stay so, to the bit.
+"""Reads tensors of a GGUF file into torch; quantized ones stay quantized, to the bit.
 
-Each of these formats is numbers, and a scale and a minimum for 16 or 32 of them, whatever
-it does to store them in few bits. A scale is a float16 times at most 7 bits, which float32 holds.
+However a format packs its bits, it has numbers, and a scale and a minimum for each 16 or 32 of
+them. A scale is a float16 times at most 7 bits, which float32 holds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from radixcache.runtime.checkpoints.gguf_file import GGUFTensor
 _log = logging.getLogger("radixcache")
 
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
-_WEIGHTS_AT_ONCE = 1 << 21  # so that what is between bytes and numbers stays in the caches
+_WEIGHTS_AT_ONCE = 1 << 21  # intermediate results stay in the caches
 _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 _Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -31,11 +31,11 @@ def read_tensor(
 ) -> torch.Tensor | Quantized:
     """A tensor without loss: `Quantized`, bfloat16 or, of any other kind, float32.
 
-    A file's float16 becomes float32. What is dense still lies in the file's memory where it can:
-    it is not to be written to.
+    The file's float16 becomes float32. A dense tensor may be a view of the file's memory: do not
+    write to it.
 
     Args:
-        order: which row of the file each row is; None is as they come.
+        order: the file's row for each row; None keeps the file's order.
 
     Raises:
         ModelError: it is of a kind that takes the package `gguf`, which is not installed.
@@ -109,7 +109,7 @@ def _fields(stored: torch.Tensor, bits: int, group: int) -> torch.Tensor:
 
 
 def _symmetric(numbers: torch.Tensor, scales: torch.Tensor, zero: int) -> _Parts:
-    """Of a format without minimums, in which the number `zero` is 0."""
+    """For a format without minimums, in which the number `zero` stands for 0."""
     return numbers, scales, scales * -zero
 
 
@@ -122,7 +122,7 @@ def _q4_1(stored: torch.Tensor) -> _Parts:
 
 
 def _five_bits(stored: torch.Tensor) -> torch.Tensor:
-    """Numbers whose fifth bits, one after the other, stand before the others."""
+    """Numbers of 5 bits, whose fifth bits are stored before the others."""
     places = torch.arange(8, dtype=torch.uint8)
     fifth = (stored[:, :4, None] >> places & 1) << 4
     return _fields(stored[:, 4:], 4, 16).flatten(1) | fifth.flatten(1)
@@ -193,7 +193,7 @@ def _q6_k(stored: torch.Tensor) -> _Parts:
 
 
 class _Layout(NamedTuple):
-    """How stored blocks are decoded, and the numbers that share a scale then."""
+    """A decoder of stored blocks, and the count of numbers that then share a scale."""
 
     decode: Callable[[torch.Tensor], _Parts]
     bits: int

@@ -36,7 +36,7 @@ _NO_WEIGHTS = ("rope_freqs.weight",)  # `with_rope_factors` reads it
 
 
 def open_gguf(name_or_path: str | Path) -> GGUFFile | None:
-    """The GGUF file of that name, if its architecture is one that the loop knows.
+    """The GGUF file of that name, if the loop knows its architecture.
 
     Raises:
         ModelError: it is a GGUF file, and cannot be read.
@@ -53,16 +53,16 @@ def open_gguf(name_or_path: str | Path) -> GGUFFile | None:
 
 
 class GGUFCheckpoint:
-    """What `Checkpoint` is of safetensors files; on a CPU quantized matrices stay quantized."""
+    """`Checkpoint` for a GGUF file; on a CPU, quantized matrices stay quantized."""
 
     def __init__(self, file: GGUFFile, device: torch.device, dtype: torch.dtype) -> None:
-        """`dtype` is that of vectors; on another device than a CPU, that of all weights."""
+        """`dtype` is for vectors; on another device than a CPU, for all weights."""
         self._file, self._device, self._dtype = file, device, dtype
         self._names = {_name(name): name for name in file.tensors if name not in _NO_WEIGHTS}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors by their names; what has no name in the loop keeps its own."""
+        """The shapes of all tensors by the loop's names; others keep their own names."""
         return {name: self._file.tensors[found].shape for name, found in self._names.items()}
 
     def tensor(self, name: str) -> torch.Tensor | Quantized:
@@ -74,8 +74,8 @@ class GGUFCheckpoint:
         return dense.to(self._device, self._dtype, copy=True)
 
     def _order(self, name: str, rows: int) -> torch.Tensor | None:
-        """Which row of the file each row is: of Llama's queries and keys, the two of a pair that is
-        turned together lie side by side there, and half a head apart in the loop."""
+        """The file's row for each row: in Llama's queries and keys, the two rows of a RoPE pair are
+        adjacent in the file, and half a head apart in the loop."""
         family = self._file.get("general.architecture", str)
         if family != "llama" or not re.search(r"\.[qk]_proj\.", name):
             return None
@@ -86,7 +86,7 @@ class GGUFCheckpoint:
 
 
 def _name(name: str) -> str:
-    """The loop's name of a tensor; its own, if there is none."""
+    """The loop's name of a tensor, or the tensor's own."""
     if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
         layer, part, end = match.groups()
         return f"model.layers.{layer}.{_PARTS[part]}.{end}" if part in _PARTS else name

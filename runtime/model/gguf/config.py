@@ -1,4 +1,4 @@
-"""What the metadata of a GGUF file says of its model, as config.json would say it."""
+"""Translates the metadata of a GGUF file into the settings of a config.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from radixcache.runtime.model.architecture import Architecture, Unknown
 from radixcache.runtime.model.gguf.ends import end_tokens
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-"""Architectures of which all metadata is understood, or refused; Mistral's is `llama`."""
+"""Architectures whose metadata is all understood or refused; Mistral's is `llama`."""
 
 _ROPE_FACTORS = "rope_freqs.weight"
 
@@ -85,7 +85,7 @@ def _rows(file: GGUFFile, name: str) -> int:
 
 
 def _dtype(file: GGUFFile) -> str:
-    """The narrowest that all matrices fit into without loss."""
+    """The narrowest dtype that holds all matrices without loss."""
     kinds = {tensor.kind.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
     return {"BF16": "bfloat16", "F16": "float16"}.get("".join(kinds), "float32")
 
@@ -107,7 +107,7 @@ def _rope(file: GGUFFile, family: str) -> dict[str, Any]:
 
 
 def with_rope_factors(architecture: Architecture, file: GGUFFile) -> Architecture:
-    """The architecture with its frequencies divided by what the file has for each, as Llama 3's."""
+    """The architecture with its frequencies divided by the file's factors, as Llama 3 has."""
     if (tensor := file.tensors.get(_ROPE_FACTORS)) is None:
         return architecture
     frequencies = architecture.inverse_frequencies
@@ -118,7 +118,7 @@ def with_rope_factors(architecture: Architecture, file: GGUFFile) -> Architectur
 
 
 def generation_config_of(file: GGUFFile) -> GenerationConfig:
-    """How texts begin and end: those of chat models at the end of a turn, too."""
+    """The tokens that begin and end texts and turns, and the default sampling."""
 
     def token(key: str) -> int | None:
         at = file.get(f"tokenizer.ggml.{key}_token_id", int, -1)

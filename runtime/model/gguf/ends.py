@@ -1,7 +1,7 @@
-"""The tokens that end a text, by what a GGUF file says of them in three places.
+"""Finds the tokens that end a text in three places of a GGUF file.
 
-The `eos_token_id` of a file is often that of the model it was trained from, which a chat never
-comes to: then the answer runs on through the next turns.
+The `eos_token_id` of a file is often that of the base model, which a chat never generates: then the
+answer would run on through the next turns.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _KNOWN = frozenset({
     "<|call|>", "<EOT>", "< EOT >", "_<EOT>", "[EOT]", "[EOS]", "<|EOT|>", "<eom>",
     "<end_of_utterance>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "</s>",
 })  # fmt: skip
-"""Texts that mean an end wherever they are a token of control."""
+"""Texts of control tokens that always mean an end."""
 
 _log = logging.getLogger("radixcache")
 
 
 def end_tokens(file: GGUFFile) -> list[int]:
-    """Those that it names as eos, eot or eom, whose texts are known for ends, and that its chat
-    template writes behind what an assistant says."""
+    """The tokens that the file names eos, eot or eom, whose texts are known ends, or that its chat
+    template writes after an assistant's message."""
     named = (file.get(f"tokenizer.ggml.{key}_token_id", int, -1) for key in ("eos", "eot", "eom"))
     found = list(dict.fromkeys(token for token in named if token >= 0))
     if not {"tokenizer.ggml.tokens", "tokenizer.ggml.token_type"} <= file.metadata.keys():
@@ -47,7 +47,7 @@ def end_tokens(file: GGUFFile) -> list[int]:
 
 
 def _behind_an_answer(file: GGUFFile, tokens: list[str]) -> str:
-    """What the chat template writes behind an assistant's message; "" if it cannot be told."""
+    """The text that the chat template writes after an assistant's message; "" if unknown."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     if not isinstance(template := file.metadata.get("tokenizer.chat_template"), str):

@@ -1,1 +1,1 @@
-"""What layers are made of, in several implementations, and which is taken."""
+"""The operations of the decoder loop, in several implementations, and their choice."""

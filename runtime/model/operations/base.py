@@ -1,7 +1,7 @@
 """The operations of the decoder loop, in plain torch.
 
-This is the one place that names them. A set for other hardware overrides those for which it has
-kernels; the check at load stays what it is. Nothing here needs a compiler.
+Only this file names them. A set for other hardware overrides those for which it has kernels; the
+check at load stays the same. Nothing here needs a compiler.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _MLP_ROWS = 512
 """Rows whose activations between the products of an MLP are held at once."""
 
 Weight = tuple[torch.Tensor | Quantized, torch.Tensor | None]
-"""[out, in] of a product, in the dtype of the step, in fewer bits or quantized; and its bias."""
+"""A product's [out, in], in the dtype of the step, in fewer bits or quantized; and its bias."""
 
 
 class PlainProduct:
     """x [T, in] to x @ weight.T + bias [T, out], by torch's own call.
 
-    Where a CPU has no instructions for bfloat16, torch's product in it takes some ten times as long
-    as in float32 (measured, AVX2): the weights are float32 then, and so are the sums.
+    On a CPU without instructions for bfloat16, torch's product in it takes some ten times as long
+    as in float32 (measured, AVX2), so weights and sums are float32 there.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -46,10 +46,10 @@ class PlainProduct:
 
 
 class Layer(NamedTuple):
-    """The weights of one layer, as a set of operations wants them.
+    """The weights of one layer, in the form of a set of operations.
 
     `query_norm` and `key_norm` [head_dim] are those of heads; `norm_after` is the next layer's
-    first norm, or the model's last. `qkv` and `gate_up` are what `Operations.products` makes.
+    first norm, or the model's last. `Operations` makes the products.
     """
 
     kind: LayerKind
@@ -64,7 +64,7 @@ class Layer(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """All weights of a model: embedding and head are what `Operations.embedding` makes."""
+    """All weights of a model; `Operations.embedding` makes embedding and head."""
 
     embedding: Any
     first_norm: torch.Tensor
@@ -73,7 +73,7 @@ class Loaded(NamedTuple):
 
 
 class Operations:
-    """What the loop does with the T rows of a step; hidden states are [T, hidden_size]."""
+    """The operations on the T rows of a step; hidden states are [T, hidden_size]."""
 
     name = f"torch {torch.__version__}"
 
@@ -86,27 +86,27 @@ class Operations:
         self._eps = self._frequencies.new_tensor(architecture.eps)
 
     def product(self, *parts: Weight) -> Any:
-        """At load: one product of the rows of all parts, which it takes."""
+        """At load: one product of the rows of all parts."""
         weight = join([_dense(weight).to(self._dtype) for weight, _ in parts])
         bias = None if parts[0][1] is None else join([b for _, b in parts if b is not None])
         return PlainProduct(weight, bias)
 
     def qkv(self, *parts: Weight) -> Any:
-        """At load: what gives queries, keys and values side by side."""
+        """At load: the product that gives queries, keys and values side by side."""
         return self.product(*parts)
 
     def gate_up(self, gate: Weight, up: Weight) -> Any:
-        """At load: what `gated` multiplies by."""
+        """At load: the products of `gated`."""
         return self.product(gate), self.product(up)
 
     def embedding(
         self, embedding: torch.Tensor | Quantized, head: torch.Tensor | Quantized | None
     ) -> tuple[Any, Any]:
-        """At load: what gives the rows of token ids [T], and the output layer.
+        """At load: a function from token ids [T] to their rows, and the output layer.
 
         Args:
             embedding: [vocab_size, hidden_size].
-            head: likewise; None if it is the embedding.
+            head: [vocab_size, hidden_size]; None if it is the embedding.
         """
         table = _dense(embedding).to(self._dtype)
         output = self.product((table if head is None else head, None))
@@ -115,12 +115,12 @@ class Operations:
         return partial(F.embedding, weight=table), output
 
     def loaded(self, weights: Loaded) -> None:
-        """At load, when all weights are there."""
+        """Take the weights, once all are read."""
         self._weights = weights
 
     def run(self, pool: KVPool, plan: AttentionPlan) -> torch.Tensor:
-        """The logits [R, vocab_size] of a planned step, whose arrays are token ids, positions and
-        the rows of the logits."""
+        """Logits [R, vocab_size] of a planned step, whose arrays are token ids, positions and logit
+        rows."""
         token_ids, positions, logit_rows = plan.arrays
         embedding, first_norm, layers, head = self._weights
         residual = embedding(token_ids).to(self._dtype)
@@ -138,13 +138,13 @@ class Operations:
         return logits
 
     def rotation(self, positions: torch.Tensor) -> Any:
-        """Once a step: what `turn` needs to know of the rows' positions [T]."""
+        """Once per step: the rows' positions [T] in the form that `turn` needs."""
         angles = positions.float()[:, None] * self._frequencies
         cos, sin = ((t * self._rope_scale).to(self._dtype) for t in (angles.cos(), angles.sin()))
         return torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMSNorm over the last dimension; `F.rms_norm` is made of more operations."""
+        """RMSNorm over the last dimension; `F.rms_norm` takes more operations."""
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         factor = torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()
         return (x * factor).to(self._dtype).mul_(weight)
@@ -156,7 +156,7 @@ class Operations:
         residual: torch.Tensor,
         norm: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual with the product of x added, and its norm; the old one may be lost."""
+        """The residual plus the product of x, and its norm; the old one may be overwritten."""
         residual = product(x).add_(residual)
         return residual, self.norm(residual, norm)
 
@@ -167,8 +167,7 @@ class Operations:
         return out
 
     def mlp(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
-        """The gated MLP [T, hidden_size], before its residual is added; of many rows
-        in parts, in place."""
+        """The gated MLP [T, hidden_size], without residual; many rows go in parts, in place."""
         parts = x.split(_MLP_ROWS)
         if len(parts) == 1:
             out: torch.Tensor = layer.down(self.gated(x, layer.gate_up))
@@ -180,7 +179,7 @@ class Operations:
     def turn(
         self, qkv: torch.Tensor, rotation: Any, layer: Layer
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys [T, heads, head_dim], normalised where the model does so, with RoPE.
+        """Queries and keys [T, heads, head_dim] with RoPE, after the norms of heads, if any.
 
         Args:
             qkv: [T, query heads, then KV heads twice, head_dim]; may be overwritten.
@@ -210,7 +209,7 @@ class Operations:
 
 
 def join(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The tensors one below the other: a view where they lie so in memory, else a copy."""
+    """Concatenate tensors by rows: a view where they are adjacent in memory, else a copy."""
     first, address = parts[0], parts[0].data_ptr()
     storage = first.untyped_storage()
     for part in parts:
@@ -226,6 +225,6 @@ def _dense(weight: torch.Tensor | Quantized) -> torch.Tensor:
 
 
 def _fast_bfloat16() -> bool:
-    """Whether this CPU has instructions for products in bfloat16, and torch takes them."""
+    """Whether torch uses instructions of this CPU for products in bfloat16."""
     mkldnn = torch.backends.mkldnn.is_available()
     return mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -78,8 +78,9 @@ class FusedOperations(Operations):
 
 
 @torch.inference_mode()
-def try_out(operations: FusedOperations, architecture: Architecture, dtype: torch.dtype) -> None:
-    """Launch each kernel once: they are loaded, or compiled, at their first use."""
+def tried(architecture: Architecture, dtype: torch.dtype) -> FusedOperations:
+    """The operations after each kernel has run once, which loads or compiles it."""
+    operations = FusedOperations(architecture, dtype)
     kind, device = architecture.kinds[0], architecture.inverse_frequencies.device
 
     def zeros(*shape: int) -> torch.Tensor:
@@ -106,3 +107,4 @@ def try_out(operations: FusedOperations, architecture: Architecture, dtype: torc
     x = operations.gated(x, layer.gate_up)
     if any(t.any() for t in (query, key, residual, x)):  # copies to the host: a failed launch shows
         raise RuntimeError("its kernels give wrong results")
+    return operations

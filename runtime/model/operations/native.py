@@ -19,7 +19,7 @@ from radixcache.runtime.model.system_memory import use_huge_pages
 
 
 class NativeOperations(Operations):
-    """A row's results depend, to the bit, on that row alone: what runs here is exact."""
+    """Exact: a row's results depend, to the bit, on that row alone."""
 
     name = NativeBackend.name
 
@@ -38,7 +38,7 @@ class NativeOperations(Operations):
         return self._pack((gate, up))
 
     def _pack(self, parts: tuple[Weight, ...]) -> Linears:
-        """Parts of one format are one product: the fewer, the fewer waits of threads."""
+        """Join parts of one format into one product: threads wait once per product."""
         packed = []
         for _, same in groupby(parts, key=lambda part: _format(part[0])):
             weights, biases = zip(*same, strict=True)
@@ -77,7 +77,7 @@ def _format(weight: torch.Tensor | Quantized) -> Any:
 
 
 def _join(weights: list[Any], dtype: torch.dtype) -> torch.Tensor | Quantized:
-    """One weight of some of the same format, in `dtype` or less."""
+    """One weight from several of one format, in `dtype` or fewer bits."""
     if isinstance(weights[0], Quantized):
         return Quantized.join(weights)
     joined = join(weights)

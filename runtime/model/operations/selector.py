@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import torch
 
+from radixcache.errors import first_line
 from radixcache.kernels.attention import AttentionBackend
+from radixcache.kernels.fallback import first_that_runs
 from radixcache.kernels.native.attention import NativeBackend
 from radixcache.runtime.model.architecture import Architecture
 from radixcache.runtime.model.operations.base import Operations
-from radixcache.runtime.model.operations.fused import FusedOperations, try_out
+from radixcache.runtime.model.operations.fused import tried
 from radixcache.runtime.model.operations.native import NativeOperations
 
 _log = logging.getLogger("radixcache")
@@ -19,16 +22,13 @@ _log = logging.getLogger("radixcache")
 def choose_operations(
     architecture: Architecture, attention: AttentionBackend, dtype: torch.dtype
 ) -> Operations:
-    """Native kernels or FlashInfer's where they attend, too, and run; else plain torch."""
+    """Native kernels or FlashInfer's, if the attention uses them and they run; else torch."""
     if isinstance(attention, NativeBackend):
         return NativeOperations(architecture, dtype)
     if attention.name.startswith("FlashInfer"):
-        try:
-            fused = FusedOperations(architecture, dtype)
-            try_out(fused, architecture, dtype)
-        except Exception as error:  # whatever a missing kernel, compiler or driver raises
-            first = str(error).strip().partition("\n")[0] or type(error).__name__
-            _log.warning("norms, RoPE and activations run in torch: FlashInfer: %s", first)
-        else:
+        fused, errors = first_that_runs(partial(tried, architecture, dtype))
+        if fused is not None:
             return fused
+        reason = first_line(errors[0])
+        _log.warning("norms, RoPE and activations run in torch: FlashInfer: %s", reason)
     return Operations(architecture, dtype)

@@ -1,12 +1,12 @@
-"""Tensor parallelism: a model whose layers are shared out among processes, one for each device.
+"""Tensor parallelism: a model whose layers are cut among processes, one for each device.
 
-Rank 0 schedules and samples; the others compute their part of the same steps. They are told of the
-three calls by which an engine reaches a model and its pages, and of nothing else: `allocate`,
-`KVPool.copy` and `forward`. So the cache, the scheduler and the sampler know nothing of ranks.
+Rank 0 schedules and samples; the others compute their part of the same steps. Rank 0 broadcasts
+only the three calls by which an engine reaches a model and its pages: `allocate`, `KVPool.copy` and
+`forward`. So the cache, the scheduler and the sampler know nothing of ranks.
 
 The layers are transformers', cut by its own plan, and not the decoder loop's. That plan cuts every
-family that has one, where the loop knows four; its loader reads of each weight only what is the
-rank's; and the loop's advantages over modules, run-ahead and CUDA graphs, are off here anyway.
+family that has one, while the loop knows four; its loader reads only the rank's part of each
+weight; and the loop's advantages, run-ahead and CUDA graphs, are off here anyway.
 """
 
 from __future__ import annotations
@@ -37,18 +37,39 @@ from radixcache.runtime.model.transformers_model import TransformersModel
 
 
 class LeadingModel(TransformersModel):
-    """Rank 0's part of a model; until it has `ranks`, each process runs what it likes."""
+    """Rank 0's part of a model; until it has `ranks`, each process runs on its own."""
+
+    ranks: Ranks | None = None
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         if self.bytes_per_state:
             raise refusal(self.model_type, "its recurrent layers are not shared out among ranks")
-        self.attention.max_fixed_rows = 0  # a CUDA graph would run here alone
+
+    @property
+    def max_graph_rows(self) -> int:
+        return 0  # a CUDA graph would run here alone
+
+    @property
+    def can_overlap(self) -> bool:
+        return False
+
+    @property
+    def alive(self) -> bool:
+        return self.ranks is None or self.ranks.lost is None
+
+    def stop(self) -> None:
+        if self.ranks is not None:
+            self.ranks.stop()
+
+    def close(self) -> None:
+        if self.ranks is not None:
+            self.ranks.close()
 
     def allocate(self, num_pages: int, page_size: int, num_states: int = 0) -> KVPool:
         if self.ranks is None:
             return super().allocate(num_pages, page_size)
-        with self.ranks.together("allocate", num_pages, page_size):
+        with self.ranks.broadcast("allocate", num_pages, page_size):
             return _LeadingPool(
                 self.ranks, self.shapes, num_pages, page_size, self.dtype, self.device
             )
@@ -56,9 +77,9 @@ class LeadingModel(TransformersModel):
     def forward(self, *step: Any) -> torch.Tensor:  # token_ids, batch, logit_rows, pool, no states
         if self.ranks is None:
             return super().forward(*step)
-        with self.ranks.together("forward", *step[:3]):
+        with self.ranks.broadcast("forward", *step[:3]):
             logits = super().forward(*step)
-            if self.device.type == "cuda":  # whether all have done their part
+            if self.device.type == "cuda":  # raises if another rank fails its part
                 torch.cuda.synchronize(self.device)
             return logits
 
@@ -71,7 +92,7 @@ class _LeadingPool(KVPool):
         self._ranks = ranks
 
     def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        with self._ranks.together("copy", copies):
+        with self._ranks.broadcast("copy", copies):
             super().copy(copies)
 
 
@@ -97,6 +118,7 @@ def load_parallel(name_or_path: str, count: int, dtype: str, device: str) -> Pag
             ranks.tell(name_or_path, count, kind, place.type, f"{folder}/ranks")
             join(0, count, f"{folder}/ranks", place, ranks)
             model = load_transformers(name_or_path, kind, place, ranks=count, make=LeadingModel)
+            assert isinstance(model, LeadingModel)
         ranks.loaded = True
     except BaseException as error:
         reason = ranks.lost if ranks.lost_one() else first_sentence(error)
@@ -112,7 +134,7 @@ def load_parallel(name_or_path: str, count: int, dtype: str, device: str) -> Pag
 
 
 def follow(rank: int, hear: Callable[[], Any]) -> None:
-    """Load a rank's part of the model, and do what rank 0 does."""
+    """Load a rank's part of the model, and repeat rank 0's calls."""
     name_or_path, count, kind, device_type, meeting = hear()
     place = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, rank)
     if place.type == "cuda":

@@ -1,7 +1,7 @@
-"""The processes that one model is computed by, each a rank: started, told and ended by rank 0.
+"""The processes that compute one model, each a rank; rank 0 starts, directs and ends the others.
 
-Rank 0 is whoever makes the model; no launcher is needed. What it tells the others goes through
-their standard input, so that its death, however it dies, is the end of that file, and theirs.
+Rank 0 is the process that loads the model; no launcher is needed. Its messages go through the
+others' standard input, so that its death, of whatever kind, ends that file, and them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from radixcache.errors import EngineStopped, InvalidRequest, RanksLost, first_se
 _log = logging.getLogger("radixcache")
 
 Follow = Callable[[int, Callable[[], Any]], None]
-"""What the other ranks run: gets its rank, and what to call for the next message."""
+"""The function that another rank runs: it gets its rank, and a function for the next message."""
 
 _MEETING = timedelta(minutes=1)  # once all have come
 _WORK = timedelta(hours=2)  # as transformers': reading a large model takes long
@@ -40,12 +40,12 @@ class Ranks:
     """Ranks 1 to `count` - 1, seen from rank 0.
 
     Attributes:
-        lost: why nothing can be computed any more; None while all is well.
-        loaded: the model is made: from now on a loss is logged, before it is an error of who loads.
+        lost: why nothing can be computed any more; None while all ranks run.
+        loaded: whether the model is loaded: losses are logged from then on; before, loading raises.
     """
 
     def __init__(self, count: int, follow: Follow) -> None:
-        """Start them; `follow` is at the top of its module.
+        """Start the other ranks; `follow` is defined at the top level of its module.
 
         Raises:
             InvalidRequest: this process is one of several already.
@@ -61,8 +61,8 @@ class Ranks:
         self._lock, self._gone, self._home = RLock(), Event(), os.getpid()
         self._processes: list[subprocess.Popen[bytes]] = []
         path = [folder for folder in sys.path if isinstance(folder, str)]  # as imports do
-        code = f"import sys; sys.path[:] = {path!r}; from {__name__} import obey; "
-        code += f"from {follow.__module__} import {follow.__name__}; obey({follow.__name__}, "
+        code = f"import sys; sys.path[:] = {path!r}; from {__name__} import worker_main; "
+        code += f"from {follow.__module__} import {follow.__name__} as follow; worker_main(follow, "
         for rank in range(1, count):
             try:
                 process = subprocess.Popen(
@@ -79,7 +79,7 @@ class Ranks:
             Thread(target=self._watch, args=(rank, process), daemon=True).start()
 
     def tell(self, *message: Any) -> None:
-        """Send each of them a message, which is pickled."""
+        """Send each rank a message, which is pickled."""
         sent = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         for process in self._processes:
             pipe = cast(IO[bytes], process.stdin)
@@ -87,8 +87,8 @@ class Ranks:
             pipe.flush()
 
     @contextmanager
-    def together(self, *message: Any) -> Iterator[None]:
-        """Tell them, and compute what they compute; whatever is raised puts the ranks out of step.
+    def broadcast(self, *message: Any) -> Iterator[None]:
+        """Send a message, and compute the same inside; any error puts the ranks out of step.
 
         Raises:
             RanksLost: now or before.
@@ -109,21 +109,21 @@ class Ranks:
             raise RanksLost(self.lost) from cause
 
     def lost_one(self) -> bool:
-        """Whether what rank 0 has run into is the end of another, which may be about to show."""
+        """Whether another rank has ended, or ends within half a second, which explains an error."""
         return self._gone.wait(0.5)
 
     def stop(self) -> None:
-        """End them: what is computed fails, even if it waits for one that does not answer.
+        """End the other ranks: a step under way fails, even if it waits for one that hangs.
 
-        As `close`, it may be called again, from any thread; in a fork of this process, whose these
-        ranks are not, both do nothing.
+        This and `close` may be called again, from any thread; in a fork of this process, which
+        does not own the ranks, they do nothing.
         """
         if os.getpid() == self._home:
             self._closed = True
             self._lose("the model is closed")
 
     def close(self) -> None:
-        """End them, and leave the group, once nothing is computed."""
+        """End the other ranks, and leave the group, once nothing is computed."""
         self.stop()
         with self._lock:
             left, self._left = self._left, True
@@ -135,7 +135,7 @@ class Ranks:
         self._lose(f"the process of rank {rank} has ended (status {status})")
 
     def _lose(self, reason: str) -> None:
-        """End them all: who waits for one of them in a collective must not wait for ever."""
+        """End all ranks: none may wait for ever for a lost one in a collective."""
         with self._lock:
             if self.lost is not None:
                 return
@@ -152,8 +152,8 @@ class Ranks:
             dist.distributed_c10d._abort_process_group()  # NCCL waits for the dead
 
 
-def obey(follow: Follow, rank: int, parent: int) -> None:
-    """The life of another rank: `follow`, until rank 0 ends or closes the file, or it fails."""
+def worker_main(follow: Follow, rank: int, parent: int) -> None:
+    """Run `follow` as another rank, until rank 0 ends or closes the file, or `follow` fails."""
     messages: SimpleQueue[Any] = SimpleQueue()
 
     def listen() -> None:
@@ -192,14 +192,14 @@ def as_rank_0() -> Iterator[None]:
 
 
 def _variables(rank: int) -> dict[str, str]:
-    """By which transformers chooses a GPU, and gloo the address that it listens on."""
+    """Variables by which transformers chooses a GPU, and gloo its address."""
     return {"LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def join(
     rank: int, count: int, meeting: str, device: torch.device, ranks: Ranks | None = None
 ) -> None:
-    """Make this process one of `count`, who find each other by a new file; returns with all.
+    """Make this process one of `count`, which meet by a new file; returns once all have come.
 
     Raises:
         RanksLost: one of `ranks`, given on rank 0, ended before it came.

@@ -1,8 +1,8 @@
-"""transformers' layers made exact: a row's bits by its own tokens only, where a layer allows it.
+"""Makes transformers' layers exact: a row's bits depend only on its own tokens.
 
 torch's elementwise functions compute the last elements of each thread's part by scalar code, which
-may round otherwise than the vectors before them. So activations run in kernels of our own, or on
-whole vectors only.
+may round differently from vector code. So activations run in our own kernels, or on whole vectors
+only.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from radixcache.kernels.native.activations import gated
 from radixcache.runtime.model.transformers_patches.linear import pack_linears
 
 _VECTORS = 64
-"""torch takes elements by so many or fewer: two vectors of AVX-512, of 16-bit numbers."""
+"""The most elements that torch takes at a time: two vectors of AVX-512, of 16-bit numbers."""
 _PART = 1 << 14
-"""Elements of a call: from twice as many on, torch shares them out to threads."""
+"""Elements of a call: from twice as many on, torch uses several threads."""
 _NATIVE: dict[type[nn.Module], Any] = {
     nn.SiLU: "silu",
     activations.SiLUActivation: "silu",

@@ -11,7 +11,7 @@ from radixcache.runtime.model.system_memory import use_huge_pages
 
 
 class NativeLinear(nn.Module):
-    """`nn.Linear` for inference; a row's result has the same bits among any rows."""
+    """`nn.Linear` for inference; a row's result has the same bits beside any other rows."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class NativeLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """For modelling code that looks: [out, in], made anew."""
+        """[out, in], unpacked for modelling code that reads it."""
         return self.packed.weight.to(self._dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ class NativeLinear(nn.Module):
 
 
 def _narrow(weight: torch.Tensor) -> torch.Tensor:
-    """In bfloat16, if that loses nothing: then it was stored so, and half the memory is read."""
+    """The weight in bfloat16 if that loses nothing, as it was stored: half the memory is read."""
     if weight.stride(-1) != 1:
         weight = weight.contiguous()
     if weight.dtype == torch.float32:
@@ -47,8 +47,8 @@ def _narrow(weight: torch.Tensor) -> torch.Tensor:
 def pack_linears(model: nn.Module) -> None:
     """Replace the model's linear layers on a CPU where the native kernels run.
 
-    Quantized weights, which are tensors of other classes, stay, as do other dtypes. The old weights
-    go, unless something else has them, as an embedding may.
+    Quantized weights, which have other tensor classes, and other dtypes stay. The old weights are
+    freed unless they are shared, for example with an embedding.
     """
     packed = []
     for module in list(model.modules()):

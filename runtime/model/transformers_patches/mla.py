@@ -1,10 +1,9 @@
 """Multi-head latent attention (MLA, DeepSeek-V2) over pages of latents.
 
-MLA makes the keys and values of all heads from one latent of a token, by `kv_b_proj`; beside it
-stands one rotated part of the key, the same for all heads. transformers expands both in
-`expand_kv`. Here they stay as they are: pages keep latent and rotated part, a query takes the key
-half of `kv_b_proj` and the output the value half (section 2.1.2 of arXiv 2405.04434), and between
-them runs attention with a single KV head.
+MLA computes the keys and values of all heads from one latent per token, by `kv_b_proj`, and one
+rotated part of the key, which all heads share. transformers expands both in `expand_kv`. Here pages
+keep the latent and the rotated part; the query absorbs the key half of `kv_b_proj` and the output
+the value half (section 2.1.2 of arXiv 2405.04434), and attention runs with a single KV head.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class AbsorbedProjection(nn.Module):
         self.weight, self.nope, self._head = projection.weight, nope, nope + value_dim
 
     def forward(self, latent: torch.Tensor) -> torch.Tensor:
-        """What it was: keys and values of all heads, for transformers' own attention."""
+        """Unchanged: keys and values of all heads, for transformers' own attention."""
         return linear(latent, self.weight)
 
     def to_latent(self, query: torch.Tensor) -> torch.Tensor:
@@ -43,10 +42,10 @@ class AbsorbedProjection(nn.Module):
 
 
 def keep_latents(model: PreTrainedModel, implementation: str) -> bool:
-    """Let attention of that name get latents from the model's MLA layers; whether it has any.
+    """Make the model's MLA layers hand latents to attention of that name; returns if it has any.
 
-    A layer without `expand_kv`, or whose `kv_b_proj` is not a plain linear one, as of a quantised
-    checkpoint, goes on to expand keys and values.
+    A layer without `expand_kv`, or whose `kv_b_proj` is not a plain linear layer, as in a quantised
+    checkpoint, still expands keys and values.
     """
     found = False
     modules: list[Any] = list(model.modules())
@@ -63,7 +62,7 @@ def keep_latents(model: PreTrainedModel, implementation: str) -> bool:
 
 
 def _expand(module: Any, implementation: str, latent: torch.Tensor, rotated: torch.Tensor) -> Any:
-    """Instead of `expand_kv`: [1, 1, T, rank] and [1, 1, T, rope] for our attention."""
+    """Replaces `expand_kv`: [1, 1, T, rank] and [1, 1, T, rope] for our attention."""
     if module.config._attn_implementation == implementation:
         return latent, rotated
     return module.__class__.expand_kv(module, latent, rotated)

@@ -1,7 +1,7 @@
-"""The linear layers of one rank, as plain ones over the weights that it holds.
+"""The linear layers of one rank, as plain layers over its part of the weights.
 
-transformers wraps each into its tensor-parallel style, which keeps weights as DTensors. Plain ones
-cost nothing to enter, and can be packed like those of a model that is not shared out.
+transformers' tensor-parallel wrappers keep weights as DTensors. Plain layers cost nothing to enter,
+and can be packed like those of a model in one process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 
 class RowParallelLinear(nn.Module):
-    """A row-wise layer: the ranks' products of their own inputs, added up."""
+    """A row-wise layer: the sum of the ranks' products of their own inputs."""
 
     def __init__(self, local: nn.Linear) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class RowParallelLinear(nn.Module):
 
 @torch.inference_mode()
 def take_local(model: PreTrainedModel) -> None:
-    """Replace the layers that the model's plan cuts by columns or rows; others stay as they are."""
+    """Replace the layers that the model's plan cuts by columns or rows; leave the others."""
     for name, module in list(model.named_modules()):
         style = model.tp_plan.get(re.sub(r"\b\d+\b", "*", name))
         if style not in ("colwise", "rowwise") or type(module) is not nn.Linear:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 
 from radixcache.runtime.outputs import RequestOutput
-from radixcache.runtime.server.api.chat_turn import begin, turn_of
+from radixcache.runtime.server.api.chat_turn import begin, encode, turn_of
 from radixcache.runtime.server.api.content_blocks import BlockExchange, Part, Step
 from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE, event
 from radixcache.runtime.server.api.response_store import ResponseStore, StoreDep, StoredResponse
@@ -40,12 +40,7 @@ async def create_response(
     body: ResponsesRequest, request: Request, context: ContextDep, store: StoreDep
 ) -> Any:
     """Answer a conversation, which may go on from an earlier response."""
-    conversation, items = body.messages(), body.items()
-    if body.previous_response_id is not None:
-        before = _find(store, body.previous_response_id, body.cache_salt)
-        conversation = merge([*before.conversation, *conversation])
-        given = before.response or {}
-        items = [*given.get("input", ()), *given["output"], *items]
+    conversation, items = _given(body, store)
     turn = await on_thread(turn_of, body, context.chat_defaults, context.tokenizer, conversation)
     head = _begin(body, context)
     answers = await begin(context, turn, client_of(request, body.cache_salt))
@@ -53,6 +48,18 @@ async def create_response(
     exchange.conversation, exchange.items = conversation, items
     exchange.kinds = kinds_of(body.tools)
     return await exchange.answer(request, turn.left_out)
+
+
+@router.post("/v1/responses/input_tokens")
+async def count_input_tokens(
+    body: ResponsesRequest, request: Request, context: ContextDep, store: StoreDep
+) -> JSON:
+    """Count the tokens of a response's input."""
+    context.check_model(body.model)
+    conversation, _ = _given(body, store)
+    turn = await on_thread(turn_of, body, context.chat_defaults, context.tokenizer, conversation)
+    prompt = await encode(context, turn, client_of(request, body.cache_salt))
+    return {"object": "response.input_tokens", "input_tokens": len(prompt.tokens)}
 
 
 @router.get("/v1/responses/{response_id}")
@@ -97,6 +104,17 @@ async def delete_response(response_id: str, store: StoreDep, cache_salt: CacheSa
 
         await asyncio.to_thread(confirm_gone, gone)
     return {"id": response_id, "object": "response", "deleted": True}
+
+
+def _given(body: ResponsesRequest, store: ResponseStore) -> tuple[list[Message], list[JSON]]:
+    """The whole conversation, as messages and as items."""
+    conversation, items = body.messages(), body.items()
+    if body.previous_response_id is not None:
+        before = _find(store, body.previous_response_id, body.cache_salt)
+        conversation = merge([*before.conversation, *conversation])
+        given = before.response or {}
+        items = [*given.get("input", ()), *given["output"], *items]
+    return conversation, items
 
 
 def _find(store: ResponseStore, response_id: str, cache_salt: str | None) -> StoredResponse:

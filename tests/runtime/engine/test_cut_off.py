@@ -72,7 +72,7 @@ CHANGES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 LOOKS: dict[str, tuple[Any, ...]] = {
     "match": ([1, 2],), "cached_length": ([1],), "would_evict": (1,),
-    "pinned_pages_beside": ([1],), "outline": (), "snapshot": (),
+    "pinned_pages_beside": ([1],), "outline": (),
 }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from radixcache.runtime.engine.explain import Explainer
 from radixcache.runtime.explanation import Miss
 from radixcache.runtime.request import Request
 from radixcache.runtime.tokens.tokenizer import Tokenizer
+from radixcache.snapshot import Look
 from tests.helpers.engines import finish
 from tests.helpers.models import BYTES_PER_TOKEN
 from tests.helpers.scripted import make_tokenizer
@@ -217,7 +218,8 @@ def test_explaining_changes_nothing(path: Path, cache: Any) -> None:
 
     def state() -> object:
         line = llm.cache.pool.free.to_array().tolist()
-        return repr((llm.cache.snapshot(), llm.cache.stats, line, llm.explainer.missed_tokens))
+        picture = llm.cache.outline().draw(Look())
+        return repr((picture, llm.cache.stats, line, llm.explainer.missed_tokens))
 
     before = state()
     for text in texts:

@@ -329,6 +329,22 @@ def test_a_grammar_of_which_nothing_is_left_to_say_ends_its_sequence() -> None:
     assert half.sequences[0].finish_reason == "error" and "no token is left" in str(half.error)
 
 
+@pytest.mark.parametrize(
+    "structured",
+    [
+        StructuredOutputsParams.json({"$ref": "#"}),
+        StructuredOutputsParams.grammar('start: start "a"'),
+        StructuredOutputsParams.regex(r"a[^\s\S]"),
+        StructuredOutputsParams.grammar('start: "b" x\nx: x "a"'),
+    ],
+)
+def test_a_grammar_of_which_no_text_is_says_so(structured: StructuredOutputsParams) -> None:
+    engine = make_engine()
+    request = engine.add_request([5], SamplingParams(structured_outputs=structured))
+    finish(engine)
+    assert request.error_is_invalid and "nothing that goes on from here" in str(request.error)
+
+
 def test_ends_are_ignored_only_as_long_as_the_grammar_goes_on() -> None:
     engine = make_engine()
     options: dict[str, Any] = {"temperature": 0, "max_tokens": 50, "ignore_eos": True}

@@ -19,7 +19,7 @@ from radixcache.runtime.kv_offload.disk import DiskStore
 from radixcache.runtime.kv_offload.loads import Loads
 from radixcache.runtime.kv_offload.store import Store
 from radixcache.runtime.request import Request
-from radixcache.stored import StoredPage, StoredPages
+from radixcache.stored_pages import StoredPage, StoredPages
 from radixcache.tier import LowerTier
 from tests.helpers.engines import generated
 from tests.helpers.hash_model import VOCAB, greedy, hash_engine

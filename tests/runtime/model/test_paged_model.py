@@ -358,3 +358,13 @@ def test_dtypes_and_devices(path) -> None:
         assert load_model(path).device.type == "cpu"
         with pytest.raises(InvalidRequest, match="no CUDA"):
             load_model(path, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("named", "ends"), [([1, 10**6, -1], [1]), (VOCAB_SIZE, []), (VOCAB_SIZE - 1, [VOCAB_SIZE - 1])]
+)
+def test_ends_outside_the_vocabulary_are_none(tmp_path: Path, named: Any, ends: list[int]) -> None:
+    tiny_model("llama", tmp_path, tokenizer=False)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+    model = load_model(tmp_path, device="cpu")
+    assert model.eos_token_ids == ends

@@ -86,9 +86,9 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ranks_of(llm: LLM) -> Ranks:
-    ranks = llm.engine.model.ranks
-    assert ranks is not None
-    return ranks
+    model = llm.engine.model
+    assert isinstance(model, parallel.LeadingModel) and model.ranks is not None
+    return model.ranks
 
 
 def draw(count: int, seed: int) -> list[tuple[list[int], SamplingParams]]:

@@ -23,7 +23,8 @@ COMPLETIONS = "/v1/completions"
 ADMIN_ROUTES = """GET /metrics, GET /v1/cache, GET /v1/cache/search, POST /v1/cache/flush,
     GET /v1/cache/prefixes, DELETE /v1/cache/prefixes/{namespace}/{name}"""
 CLIENT_ROUTES = """GET /v1/models, GET /v1/models/{name}, POST /v1/chat/completions,
-    POST /v1/completions, POST /v1/responses, GET /v1/responses/{response_id},
+    POST /v1/completions, POST /v1/responses, POST /v1/responses/input_tokens,
+    GET /v1/responses/{response_id},
     GET /v1/responses/{response_id}/input_items, GET /tokenizer_info,
     DELETE /v1/responses/{response_id}, POST /v1/messages, POST /v1/messages/count_tokens,
     POST /v1/explain, POST /v1/prefixes, GET /v1/prefixes, GET /v1/prefixes/{name},

@@ -220,7 +220,7 @@ def test_digests_are_of_this_process_only(
     assert first == again
     plain = {hashlib.new(name, ADA.encode()).hexdigest() for name in ("sha256", "blake2b", "md5")}
     assert not any(digest.startswith(first[0]) for digest in plain)
-    inner = {root.children[0].id for root in server.call(server.engine.cache.snapshot).values()}
+    inner = {node.id for node in server.call(lambda: server.engine.cache.outline().spell())}
     assert first[1] not in inner
     monkeypatch.setattr(cache_routes, "_KEY", b"as another process draws it")
     assert not {*first} & {*look()}

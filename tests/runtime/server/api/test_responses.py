@@ -45,6 +45,10 @@ def test_a_conversation_goes_on_by_id_or_by_items(client: openai.OpenAI):
     said = chat(client, user(FIRST), answer, user(SECOND))
     assert by_id.output_text == by_items.output_text == said
     assert by_id.usage.input_tokens == by_items.usage.input_tokens
+    more: Any = {"instructions": TABLE_TEXT, "previous_response_id": first.id}
+    counted = client.responses.input_tokens.count(model="tabletalk", input=SECOND, **more)
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == by_id.usage.input_tokens
     details = first.usage.input_tokens_details
     assert first.usage.input_tokens == details.cached_tokens + details.cache_write_tokens
     assert by_id.usage.input_tokens_details.cached_tokens == first.usage.total_tokens - 1

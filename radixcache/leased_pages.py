@@ -1,4 +1,4 @@
-"""How many pages leases hold, which is what eviction cannot have."""
+"""How many pages leases hold: eviction cannot free these."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from radixcache.nodes import Node
 from radixcache.tree import RadixTree
 
 
-class HeldPages:
-    """The number of pages that leases hold, in the tree or alone. A reservation adds to it; when a
-    lease has come, found or ended something, it is unknown, and counted again only if asked."""
+class LeasedPages:
+    """The number of pages that leases hold, in the tree or alone. A reservation adds to it; after a
+    lease was acquired, has moved or ended it is unknown, and counted again only when needed."""
 
     def __init__(
         self, tree: RadixTree, order: EvictionOrder, leases: Collection[RadixLease]
@@ -22,10 +22,11 @@ class HeldPages:
         self._order = order
         self._leases = leases
         self._num = 0
-        """At least so many, if not counted since."""
+        """The number, or a lower bound of it while `_is_counted` is false."""
         self._is_counted = True
         self._look: tuple[RadixLease, int, bool] | None = None
-        """The lease that came last, while nothing else has changed, and the two before it came."""
+        """The last acquired lease, while nothing else has changed, and `_num` and `_is_counted`
+        before it."""
 
     def add(self, count: int) -> None:
         """A lease has reserved `count` pages more."""
@@ -33,28 +34,28 @@ class HeldPages:
         self._look = None
 
     def look(self, lease: RadixLease) -> None:
-        """A lease has come, and holds what it has found."""
+        """A lease was acquired, and holds the pages that it has found."""
         self._look = (lease, self._num, self._is_counted)
         if lease.num_tokens:
             self._is_counted = False
 
     def publish(self) -> None:
-        """The lease that came last does more than to look."""
+        """The last acquired lease is used, or moves."""
         self._look = None
 
     def forget(self) -> None:
-        """Leases may hold fewer pages than before."""
+        """Any change: leases may hold fewer pages than before."""
         self._num, self._is_counted, self._look = 0, False, None
 
     def release(self, lease: RadixLease) -> None:
         """A lease ends."""
         look = self._look
         self.forget()
-        if look is not None and look[0] is lease:  # it did nothing else
+        if look is not None and look[0] is lease:  # nothing has changed but for its look
             _, self._num, self._is_counted = look
 
     def can_evict(self, num_pages: int, most_held: int) -> bool:
-        """Whether `num_pages` pages can go, that is whether leases hold at most `most_held`."""
+        """Whether `num_pages` pages can be evicted: whether leases hold at most `most_held`."""
         if self._num > most_held or self._is_counted:
             return self._num <= most_held
         sure, page_size = 0, self._tree.page_size
@@ -66,11 +67,11 @@ class HeldPages:
         return self._num <= most_held
 
     def count(self) -> int:
-        """Distinct pages in the tables of leases, and those that the step in flight has yet to copy
-        from. Run by run, each down to the deepest cursor in it or below. O(leases + runs above)."""
+        """Distinct pages in the leases' tables, and those that the step in flight has yet to copy
+        from: run by run, down to the deepest cursor in it or below. O(leases + runs above)."""
         tree, page_size, held = self._tree, self._tree.page_size, 0
         ends: dict[Node, int] = {}
-        """The pages that leases hold of a run end at this index of tables, by its first node."""
+        """By the first node of a run: the page table index at which its held pages end."""
 
         def counts(node: Node | None, index: int, page: int) -> bool:
             """Whether `page` is counted at `index` on the way up from `node`."""
@@ -103,6 +104,6 @@ class HeldPages:
         return held
 
     def check(self, held: int) -> None:
-        """Assert that `held` pages are held as far as this is known."""
+        """Assert that the count, as far as it is known, agrees with `held` pages."""
         assert self.count() == held, "held pages are miscounted"
         assert self._num == held if self._is_counted else self._num <= held, "out of date"

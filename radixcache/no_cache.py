@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from radixcache.base import PrefixCache, TokensLike, as_namespace, as_tokens, mutation
+from radixcache.base import PrefixCache, Tokens, TokensLike, mutation
 from radixcache.lease import Lease
-from radixcache.pages import PagePool, as_count
+from radixcache.pages import PagePool
 from radixcache.snapshot import Outline
 
 
@@ -36,34 +36,17 @@ class NoCache(PrefixCache):
     def cached_length(self, tokens: TokensLike, namespace: Hashable = None) -> int:
         return 0
 
-    @mutation
-    def acquire(
-        self,
-        tokens: TokensLike,
-        namespace: Hashable = None,
-        *,
-        resumed: bool = False,
-        include_last: bool = False,
+    def _acquire(
+        self, tokens: Tokens, namespace: Hashable, resumed: bool, include_last: bool
     ) -> Lease:
-        tokens, namespace = as_tokens(tokens), as_namespace(namespace)
-        lease = Lease(self.page_size, len(tokens), namespace, resumed)
-        self._leases[lease] = None
-        return lease
+        return Lease(self.page_size, len(tokens), namespace, resumed)
 
-    @mutation
-    def reserve(self, lease: Lease, num_tokens: int) -> None:
-        self._mine(lease)
-        num_tokens = as_count(num_tokens, "the number of tokens")
+    def _reserve(self, lease: Lease, num_tokens: int) -> None:
         wanted = -(-num_tokens // self.page_size) - lease._num_pages
-        if wanted > 0:
-            lease._set_pages(lease._num_pages, self.pool.allocate(wanted))
-            lease.capacity = lease._num_pages * self.page_size
+        lease._set_pages(lease._num_pages, self.pool.allocate(wanted))
+        lease.capacity = lease._num_pages * self.page_size
 
-    @mutation
-    def publish(self, lease: Lease, tokens: TokensLike, *, written: bool = False) -> None:
-        self._mine(lease)
-        tokens = as_tokens(tokens)
-        lease._check_publish(len(tokens))
+    def _publish(self, lease: Lease, tokens: Tokens, written: bool) -> None:
         if not written:
             self._in_flight[lease] = lease.num_tokens
             lease.publishing = True
@@ -85,8 +68,7 @@ class NoCache(PrefixCache):
         lease.released = True
         del self._leases[lease]
 
-    @mutation
-    def evict(self, num_pages: int) -> int:
+    def _evict(self, num_pages: int) -> int:
         return 0
 
     def outline(self) -> Outline[Any]:
