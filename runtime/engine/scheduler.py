@@ -257,8 +257,8 @@ class Scheduler:
         for sequence in self._shares.in_turn(self.waiting, self.running, self._by_prefix):
             if not budget.room(0) or len(self.running) >= self.max_num_seqs:
                 break
-            begins = self.loads.has_read(sequence) or self._may_begin(sequence, prompts)
-            if self.loads.waits(sequence) or not begins:
+            waits = self.loads.waits(sequence)
+            if waits or not (self.loads.has_read(sequence) or self._may_begin(sequence, prompts)):
                 continue
             lease = self._acquire(sequence)
             reads_more = self.loads.load(sequence, lease)
