@@ -23,7 +23,7 @@ from radixcache.runtime.model.system_memory import (
 )
 
 if TYPE_CHECKING:
-    from radixcache.runtime.model.recurrent import StatePool
+    from radixcache.runtime.model.state_pool import StatePool
 
 _CPU_LIMIT = 16 << 30
 _MOST_WASTE = 1 / 64

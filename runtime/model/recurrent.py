@@ -20,35 +20,13 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
+from radixcache.runtime.model.state_pool import StateName, StatePool, StateShapes
 from radixcache.states import SequenceStates
 
 _CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
 """Names of a layer's cache argument in transformers: the first since 5.24, the others before."""
 
 _DROPPED = (*_CACHE_ARGUMENTS, "attention_mask", "position_ids")
-
-_Name = tuple[str, int, int]
-"""A state: "conv" or "recurrent", the layer's number, and the state's number in the layer."""
-
-StateShapes = dict[_Name, tuple[tuple[int, ...], torch.dtype]]
-
-
-class StatePool:
-    """The state tensors of all slots, [num_slots, ...] each."""
-
-    def __init__(self, shapes: StateShapes, num_slots: int, device: torch.device) -> None:
-        self.tensors = {
-            name: torch.zeros(num_slots, *shape, dtype=dtype, device=device)
-            for name, (shape, dtype) in shapes.items()
-        }
-        self.of_layer: dict[int, dict[_Name, torch.Tensor]] = {}
-        for name, tensor in self.tensors.items():
-            self.of_layer.setdefault(name[1], {})[name] = tensor
-
-
-def bytes_per_state(shapes: StateShapes) -> int:
-    """Bytes of one slot in all layers."""
-    return sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in shapes.values())
 
 
 class _Step(NamedTuple):
@@ -80,7 +58,7 @@ class _States:
     """A layer's cache for transformers: the states of some sequences, read from their slots."""
 
     def __init__(
-        self, tensors: dict[_Name, torch.Tensor], states: Sequence[SequenceStates]
+        self, tensors: dict[StateName, torch.Tensor], states: Sequence[SequenceStates]
     ) -> None:
         self._tensors, self._states = tensors, states
         reads = [max(state.read, 0) for state in states]

@@ -39,13 +39,12 @@ from radixcache.runtime.model.compatibility import (
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.recurrent import (
-    StatePool,
-    bytes_per_state,
     find_states,
     recurrent_step,
     replace_recurrent_layers,
 )
 from radixcache.runtime.model.rope_scaling import fix_frequencies
+from radixcache.runtime.model.state_pool import StatePool, bytes_per_state
 from radixcache.runtime.model.transformers_patches.mla import AbsorbedProjection
 from radixcache.states import SequenceStates
 
