@@ -19,9 +19,10 @@ from radixcache.bench.gpu.report import NotRun
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.logits_cache import PromptLogitsCache
 from radixcache.runtime.engine.scheduler import Scheduler
-from radixcache.runtime.model.architecture import understand
 from radixcache.runtime.model.decoder import Decoder
+from radixcache.runtime.model.families.describe import describe
 from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.model.weights import CheckpointWeights
 from radixcache.runtime.request import Request
 
 Cache = type[RadixCache] | type[HashBlockCache] | type[NoCache]
@@ -65,16 +66,25 @@ def _join(linears: Sequence[torch.nn.Linear]) -> None:
         linear.weight = torch.nn.Parameter(part, requires_grad=False)
 
 
+class _Memory:
+    """A checkpoint that is a model's own memory."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._weights = {name: w.detach() for name, w in model.named_parameters()}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(weight.shape) for name, weight in self._weights.items()}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._weights[name]
+
+
 def paged(model: PreTrainedModel) -> PagedModel:
     """The model in the decoder loop, over the same memory."""
-    weights = dict(model.named_parameters())
-    return Decoder(
-        understand(model.config.to_dict()),
-        model.generation_config,
-        lambda name: weights[name].detach(),
-        model.dtype,
-        model.device,
-    )
+    architecture = describe(model.config.to_dict())
+    weights = CheckpointWeights(_Memory(model), architecture)
+    return Decoder(architecture, model.generation_config, weights, model.dtype, model.device)
 
 
 @contextmanager

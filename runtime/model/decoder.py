@@ -57,7 +57,9 @@ class Decoder(PagedModel):
         Raises:
             Unknown: no operations run the architecture, or the logits differ by more than rounding.
         """
-        ropes = [replace(rope, frequencies=rope.frequencies.to(device)) for rope in architecture.ropes]
+        ropes = [
+            replace(rope, frequencies=rope.frequencies.to(device)) for rope in architecture.ropes
+        ]
         self.architecture = architecture = replace(architecture, ropes=tuple(ropes))
         super().__init__(
             architecture.family,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -21,20 +21,23 @@ from radixcache.kernels.upload import on_device
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
 from radixcache.runtime.checkpoints.model_files import check_model, split_gguf
 from radixcache.runtime.model import exact as exactness
-from radixcache.runtime.model.architecture import Unknown, understand
 from radixcache.runtime.model.checkpoint import open_checkpoint
 from radixcache.runtime.model.compatibility import check_sizes
 from radixcache.runtime.model.decoder import Decoder
+from radixcache.runtime.model.description import Unknown
 from radixcache.runtime.model.device import DTYPES, resolve_device, resolve_dtype
-from radixcache.runtime.model.gguf.checkpoint import GGUFCheckpoint, open_gguf
+from radixcache.runtime.model.families.describe import describe
+from radixcache.runtime.model.gguf.checkpoint import open_gguf
 from radixcache.runtime.model.gguf.config import (
     generation_config_of,
     settings_of,
     with_rope_factors,
 )
+from radixcache.runtime.model.gguf.weights import GGUFWeights
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
 from radixcache.runtime.model.transformers_loading import call_transformers, load_transformers
+from radixcache.runtime.model.weights import CheckpointWeights, ModelWeights
 
 _log = logging.getLogger("radixcache")
 
@@ -148,7 +151,7 @@ def _load_decoder(
     """
     if file is None and split_gguf(str(name_or_path))[1]:
         raise Unknown("its weights are in a GGUF file")
-    architecture = understand(settings)
+    architecture = describe(settings)
     if file is not None:
         architecture = with_rope_factors(architecture, file)
     if dtype == "auto":
@@ -157,26 +160,19 @@ def _load_decoder(
             raise Unknown(f"the dtype of its config is {named}")
         dtype = DTYPES[named]
     report("fetching weights", 0.0)
-    opened = (
-        open_checkpoint(name_or_path, device, dtype)
-        if file is None
-        else nullcontext(GGUFCheckpoint(file, device, dtype))
-    )
-    with opened as checkpoint, on_device(device):
-        found, wanted = checkpoint.shapes, architecture.shapes()
-        for name in found.keys() & wanted.keys():  # transformers refuses it, too, but may not end
-            if found[name] != wanted[name]:
-                raise ModelError(
-                    f"the checkpoint of {name_or_path} has {name} as {list(found[name])}, "
-                    f"where its config says {list(wanted[name])}"
-                )
-        if found != wanted:
-            raise Unknown("its checkpoint has other weights")
+    with ExitStack() as stack:
+        weights: ModelWeights
+        if file is None:
+            checkpoint = stack.enter_context(open_checkpoint(name_or_path, device, dtype))
+            weights = CheckpointWeights(checkpoint, architecture)
+        else:
+            weights = GGUFWeights(file, architecture, device, dtype)
+        stack.enter_context(on_device(device))
         report("preparing kernels", 0.0)  # which are compiled at the first start
         return Decoder(
             architecture,
             _generation_config(name_or_path, file),
-            checkpoint.tensor,
+            weights,
             dtype,
             device,
             attention,

@@ -22,7 +22,6 @@ from radixcache.runtime.model.description import (
     Attention,
     Experts,
     Layer,
-    Unknown,
     Weight,
     Weights,
 )
@@ -84,11 +83,8 @@ class LoadedLayer:
 
 
 class Operations:
-    """The operations on the T rows of a step; hidden states are [T, hidden_size].
-
-    Raises:
-        Unknown: these operations do not run the architecture.
-    """
+    """The operations on the T rows of a step of a model without recurrent layers; hidden states are
+    [T, hidden_size]."""
 
     name = f"torch {torch.__version__}"
 
@@ -96,8 +92,6 @@ class Operations:
         self.architecture, self._dtype = architecture, dtype
         self.layers: list[LoadedLayer] = []
         self.eps = architecture.eps
-        if architecture.is_recurrent:  # one by one, torch's calls for each token would take longest
-            raise Unknown("its recurrent layers need the native kernels")
 
     def product(self, *parts: Part) -> Any:
         """At load: one product of the rows of all parts."""

@@ -95,9 +95,7 @@ def choose(
     return factors * spec.scale, chosen
 
 
-def activate(
-    kind: Activation, gate: torch.Tensor, up: torch.Tensor | None = None
-) -> torch.Tensor:
+def activate(kind: Activation, gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
     """act(gate) * up, or act(gate) alone; `gate` may be overwritten."""
     if kind == "clamped":
         assert up is not None

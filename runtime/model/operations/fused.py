@@ -106,9 +106,7 @@ class FusedOperations(Operations):
 
 
 @torch.inference_mode()
-def tried(
-    architecture: Architecture, dtype: torch.dtype, device: torch.device
-) -> FusedOperations:
+def tried(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> FusedOperations:
     """The operations after each kernel has run once, which loads or compiles it."""
     operations = FusedOperations(architecture, dtype)
 
@@ -125,12 +123,18 @@ def tried(
             found.append(operations.gated(mlp, zeros(2, hidden), lambda _, both=both: both))
         if isinstance(spec := layer.mixer, Attention):
             kind = spec.kind
-            query, key = zeros(2, kind.query_heads, kind.head_dim), zeros(2, kind.kv_heads, kind.head_dim)
+            query, key = (
+                zeros(2, kind.query_heads, kind.head_dim),
+                zeros(2, kind.kv_heads, kind.head_dim),
+            )
             if spec.head_norms is not None:
                 each = spec.head_norms == "head"
                 norms = {
                     name: zeros(kind.head_dim if each else heads * kind.head_dim)
-                    for name, heads in (("query_norm", kind.query_heads), ("key_norm", kind.kv_heads))
+                    for name, heads in (
+                        ("query_norm", kind.query_heads),
+                        ("key_norm", kind.kv_heads),
+                    )
                 }
                 operations.head_norms(LoadedLayer(layer, norms), query.flatten(1), key.flatten(1))
             if spec.rope is not None:

@@ -11,7 +11,7 @@ from radixcache.errors import first_line
 from radixcache.kernels.attention import AttentionBackend
 from radixcache.kernels.fallback import first_that_runs
 from radixcache.kernels.native.attention import NativeBackend
-from radixcache.runtime.model.description import Architecture
+from radixcache.runtime.model.description import Architecture, Unknown
 from radixcache.runtime.model.operations.base import Operations
 from radixcache.runtime.model.operations.fused import tried
 from radixcache.runtime.model.operations.native import NativeOperations
@@ -32,6 +32,8 @@ def choose_operations(
     """
     if isinstance(attention, NativeBackend):
         return NativeOperations(architecture, dtype)
+    if architecture.is_recurrent:  # torch would launch its calls token by token
+        raise Unknown("its recurrent layers need the native kernels")
     if attention.name.startswith("FlashInfer"):
         fused, errors = first_that_runs(partial(tried, architecture, dtype, device))
         if fused is not None:
