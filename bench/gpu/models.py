@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from radixcache import HashBlockCache, NoCache, PagePool, RadixCache, SamplingParams
 from radixcache.base import PrefixCache, Tokens
@@ -33,12 +33,22 @@ _GAINS = {"q_proj": 2.5, "k_proj": 2.5, "lm_head": 4.0}
 
 def random_llama(place: Place, shape: dict[str, Any], seed: int = 0) -> PreTrainedModel:
     """A Llama of this shape; its activations stay in range and its greedy choices are clear."""
+    model = random_model(place, LlamaConfig(**shape, tie_word_embeddings=False), seed)
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        _join([attention.q_proj, attention.k_proj, attention.v_proj])
+        _join([mlp.gate_proj, mlp.up_proj])
+    return model
+
+
+def random_model(place: Place, config: PreTrainedConfig, seed: int = 0) -> Any:
+    """A model with random weights whose activations stay in range."""
     torch.manual_seed(seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(place.dtype)
     try:
         with torch.device(place.device):
-            model = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False)).eval()
+            model = AutoModelForCausalLM.from_config(config, dtype=place.dtype).eval()
     finally:
         torch.set_default_dtype(before)
     with torch.no_grad():
@@ -48,10 +58,10 @@ def random_llama(place: Place, shape: dict[str, Any], seed: int = 0) -> PreTrain
             elif weight.ndim > 1:
                 gain = next((gain for part, gain in _GAINS.items() if part in name), 1.0)
                 weight.normal_(0.0, gain * weight.shape[-1] ** -0.5)
-    for layer in model.model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        _join([attention.q_proj, attention.k_proj, attention.v_proj])
-        _join([mlp.gate_proj, mlp.up_proj])
+            elif "norm" not in name:
+                weight.normal_(0.0, 0.5)
+            elif weight.shape[-1] > 1:
+                weight.add_(torch.randn_like(weight).mul_(0.1))
     model.generation_config.eos_token_id = None
     model.requires_grad_(False)
     return model
