@@ -83,7 +83,7 @@ _MULTIPLIERS = {
     "logit_scale": "logits_scaling",
 }
 _ONES = dict.fromkeys(_MULTIPLIERS.values(), 1.0)
-_GELU = {"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh"}
+_GELU = {"hidden_activation": "gelu_pytorch_tanh"}
 _DELTA = {
     "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.group_count": "linear_num_key_heads",
@@ -131,7 +131,8 @@ ROWS: dict[str, Row] = {
         full_every=6,
     ),
     "gemma4": Row(
-        "gemma4_text", keys={"final_logit_softcapping": "final_logit_softcapping"}, implied=_GELU
+        "gemma4_text", keys={"final_logit_softcapping": "final_logit_softcapping"},
+        implied={**_GELU, "hidden_size_per_layer_input": 0},
     ),
     "phi3": Row("phi3", implied={"sliding_window": None}),
     "olmo2": Row("olmo2", full_every=4),
@@ -239,7 +240,7 @@ ROWS: dict[str, Row] = {
             "attention.layer_norm_epsilon": "layer_norm_epsilon",
         },
         flags={**_BIAS, **_MLP_BIAS, "use_conv_bias": "ssm_conv1d.bias"},
-        implied={"mlp_hidden_act": "relu2", "hidden_act": None},
+        implied={"mlp_hidden_act": "relu2"},
     ),
 }  # fmt: skip
 """By llama.cpp's names."""

@@ -121,6 +121,7 @@ class _Metadata:
         head_dim = self.size("attention.key_length", self.size("embedding_length") // max(heads, 1))
         if head_dim != self.size("attention.value_length", head_dim):
             raise Unknown("its values are of another size than its keys")
+        end = self._file.get("tokenizer.ggml.eos_token_id", int, -1)
         found: dict[str, Any] = {
             "model_type": row.family,
             "vocab_size": tensors["token_embd.weight"].shape[0],
@@ -128,7 +129,7 @@ class _Metadata:
             "num_attention_heads": heads,
             "num_key_value_heads": max(kv_heads, default=0),
             "head_dim": head_dim,
-            "hidden_act": "silu",
+            "eos_token_id": end if end >= 0 else None,
             "tie_word_embeddings": "output.weight" not in tensors,
             "dtype": _dtype(self._file),
             **row.implied,
@@ -144,7 +145,7 @@ class _Metadata:
         if row.full_every or self.has("attention.sliding_window_pattern"):
             found["layer_types"] = self.windows()
         self.adjust(found, kv_heads)
-        return {name: value for name, value in found.items() if value is not None}
+        return found
 
     def adjust(self, found: dict[str, Any], kv_heads: list[int]) -> None:
         """What a family's config says in a way of its own."""
@@ -315,6 +316,16 @@ def describe_gguf(file: GGUFFile, max_model_len: int | None = None) -> Architect
         raise Unknown(f"its {_ROPE_FACTORS} is of shape {list(tensor.shape)}")
     ropes = tuple(replace(x, frequencies=x.frequencies / factors) for x in described.ropes)
     return replace(described, ropes=ropes)
+
+
+def with_rope_factors(architecture: Any, file: GGUFFile) -> Any:
+    """`describe_gguf`'s factors for the architecture of the former loop."""
+    if (tensor := file.tensors.get(_ROPE_FACTORS)) is None:
+        return architecture
+    frequencies, factors = architecture.inverse_frequencies, _floats(file, _ROPE_FACTORS)
+    if tensor.shape != frequencies.shape:
+        raise Unknown(f"its {_ROPE_FACTORS} is of shape {list(tensor.shape)}")
+    return architecture._replace(inverse_frequencies=frequencies / torch.tensor(factors))
 
 
 def generation_config_of(file: GGUFFile) -> GenerationConfig:
