@@ -19,7 +19,7 @@ from radixcache.kernels.attention import AttentionBackend, AttentionPlan, PagedB
 from radixcache.kernels.native.attention import NativeBackend
 from radixcache.kernels.native.library import quiet_torch
 from radixcache.kernels.quantized import Quantized
-from radixcache.runtime.model import reference
+from radixcache.runtime.model import old_reference as reference
 from radixcache.runtime.model.architecture import Architecture, Unknown
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.operations.base import Layer, Loaded, Weight

@@ -103,6 +103,6 @@ def complete(settings: Settings) -> dict[str, Any]:
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    config = CONFIG_MAPPING[settings["model_type"]].from_dict(deepcopy(settings))
+    config = CONFIG_MAPPING[settings["model_type"]].from_dict(deepcopy({**settings}))
     found: dict[str, Any] = config.to_dict()
     return found

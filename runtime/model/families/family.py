@@ -43,6 +43,7 @@ class Family:
         offset: as `Architecture.norm_offset`.
         pairs: a checkpoint has the pairs that RoPE turns side by side.
         value_is_key: a layer may have no product for values, which are the keys then.
+        alternating: a checkpoint's experts are [in, out], and gate and up take turns in them.
         ignored: settings that change nothing here.
         spare_layers: a checkpoint may have layers after the last, which predict further tokens.
     """
@@ -77,6 +78,7 @@ class Family:
     eps: str = "rms_norm_eps"
     pairs: bool = False
     value_is_key: bool = False
+    alternating: bool = False
     ignored: tuple[str, ...] = ()
     spare_layers: bool = False
 

@@ -31,6 +31,8 @@ class Ropes:
             length: the most tokens of a sequence, for frequencies that depend on it.
         """
         self._config, self._family, self._length = config, family, length
+        if family.partial_rope:  # it stands in the parameters, too
+            config.ignore("partial_rotary_factor")
         self._indices: dict[tuple[str, int], int] = {}
         self.made: list[Rope] = []
         self.max_context = config.size("max_position_embeddings")

@@ -91,7 +91,7 @@ _COHERE: dict[str, Any] = {
     "norms": _FIRST, "parallel": True, "centred": True, "eps": "layer_norm_eps", "pairs": True,
     "scales": _cohere_scales,
 }  # fmt: skip
-_USE_BIAS = dict.fromkeys(("bias", "out_bias", "mlp_bias"), "use_bias")
+_USE_BIAS: dict[str, Any] = dict.fromkeys(("bias", "out_bias", "mlp_bias"), "use_bias")
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(mlp_bias="mlp_bias"),

@@ -18,7 +18,8 @@ from radixcache.kernels.attention import AttentionBackend, PagedBatch
 from radixcache.kernels.native.attention import NativeBackend
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.torch_backend import TorchBackend, TorchPlan
-from radixcache.runtime.model import decoder, reference
+from radixcache.runtime.model import decoder
+from radixcache.runtime.model import old_reference as reference
 from radixcache.runtime.model.architecture import Unknown, understand
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.kv_pool import KVPool
