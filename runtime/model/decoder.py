@@ -78,9 +78,10 @@ class Decoder(PagedModel):
         self.layers_by = f"radixcache with {self._operations.name}"
         embedding, head = weights.embedding(), weights.head()
         tokens = torch.arange(_CHECKED_TOKENS, device=device) * 7919 % self.vocab_size
-        checked = torch.arange(0, self.vocab_size, -(-self.vocab_size // _CHECKED_ROWS))
-        hidden = reference.embed(architecture, embedding, tokens)
-        rows = reference.rows(embedding if head is None else head, checked.to(device))
+        step = -(-self.vocab_size // _CHECKED_ROWS)
+        checked = torch.arange(0, self.vocab_size, step, device=device)
+        hidden = reference.embed(architecture, tokens, embedding)
+        rows = reference.dense_rows(embedding if head is None else head, checked)
         self._operations.embedding(embedding, head)
         del embedding, head
         for number in track(range(len(architecture.layers)), "reading weights"):
@@ -117,12 +118,13 @@ class Decoder(PagedModel):
             batch = PagedBatch.of([pages], [count], [done], 4)
             chunk = tokens[done - count : done].cpu().numpy()
             found = self.forward(chunk, batch, np.arange(count), pool, states)
-            got.append(found[:, checked.to(found.device)])
+            got.append(found[:, checked])
         error = float((torch.cat(got) - expected).std() / expected.std())
         limit = _TOLERANCES[self.dtype]
         if not error <= limit and self.dtype != torch.float32:  # a deep model may round as much
-            rounded = reference.rounded_logits(self.architecture, tokens, weights, self.dtype)
-            rounded = rounded[:, checked.to(rounded.device)]
+            rounded = reference.rounded_logits(
+                self.architecture, tokens, weights, self.dtype, checked
+            )
             limit = max(limit, _ROUNDINGS * float((rounded - expected).std() / expected.std()))
         if not error <= limit:  # nor if it is NaN
             raise Unknown(f"its logits come out wrong in our loop, by {error:.1%} of their spread")

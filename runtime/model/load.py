@@ -29,9 +29,9 @@ from radixcache.runtime.model.device import DTYPES, resolve_device, resolve_dtyp
 from radixcache.runtime.model.families.describe import describe
 from radixcache.runtime.model.gguf.checkpoint import open_gguf
 from radixcache.runtime.model.gguf.config import (
+    describe_gguf,
     generation_config_of,
     settings_of,
-    with_rope_factors,
 )
 from radixcache.runtime.model.gguf.weights import GGUFWeights
 from radixcache.runtime.model.paged_model import PagedModel
@@ -83,12 +83,14 @@ def load_model(
             by_transformers = file is None and split_gguf(str(name_or_path))[1]
             if settings.get("quantization_config") or by_transformers:
                 raise ModelError(
-                    "exact mode takes no quantised checkpoint, and GGUF files only of Llama, "
-                    "Mistral, Qwen2 and Qwen3: no other is checked"
+                    "exact mode takes no quantised checkpoint, and GGUF files only of families that "
+                    "our loop runs: no other is checked"
                 )
         model: PagedModel | None = None
         try:
-            model = _load_decoder(name_or_path, settings, kind, place, attention, exact, file)
+            model = _load_decoder(
+                name_or_path, settings, kind, place, attention, exact, file, max_model_len
+            )
         except Unknown as reason:
             if file is not None:
                 raise _unread(name_or_path, reason) from None
@@ -140,6 +142,7 @@ def _load_decoder(
     attention: AttentionBackend | None = None,
     exact: bool = False,
     file: GGUFFile | None = None,
+    max_model_len: int | None = None,
 ) -> PagedModel:
     """A model that the decoder loop knows, without importing transformers' layers.
 
@@ -151,9 +154,9 @@ def _load_decoder(
     """
     if file is None and split_gguf(str(name_or_path))[1]:
         raise Unknown("its weights are in a GGUF file")
-    architecture = describe(settings)
-    if file is not None:
-        architecture = with_rope_factors(architecture, file)
+    architecture = (
+        describe(settings, max_model_len) if file is None else describe_gguf(file, max_model_len)
+    )
     if dtype == "auto":
         named = str(settings.get("dtype") or settings.get("torch_dtype"))
         if named not in DTYPES:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -66,7 +67,7 @@ class PagedModel(ABC):
         exact: whether a row's bits depend only on its own tokens; see `exact.py`.
     """
 
-    state_shapes: StateShapes = {}
+    state_shapes: StateShapes = MappingProxyType({})
     """The states of a sequence, if the model is recurrent."""
 
     layers_by: str

@@ -6,7 +6,6 @@ Nothing here needs a compiler.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -140,8 +139,8 @@ class Operations:
                 ones = torch.ones(mixer.kind.value_dim, device=self.table.device)
                 loaded.norms["value_norm"] = ones.to(self._dtype)
         if isinstance(spec.mlp, MLP):
-            gate = [part("gate")] if spec.mlp.gated else []
-            loaded.gate_up = self.gate_up(*gate, part("up")) if gate else self.product(part("up"))
+            up = part("up")
+            loaded.gate_up = self.gate_up(part("gate"), up) if spec.mlp.gated else self.product(up)
             loaded.down = self.product(part("down"))
         elif isinstance(spec.mlp, Experts):
             loaded.experts = GroupedExperts(spec.mlp, weights, self._dtype)

@@ -116,7 +116,7 @@ def tried(architecture: Architecture, dtype: torch.dtype, device: torch.device) 
     hidden = architecture.hidden_size
     norm = zeros(hidden)
     found = [operations.norm(zeros(2, hidden), norm)]
-    for layer in {layer: None for layer in architecture.layers}:
+    for layer in dict.fromkeys(architecture.layers):
         found += operations.join(zeros(2, hidden), zeros(2, hidden), layer, None, norm)
         if isinstance(mlp := layer.mlp, MLP):
             both = zeros(2, mlp.inner * (1 + mlp.gated))
