@@ -11,6 +11,21 @@ _TWO_ROPES = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     }
 }
+_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+}
+_GROUPS = {
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}
 ROWS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 11},
@@ -69,4 +84,62 @@ ROWS: dict[str, dict[str, Any]] = {
     "seed_oss": {"attention_out_bias": True},
     "helium": {"attention_bias": True, "mlp_bias": True},
     "arcee": {"mlp_bias": True},
+    "qwen2_moe": {
+        **_EXPERTS,
+        "shared_expert_intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_moe": {**_EXPERTS, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 8, "sliding_window": 11},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 3},
+    "granitemoe": {"num_local_experts": 8, "num_experts_per_tok": 3, "residual_multiplier": 0.7},
+    "granitemoeshared": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "shared_intermediate_size": 48,
+    },
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        **_W,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": 16,
+            "truncate": False,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        },
+    },
+    "glm4_moe": {
+        **_GROUPS,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+    },
+    "dots1": {**_GROUPS, **_W, "norm_topk_prob": True},
+    "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 8},
+    "ernie4_5_moe": {
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_intermediate_size": 48,
+        "use_bias": True,
+    },
+    "qwen3_next": {},
+    "qwen3_5_text": {},
+    "qwen3_5_moe_text": {},
+    "lfm2": {"conv_bias": True},
+    "lfm2_moe": {**_EXPERTS, "shared_expert_intermediate_size": None},
+    "granitemoehybrid": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "position_embedding_type": "rope",
+    },
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mlp", "moe", "mamba", "attention"],
+        "num_hidden_layers": 6,
+        **_GROUPS,
+    },
 }
