@@ -69,6 +69,7 @@ _VISION = {
 }  # fmt: skip
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("gemma3_text", {"query_pre_attn_scalar": 24}),
     "mistral3": ("mistral", {}),
     "llava": ("llama", {}),
     "internvl": ("qwen2", {}),

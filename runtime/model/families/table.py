@@ -20,6 +20,10 @@ _GLM4 = {
     "input_norm": "input_layernorm", "attended_norm": "post_self_attn_layernorm",
     "mlp_norm": "post_attention_layernorm", "after_norm": "post_mlp_layernorm",
 }  # fmt: skip
+_LFM3 = {
+    "input_norm": "operator_norm", "attended_norm": "post_operator_norm", "mlp_norm": "ffn_norm",
+    "after_norm": "post_ffn_norm",
+}  # fmt: skip
 _FIRST = {"input_norm": "input_layernorm"}
 
 
@@ -60,6 +64,12 @@ def _granite_scale(config: Config) -> float:
 
 def _cohere_scales(config: Config) -> dict[str, Any]:
     return {"logit_scale": config.number("logit_scale")}
+
+
+def _lfm3_scales(config: Config) -> dict[str, Any]:
+    if not (config.flag("use_sandwich_norm") and config.flag("use_attention_gate")):
+        raise Unknown("its layers have no norms after their blocks, or no gates")
+    return {}
 
 
 def _windowed(config: Config, number: int, kind: str) -> bool:
@@ -200,6 +210,10 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe_text": _row(_QWEN3_5, mlp=parts.qwen),
     "lfm2": _row(_LFM2, mlp=parts.lfm2_dense),
     "lfm2_moe": _row(_LFM2, mlp=parts.lfm2_moe),
+    "lfm3": _row(
+        _LFM2, norms=_LFM3, bias="attention_bias", out_bias="attention_bias", gated=True,
+        nested_rope=True, partial_rope=True, scales=_lfm3_scales,
+    ),
     "granitemoehybrid": _row(
         _GRANITE, types=by_type, turned=_has_rope, mixer=parts.granite_mamba, mlp=parts.granite,
     ),
