@@ -145,7 +145,8 @@ class CheckpointWeights:
     def _check_layer(self, number: int) -> None:
         def empty(name: str) -> torch.Tensor:
             self._used.add(name)
-            return torch.empty(self._shapes[name], device="meta")
+            kind = torch.uint8 if name.endswith(("_blocks", "_scales")) else torch.float32
+            return torch.empty(self._shapes[name], dtype=kind, device="meta")
 
         try:
             layer = _Layer(self._architecture, number, self._layers[number], empty)
@@ -230,6 +231,10 @@ class _Layer:
         widths = [kind.query_heads * kind.head_dim, *[kind.kv_heads * kind.head_dim] * 2]
         if "mixer.qkv_proj.weight" in self._names:
             self._cut("qkv", "mixer.qkv_proj", lambda joined: joined.split(widths))
+        elif "mixer.gate_proj.weight" in self._names:  # a gate per head
+            self._product("q", "mixer.q_proj")
+            gates = self._take("mixer.gate_proj.weight", "q_gate")
+            weights["q_gate"] = gates.repeat_interleave(kind.value_dim, 0)
         elif attention.gated:
             heads = (kind.query_heads, 2, kind.head_dim)
             self._cut(
@@ -332,7 +337,7 @@ class _Layer:
             suffix = "" if end == "weight" else ".bias"
             both = self._fused("mlp.gate_up_proj", end)
             if alternate:
-                gate, up = [part[0::2] for part in both], [part[1::2] for part in both]
+                gate, up = ([_every_second(part, n) for part in both] for n in (0, 1))
             else:
                 gate, up = ([part.chunk(2)[n] for part in both] for n in (0, 1))
             self.weights[f"experts.gate{suffix}"], self.weights[f"experts.up{suffix}"] = gate, up
@@ -354,6 +359,13 @@ def _halves(rows: torch.Tensor, head_dim: int, turned: int) -> torch.Tensor:
     heads = rows.unflatten(0, (-1, head_dim))
     parts = (heads[:, 0:turned:2], heads[:, 1:turned:2], heads[:, turned:])
     return torch.cat(parts, 1).flatten(0, 1)
+
+
+def _every_second(weight: Weight, first: int) -> Weight:
+    if not isinstance(weight, Quantized):
+        return weight[first::2]
+    numbers, scales, minimums = (part[first::2] for part in weight[:3])
+    return Quantized(numbers, scales, minimums, weight.bits)
 
 
 def _mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> Quantized:

@@ -29,7 +29,7 @@ class Family:
         norms: the norms around mixer and MLP, by their names in a checkpoint.
         head_norms: as in `Attention`, or the setting that says whether there are some by head.
         bias, out_bias, mlp_bias: of attention's products, of its output's and of the MLP's.
-        activation: the setting, and the activations that it may name.
+        activation: the setting, if any, and what it must be.
         types: gives the type of each layer: `full_attention`, `sliding_attention` or recurrent.
         turned: whether a layer with this number and type has RoPE.
         partial_rope: whether RoPE may turn a part of a head; nested_rope: whether its parameters
@@ -57,7 +57,7 @@ class Family:
     bias: str | bool = "attention_bias"
     out_bias: str | bool = "attention_bias"
     mlp_bias: str | bool = False
-    activation: tuple[str, ...] = ("hidden_act", "silu")
+    activation: tuple[str | None, str] = ("hidden_act", "silu")
     gated_mlp: bool = True
     types: Callable[[Config], list[str]] = lambda config: full(config)
     turned: Callable[[Config, int, str], bool] = lambda config, number, kind: True
@@ -84,11 +84,11 @@ class Family:
 
     def dense(self, config: Config, inner: str | int = "intermediate_size") -> MLP:
         """The family's MLP, of this size."""
-        key, *known = self.activation
-        if (name := config.get(key)) not in known:
+        key, known = self.activation
+        if (name := known if key is None else config.get(key)) != known:
             raise Unknown(f"its activation is {name}")
         size = config.size(inner) if isinstance(inner, str) else inner
-        return MLP(size, _ACTIVATIONS[name], self.gated_mlp, config.flag(self.mlp_bias))
+        return MLP(size, _ACTIVATIONS[known], self.gated_mlp, config.flag(self.mlp_bias))
 
 
 def full(config: Config) -> list[str]:

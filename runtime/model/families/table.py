@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from radixcache.runtime.model.description import Unknown
+from radixcache.runtime.model.families import parts
 from radixcache.runtime.model.families.config import Config
 from radixcache.runtime.model.families.family import (
     Family,
@@ -18,6 +19,10 @@ _BOTH = {"input_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm
 _GLM4 = {
     "input_norm": "input_layernorm", "attended_norm": "post_self_attn_layernorm",
     "mlp_norm": "post_attention_layernorm", "after_norm": "post_mlp_layernorm",
+}  # fmt: skip
+_LFM3 = {
+    "input_norm": "operator_norm", "attended_norm": "post_operator_norm", "mlp_norm": "ffn_norm",
+    "after_norm": "post_ffn_norm",
 }  # fmt: skip
 _FIRST = {"input_norm": "input_layernorm"}
 
@@ -61,6 +66,12 @@ def _cohere_scales(config: Config) -> dict[str, Any]:
     return {"logit_scale": config.number("logit_scale")}
 
 
+def _lfm3_scales(config: Config) -> dict[str, Any]:
+    if not (config.flag("use_sandwich_norm") and config.flag("use_attention_gate")):
+        raise Unknown("its layers have no norms after their blocks, or no gates")
+    return {}
+
+
 def _windowed(config: Config, number: int, kind: str) -> bool:
     return kind == "sliding_attention"
 
@@ -72,6 +83,18 @@ def _windowed_if_any(config: Config, number: int, kind: str) -> bool:
 def _smollm3_turned(config: Config, number: int, kind: str) -> bool:
     config.ignore("no_rope_layer_interval", "use_sliding_window", "max_window_layers")
     return bool(config.get("no_rope_layers")[number])
+
+
+def _has_rope(config: Config, number: int, kind: str) -> bool:
+    found: bool = config.get("position_embedding_type") == "rope"
+    return found
+
+
+def _blocks(config: Config) -> list[str]:
+    """Nemotron's layers are mixers or MLPs."""
+    config.ignore("num_hidden_layers")
+    types: list[str] = config.get("layers_block_type")
+    return types
 
 
 def _row(base: dict[str, Any], **more: Any) -> Family:
@@ -92,6 +115,25 @@ _COHERE: dict[str, Any] = {
     "scales": _cohere_scales,
 }  # fmt: skip
 _USE_BIAS: dict[str, Any] = dict.fromkeys(("bias", "out_bias", "mlp_bias"), "use_bias")
+_QWEN3_5: dict[str, Any] = {
+    "offset": 1.0, "head_norms": "head", "gated": True, "types": by_type, "partial_rope": True,
+    "mixer": parts.delta_net,
+    "ignored": (
+        "attn_output_gate", "full_attention_interval", "mamba_ssm_dtype", "mtp_num_hidden_layers",
+        "mtp_use_dedicated_embeddings",
+    ),
+}  # fmt: skip
+_LFM2: dict[str, Any] = {
+    "norms": {"input_norm": "operator_norm", "mlp_norm": "ffn_norm"}, "head_norms": "head",
+    "bias": False, "out_bias": False, "activation": (None, "silu"), "eps": "norm_eps",
+    "types": by_type, "mixer": parts.short_conv,
+    "ignored": (
+        "block_dim", "block_ff_dim", "block_mlp_init_scale", "block_norm_eps",
+        "block_out_init_scale", "block_use_swiglu", "block_use_xavier_init", "conv_dim",
+        "conv_dim_out", "conv_use_xavier_init", "full_attn_idxs", "num_heads", "theta",
+        "use_pos_enc",
+    ),
+}  # fmt: skip
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(mlp_bias="mlp_bias"),
@@ -136,7 +178,60 @@ FAMILIES: dict[str, Family] = {
     "seed_oss": Family(out_bias="attention_out_bias", mlp_bias="mlp_bias"),
     "helium": Family(out_bias=False, mlp_bias="mlp_bias", pairs=True),
     "arcee": Family(mlp_bias="mlp_bias", gated_mlp=False, activation=("hidden_act", "relu2")),
+    "qwen2_moe": Family(
+        bias="qkv_bias", out_bias=False, types=qwen_windows, mlp=parts.qwen,
+    ),
+    "qwen3_moe": Family(
+        types=all_windows, head_norms="head", mlp=parts.qwen,
+        ignored=("max_window_layers", "use_sliding_window"),
+    ),
+    "mixtral": Family(bias=False, out_bias=False, types=all_windows, mlp=parts.mixtral),
+    "olmoe": Family(head_norms="whole", mlp=parts.olmoe),
+    "granitemoe": _row(_GRANITE, mlp=parts.granite),
+    "granitemoeshared": _row(_GRANITE, mlp=parts.granite),
+    "gpt_oss": Family(
+        types=by_type, sinks=True, mlp=parts.gpt_oss, alternating=True,
+        ignored=("experts_per_token", "initial_context_length"),
+    ),
+    "glm4_moe": Family(
+        head_norms="use_qk_norm", out_bias=False, partial_rope=True, mlp=parts.deepseek,
+        spare_layers=True, ignored=("num_nextn_predict_layers",),
+    ),
+    "dots1": Family(
+        head_norms="head", types=by_type, mlp=parts.deepseek, ignored=("max_window_layers",)
+    ),
+    "minimax_m2": Family(
+        head_norms="whole", bias=False, out_bias=False, partial_rope=True, mlp=parts.minimax,
+        ignored=("rotary_dim",),
+    ),
+    "ernie4_5_moe": Family(pairs=True, mlp=parts.ernie, ignored=("moe_norm_min",), **_USE_BIAS),
+    "qwen3_next": _row(_QWEN3_5, mlp=parts.qwen),
+    "qwen3_5_text": Family(**_QWEN3_5),
+    "qwen3_5_moe_text": _row(_QWEN3_5, mlp=parts.qwen),
+    "lfm2": _row(_LFM2, mlp=parts.lfm2_dense),
+    "lfm2_moe": _row(_LFM2, mlp=parts.lfm2_moe),
+    "lfm3": _row(
+        _LFM2, norms=_LFM3, bias="attention_bias", out_bias="attention_bias", gated=True,
+        nested_rope=True, partial_rope=True, scales=_lfm3_scales,
+    ),
+    "granitemoehybrid": _row(
+        _GRANITE, types=by_type, turned=_has_rope, mixer=parts.granite_mamba, mlp=parts.granite,
+    ),
+    "nemotron_h": Family(
+        norms={"input_norm": "norm", "mlp_norm": "norm"}, single=True, types=_blocks,
+        turned=lambda *layer: False, bias=False, out_bias=False, mlp_bias="mlp_bias",
+        activation=("mlp_hidden_act", "relu2"), gated_mlp=False, mixer=parts.nemotron_mamba,
+        mlp=parts.nemotron, eps="layer_norm_epsilon",
+        ignored=(
+            "attention_bias", "chunk_size", "expand", "mamba_proj_bias", "mamba_ssm_cache_dtype",
+            "moe_shared_expert_overlap", "mtp_layers_block_type", "num_logits_to_keep",
+            "num_nextn_predict_layers", "rescale_prenorm_residual", "residual_in_fp32",
+            "time_step_floor", "time_step_limit", "time_step_max", "use_mamba_kernels",
+        ),
+    ),
 }  # fmt: skip
 
-WRAPPERS = frozenset({"gemma3", "gemma4", "mistral3", "llava", "internvl", "smolvlm"})
+WRAPPERS = frozenset(
+    {"gemma3", "gemma4", "mistral3", "llava", "internvl", "smolvlm", "qwen3_5", "qwen3_5_moe"}
+)
 """Models that take images, too, and have the settings of their text apart."""
