@@ -15,6 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from radixcache.errors import first_sentence
 from radixcache.kernels.attention import LayerKind
+from radixcache.runtime.model.description import Unknown as Unknown
 
 # Settings of these families that `understand` reads.
 _READ = frozenset({
@@ -34,10 +35,6 @@ _INERT = frozenset({
 _ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 Shapes = dict[str, tuple[int, ...]]
-
-
-class Unknown(Exception):
-    """Why the loop does not run a model, in a few words."""
 
 
 class Architecture(NamedTuple):

@@ -41,12 +41,13 @@ def read_tensor(
         ModelError: it is of a kind that takes the package `gguf`, which is not installed.
     """
     kind, shape = tensor.kind, tensor.shape
-    rows = torch.frombuffer(tensor.data, dtype=torch.uint8).view(*shape[:-1], -1)
+    stored = torch.frombuffer(tensor.data, dtype=torch.uint8)
+    rows = stored.view(*shape[: max(len(shape) - 1, 1)], -1)  # a vector's elements are its rows
     if order is not None:
         rows = rows[order]
     if kind.name in _DENSE:
         dense = rows.clone() if rows.data_ptr() % 8 else rows
-        dense = dense.view(_DENSE[kind.name])
+        dense = dense.view(_DENSE[kind.name]).view(len(dense), *shape[1:])
         return dense if kind.name == "BF16" else dense.float()
     if (layout := _LAYOUTS.get(kind.name)) is None or len(shape) != 2:
         return _by_gguf(name, tensor, rows)
