@@ -79,6 +79,8 @@ class _Metadata:
             if ours and key not in known and value not in (0, 0.0, False):
                 raise Unknown(f"its metadata has {key}")
         self._layers = self.size("block_count") - self.size("nextn_predict_layers", 0)
+        if not 0 < self._layers <= len(file.tensors):
+            raise Unknown(f"its metadata has {self._layers} layers")
 
     def size(self, key: str, default: int | None = None) -> int:
         return self._file.get(f"{self._name}.{key}", int, default)
