@@ -86,7 +86,7 @@ class _Memory:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(weight.shape) for name, weight in self._weights.items()}
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str, exact: bool = False) -> torch.Tensor:
         return self._weights[name]
 
 

@@ -45,8 +45,8 @@ COMMON = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
+_SILU = {"hidden_act": "silu"}
 _BIAS = {"attention_bias": "attn_q.bias"}
 _OUT_BIAS = {"attention_out_bias": "attn_output.bias"}
 _MLP_BIAS = {"mlp_bias": "ffn_up.bias"}
@@ -99,10 +99,10 @@ _MAMBA = {
 _SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 ROWS: dict[str, Row] = {
-    "llama": Row("llama", flags={**_BIAS, **_MLP_BIAS}, pairs="converted"),
+    "llama": Row("llama", implied=_SILU, flags={**_BIAS, **_MLP_BIAS}, pairs="converted"),
     "mistral3": Row("ministral3", implied={"sliding_window": None}, pairs="converted"),
-    "qwen2": Row("qwen2"),
-    "qwen3": Row("qwen3", flags=_BIAS),
+    "qwen2": Row("qwen2", implied=_SILU),
+    "qwen3": Row("qwen3", implied=_SILU, flags=_BIAS),
     "qwen2moe": Row(
         "qwen2_moe",
         keys=_experts("num_experts"),
@@ -127,12 +127,12 @@ ROWS: dict[str, Row] = {
     "gemma3": Row(
         "gemma3_text",
         keys={"final_logit_softcapping": "final_logit_softcapping"},
-        implied={**_GELU, "sliding_window": None},
+        implied={**_GELU, "sliding_window": None, "final_logit_softcapping": None},
         full_every=6,
     ),
     "gemma4": Row(
         "gemma4_text", keys={"final_logit_softcapping": "final_logit_softcapping"},
-        implied={**_GELU, "hidden_size_per_layer_input": 0},
+        implied={**_GELU, "final_logit_softcapping": None, "hidden_size_per_layer_input": 0},
     ),
     "phi3": Row("phi3", implied={"sliding_window": None}),
     "olmo2": Row("olmo2", full_every=4),
@@ -162,7 +162,7 @@ ROWS: dict[str, Row] = {
         "granitemoehybrid",
         keys={**_MULTIPLIERS, **_MAMBA, **_experts("num_local_experts", inner=False)},
         flags={**_BIAS, "mamba_conv_bias": "ssm_conv1d.bias"},
-        implied={**_ONES, "num_local_experts": 0, "mamba_proj_bias": False},
+        implied={**_ONES, "num_local_experts": 0, "num_experts_per_tok": 1},
         pairs="converted",
     ),
     "smollm3": Row("smollm3", flags={**_BIAS, **_MLP_BIAS}, pairs="converted"),
@@ -237,10 +237,9 @@ ROWS: dict[str, Row] = {
             "ssm.group_count": "n_groups",
             "ssm.state_size": "ssm_state_size",
             "ssm.time_step_rank": "mamba_num_heads",
-            "attention.layer_norm_epsilon": "layer_norm_epsilon",
         },
         flags={**_BIAS, **_MLP_BIAS, "use_conv_bias": "ssm_conv1d.bias"},
-        implied={"mlp_hidden_act": "relu2"},
+        implied={"mlp_hidden_act": "relu2", "intermediate_size": None},
     ),
 }  # fmt: skip
 """By llama.cpp's names."""

@@ -21,7 +21,8 @@ from radixcache.runtime.model.gguf.ends import end_tokens
 # Keys after the name of the architecture that are read in code, beside those of its row.
 _READ = frozenset({
     "attention.causal", "attention.head_count", "attention.head_count_kv", "attention.key_length",
-    "attention.key_length_swa", "attention.recurrent_layers", "attention.sliding_window",
+    "attention.key_length_swa", "attention.layer_norm_epsilon",
+    "attention.layer_norm_rms_epsilon", "attention.recurrent_layers", "attention.sliding_window",
     "attention.sliding_window_pattern", "attention.temperature_scale", "attention.value_length",
     "attention.value_length_swa", "block_count", "expert_count", "expert_gating_func",
     "expert_shared_feed_forward_length", "expert_used_count", "full_attention_interval",
@@ -32,6 +33,7 @@ _READ = frozenset({
     "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_log_multiplier", "shortconv.l_cache",
     "ssm.inner_size", "vocab_size",
 })  # fmt: skip
+_RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 _ROPE_FACTORS = "rope_freqs.weight"
 _NOT_TURNED = torch.tensor(1e30).item()
 """A frequency's divisor that stands for no rotation."""
@@ -77,6 +79,8 @@ class _Metadata:
             if ours and key not in known and value not in (0, 0.0, False):
                 raise Unknown(f"its metadata has {key}")
         self._layers = self.size("block_count") - self.size("nextn_predict_layers", 0)
+        if not 0 < self._layers <= len(file.tensors):
+            raise Unknown(f"its metadata has {self._layers} layers")
 
     def size(self, key: str, default: int | None = None) -> int:
         return self._file.get(f"{self._name}.{key}", int, default)
@@ -86,10 +90,11 @@ class _Metadata:
         return _decimal(self._file.get(f"{self._name}.{key}", float, default))
 
     def plain(self, key: str) -> int | float | bool:
-        value = self._file.metadata[f"{self._name}.{key}"]
-        if type(value) not in (int, float, bool):
-            raise ModelError(f"the GGUF file's {self._name}.{key} is no number")
-        return _decimal(value) if type(value) is float else value
+        value = self._file.metadata.get(f"{self._name}.{key}")
+        if type(value) is float:
+            return _decimal(value)
+        kind = bool if type(value) is bool else int
+        return self._file.get(f"{self._name}.{key}", kind)
 
     def has(self, key: str) -> bool:
         return f"{self._name}.{key}" in self._file.metadata
@@ -118,6 +123,9 @@ class _Metadata:
             raise ModelError("the GGUF file has no tensor token_embd.weight")
         heads = max(self.per_layer("attention.head_count"), default=0)
         kv_heads = self.per_layer("attention.head_count_kv", heads)
+        recurrent = {0} if self.has("ssm.conv_kernel") or self.has("shortconv.l_cache") else set()
+        if len({*kv_heads} - recurrent) > 1 and row.family != "gemma4_text":
+            raise Unknown("its layers have different numbers of heads")
         head_dim = self.size("attention.key_length", self.size("embedding_length") // max(heads, 1))
         if head_dim != self.size("attention.value_length", head_dim):
             raise Unknown("its values are of another size than its keys")
@@ -134,10 +142,11 @@ class _Metadata:
             "dtype": _dtype(self._file),
             **row.implied,
         }
-        for key, name in {**COMMON, **row.keys}.items():
-            if self.has(key) and not self.is_array(key):
-                found[name] = self.plain(key)
         found |= {name: rows for name, part in row.sizes.items() if (rows := self.rows(part))}
+        eps = "attention.layer_norm_epsilon" in row.keys
+        for key, name in {**COMMON, **({} if eps else _RMS), **row.keys}.items():
+            if self.has(key) or name not in found:
+                found[name] = self.plain(key)
         found |= {name: self.rows(part) is not None for name, part in row.flags.items()}
         found["rope_parameters"] = self.rope(head_dim)
         if self.size("attention.sliding_window", 0):
@@ -193,7 +202,7 @@ class _Metadata:
             found["layer_types"] = ["attention" if n else "mamba" for n in kv_heads]
         elif family == "nemotron_h":
             sizes = self.per_layer("feed_forward_length")
-            found |= {"intermediate_size": max(sizes), "mamba_head_dim": self._inner()}
+            found |= {"intermediate_size": max(sizes, default=0), "mamba_head_dim": self._inner()}
             found["layer_norm_epsilon"] = found.pop("rms_norm_eps")
             kinds = zip(kv_heads, sizes, strict=True)
             found["layers_block_type"] = [
