@@ -23,7 +23,7 @@ _KERNELS = {  # in the order of native.cpp
     "activate": "***lillii",
     "forward": "*******l*i",
 }
-_FUNCTIONS = {"pack": "*lill*i", "pack_blocks": "***iill*i"}
+_FUNCTIONS = {"pack": "*lill*i", "pack_blocks": "***iill*i", "pack_stored": "*iill*i"}
 
 
 @cache

@@ -1,6 +1,7 @@
 // The functions that Python calls, compiled for the machine at hand; callers check every argument.
 // Each returns 1, or 0 if memory ran out, or -1 for a number that is out of range.
 
+#include "blocks.h"
 #include "model.h"
 
 namespace {
@@ -76,6 +77,13 @@ int32_t radixcache_pack_blocks(const uint8_t* numbers, const float* scales, cons
                                int threads) {
     return enough_memory([&] {
         pack_blocks(numbers, scales, minimums, bits, block, rows, depth, panels, threads);
+    });
+}
+
+int32_t radixcache_pack_stored(const StoredRows* parts, int bits, int block, int64_t rows,
+                               int64_t depth, uint32_t* panels, int threads) {
+    return enough_memory([&] {
+        pack_stored(parts, bits, block, rows, depth, panels, threads);
     });
 }
 }

@@ -29,12 +29,12 @@ class Checkpoint:
         """The shapes of all tensors by name, without reading them."""
         return {n: tuple(f.get_slice(n).get_shape()) for n, f in self._files.items()}
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """A tensor in the dtype of the steps; for float32, a bfloat16 matrix stays as it is, which
-        loses nothing and takes half the memory."""
+    def tensor(self, name: str, exact: bool = False) -> torch.Tensor:
+        """A tensor in the dtype of the steps, or as it is stored, if `exact`; for float32, a
+        bfloat16 matrix stays as it is, which loses nothing and takes half the memory."""
         found: torch.Tensor = self._files[name].get_tensor(name)
-        narrow = found.ndim == 2 and found.dtype == torch.bfloat16
-        keep = narrow and self._dtype == torch.float32
+        narrow = found.ndim > 1 and found.dtype == torch.bfloat16
+        keep = exact or not found.is_floating_point() or (narrow and self._dtype == torch.float32)
         return found.to(self._device, None if keep else self._dtype, copy=True)
 
 

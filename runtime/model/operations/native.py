@@ -71,7 +71,9 @@ class NativeOperations(Operations):
             last = i == len(parts) - 1
             scale = float(weights["layer_scale"]) if layer.layer_scale and last else 1.0
             after = self._vector(after)
-            joint = native.Joint(after, None, layer.residual_scale, scale, layer.parallel and not last)
+            joint = native.Joint(
+                after, None, layer.residual_scale, scale, layer.parallel and not last
+            )
             self._norms.append(self._vector(before))
             self._blocks.append((block, joint))
 

@@ -1,0 +1,1 @@
+"""Families of models: what their configs say, as a description of layers."""

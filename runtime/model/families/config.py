@@ -1,0 +1,108 @@
+"""Reads the settings of a config.json, and refuses those that a family has not read.
+
+An unknown setting may change the forward pass, so a family runs in the loop only if its row in the
+table reads every setting of its config, apart from those that change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+from radixcache.runtime.model.description import Unknown
+
+Settings = Mapping[str, Any]
+
+# Settings that do not change the forward pass, or only repeat others.
+_INERT = frozenset({
+    "_attn_implementation", "_experts_implementation", "_model_name_or_path", "_name_or_path",
+    "architectures", "attention_dropout", "auto_map", "bos_token_id", "chunk_size_feed_forward",
+    "dtype", "embd_pdrop", "hidden_dropout", "id2label", "initializer_range", "label2id",
+    "model_type", "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type",
+    "residual_dropout", "resid_pdrop", "return_dict", "router_aux_loss_coef",
+    "router_jitter_noise", "router_z_loss_coef", "torch_dtype", "transformers_version",
+    "unk_token_id", "use_cache",
+})  # fmt: skip
+
+
+class Lacks(Unknown):
+    """A setting is not in a config.json, and transformers' config class may have a default."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"its config lacks {name!r}")
+
+
+class Config:
+    """The settings of a model, and which of them have been read."""
+
+    def __init__(self, settings: Settings, *, complete: bool) -> None:
+        """
+        Args:
+            complete: a setting that is not there is null; else reading it raises `Lacks`.
+        """
+        self._settings, self._complete, self._read = settings, complete, set(_INERT)
+
+    def get(self, name: str) -> Any:
+        """A setting of any type."""
+        if name not in self._settings and not self._complete:
+            raise Lacks(name)
+        return self.maybe(name)
+
+    def maybe(self, name: str) -> Any:
+        """A setting that no class has a default for: null if it is not there."""
+        self._read.add(name)
+        return self._settings.get(name)
+
+    def ignore(self, *names: str) -> None:
+        """These settings change nothing in this family, or nothing beside the others."""
+        self._read.update(names)
+
+    def size(self, name: str) -> int:
+        """A setting that must be a positive whole number."""
+        size = self.get(name)
+        if type(size) is not int or size < 1:
+            raise Unknown(f"its {name} is {size}")
+        return size
+
+    def count(self, name: str) -> int:
+        """A setting that must be a whole number, null for 0."""
+        return self.size(name) if self.get(name) else 0
+
+    def number(self, name: str) -> float:
+        number = self.get(name)
+        if type(number) not in (int, float):
+            raise Unknown(f"its {name} is {number}")
+        return float(number)
+
+    def flag(self, name: str | bool) -> bool:
+        """A setting as a truth value, or that of the family."""
+        return bool(self.get(name)) if isinstance(name, str) else name
+
+    def layer_types(self, *known: str) -> list[str]:
+        """The type of each layer, out of those that are known."""
+        types, count = self.get("layer_types"), self.size("num_hidden_layers")
+        if not isinstance(types, list) or len(types) != count or not set(types) <= {*known}:
+            raise Unknown("its layers are of other types")
+        return types
+
+    def finish(self) -> None:
+        """
+        Raises:
+            Unknown: a setting has not been read, and may change the forward pass.
+        """
+        for name, value in self._settings.items():
+            if name not in self._read and value is not None and value is not False:
+                raise Unknown(f"its config has {name}")
+
+
+def complete(settings: Settings) -> dict[str, Any]:
+    """The settings of a config.json with the defaults of transformers' config class.
+
+    The class is imported without its model.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[settings["model_type"]].from_dict(deepcopy({**settings}))
+    found: dict[str, Any] = config.to_dict()
+    return found

@@ -1,0 +1,138 @@
+"""Describes a model from its config.json: a row of the table, and what the settings say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from radixcache.errors import first_sentence
+from radixcache.kernels.attention import LayerKind
+from radixcache.runtime.model.description import Architecture, Attention, Layer, Unknown
+from radixcache.runtime.model.families.config import Config, Lacks, Settings, complete
+from radixcache.runtime.model.families.family import RECURRENT, Family
+from radixcache.runtime.model.families.rope import Ropes
+from radixcache.runtime.model.families.table import FAMILIES, WRAPPERS
+
+# transformers' config class has defaults, but importing it takes longer than all of this. So these
+# are tried without, if their configs have the settings whose defaults are not false.
+_PLAIN: dict[str, tuple[str, ...]] = {
+    "llama": (), "mistral": ("sliding_window",), "qwen2": (), "qwen3": ("head_dim",),
+}  # fmt: skip
+_FALSE = dict.fromkeys(
+    ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"), False
+)
+
+
+def describe(settings: Settings, max_model_len: int | None = None) -> Architecture:
+    """The architecture that the settings of a config.json describe.
+
+    Args:
+        max_model_len: the most tokens of a sequence, for RoPE whose frequencies depend on it.
+
+    Raises:
+        Unknown: another family, or a setting that is not understood.
+    """
+    family = settings.get("model_type")
+    if family not in FAMILIES and family not in WRAPPERS:
+        raise Unknown(f"no loop for {family}")
+    try:
+        if settings.get("rope_parameters") is not None and settings.get("rope_scaling"):
+            raise Unknown("its config says RoPE twice")
+        if family in _PLAIN and all(name in settings for name in _PLAIN[family]):
+            try:
+                config = Config(_FALSE | {**settings}, complete=False)
+                return _describe(family, config, max_model_len)
+            except (Lacks, KeyError):
+                pass
+        settings = complete(settings)
+        if family in WRAPPERS:
+            family, settings = _text(settings)
+        return _describe(family, Config(settings, complete=True), max_model_len)
+    except Unknown:
+        raise
+    except Exception as error:  # whatever nonsense raises, here and in transformers
+        raise Unknown(f"its config does not make sense ({first_sentence(error)})") from None
+
+
+def _text(settings: Settings) -> tuple[str, Settings]:
+    """The family and the settings of the text of a model that takes images, too."""
+    text: Mapping[str, Any] = settings["text_config"]
+    if (family := text["model_type"]) not in FAMILIES:
+        raise Unknown(f"no loop for {family}")
+    outer = ("eos_token_id", "tie_word_embeddings")
+    return family, {**text, **{name: settings[name] for name in outer if settings.get(name)}}
+
+
+def _describe(family: str, config: Config, max_model_len: int | None) -> Architecture:
+    row = FAMILIES[family]
+    ropes = Ropes(config, row, max_model_len)
+    types = row.types(config)
+    layers = tuple(_layer(config, row, ropes, n, kind) for n, kind in enumerate(types))
+    eos = config.maybe("eos_token_id")
+    if any(type(token) is not int for token in (eos if isinstance(eos, list) else [eos or 0])):
+        raise Unknown(f"its eos_token_id is {eos}")
+    described = Architecture(
+        family=family,
+        vocab_size=config.size("vocab_size"),
+        hidden_size=config.size("hidden_size"),
+        max_context=ropes.max_context,
+        eos_token_id=eos,
+        layers=layers,
+        ropes=tuple(ropes.made),
+        eps=config.number(row.eps),
+        centred=row.centred,
+        norm_offset=row.offset,
+        tied=config.flag("tie_word_embeddings"),
+        **row.scales(config),
+    )
+    config.ignore(*row.ignored)
+    config.finish()
+    return described
+
+
+def _layer(config: Config, row: Family, ropes: Ropes, number: int, kind: str) -> Layer:
+    mixer: Any = None
+    if kind in RECURRENT:
+        if row.mixer is None:
+            raise Unknown("its layers are of other types")
+        mixer = row.mixer(config)
+    elif kind not in ("mlp", "moe"):
+        mixer = _attention(config, row, ropes, number, kind)
+    alone = row.single and mixer is not None
+    return Layer(
+        mixer,
+        None if alone else row.mlp(config, row, number),
+        tuple(n for n in row.norms if not row.single or (n == "input_norm") is alone),
+        row.parallel,
+        1.0 if row.residual_scale is None else config.number(row.residual_scale),
+        row.layer_scale,
+    )
+
+
+def _attention(config: Config, row: Family, ropes: Ropes, number: int, kind: str) -> Attention:
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    kv_heads = heads if config.get("num_key_value_heads") is None else None
+    kv_heads = kv_heads or config.size("num_key_value_heads")
+    dim = hidden // heads if config.maybe("head_dim") is None else config.size("head_dim")
+    if row.heads is not None:
+        own = row.heads(config, number)
+        kv_heads, dim = own[0] or kv_heads, own[1] or dim
+    if heads % kv_heads or dim % 2:
+        raise Unknown(f"its heads are {heads} on {kv_heads} of {dim}")
+    window = config.size("sliding_window") if kind == "sliding_attention" else None
+    scale = dim**-0.5 if row.scale is None else row.scale(config)
+    softcap = config.maybe("attn_logit_softcapping") if row.softcaps else None
+    turned, norms = row.turned(config, number, kind), row.head_norms
+    if norms not in (None, "head", "whole"):
+        norms = "head" if config.flag(norms) else None
+    return Attention(
+        LayerKind(heads, kv_heads, dim, dim, scale, window, softcap),
+        rope=ropes.index(kind, dim) if turned else None,
+        head_norms=norms,  # type: ignore[arg-type]
+        value_norm=row.value_norm,
+        gated=row.gated,
+        bias=config.flag(row.bias),
+        out_bias=config.flag(row.out_bias),
+        sinks=row.sinks,
+        query_scaling=ropes.query_scaling(kind) if row.query_scaling else None,
+    )
