@@ -85,33 +85,27 @@ class CheckpointWeights:
         """
         self._checkpoint, self._architecture = checkpoint, architecture
         self._shapes, self._used = checkpoint.shapes, set[str]()
-        self._prefix = next(
-            (
-                prefix
-                for prefix in (*_PREFIXES, *_TEXT_PREFIXES)
-                if any(prefix + name in self._shapes for name in _EMBEDDINGS)
-            ),
-            "",
-        )
+        found = {
+            name[: -len(end)] for name in self._shapes for end in _EMBEDDINGS if name.endswith(end)
+        }
+        self._prefix = next((p for p in (*_PREFIXES, *_TEXT_PREFIXES) if p in found), "")
+        self._embedding = self._find(*(self._prefix + name for name in _EMBEDDINGS))
+        self._last_norm = self._find(*(self._prefix + name for name in _LAST_NORMS))
+        self._head = None if architecture.tied else self._find(*_HEADS)
         self._layers = self._names_of_layers()
         for number in range(len(architecture.layers)):
             self._check_layer(number)
-        self._find([self._prefix + name for name in _EMBEDDINGS])
-        self._find([self._prefix + name for name in _LAST_NORMS])
-        if not architecture.tied:
-            self._find(_HEADS)
         if not all(self._is_spare(name) for name in self._shapes.keys() - self._used):
             raise Unknown("its checkpoint has other weights")
 
     def embedding(self) -> Weight:
-        return self._tensor(self._find([self._prefix + name for name in _EMBEDDINGS]))
+        return self._tensor(self._embedding)
 
     def head(self) -> Weight | None:
-        return None if self._architecture.tied else self._tensor(self._find(_HEADS))
+        return None if self._head is None else self._tensor(self._head)
 
     def last_norm(self) -> torch.Tensor:
-        name = self._find([self._prefix + name for name in _LAST_NORMS])
-        return self._tensor(name).float() + self._architecture.norm_offset
+        return self._tensor(self._last_norm) + self._architecture.norm_offset
 
     def layer(self, number: int) -> Weights:
         return _Layer(self._architecture, number, self._layers[number], self._tensor).weights
@@ -132,11 +126,12 @@ class CheckpointWeights:
                 found[int(match[1])][name] = stored
         return found
 
-    def _find(self, names: list[str] | tuple[str, ...]) -> str:
-        """The name of the embedding, the head or the last norm, whose shape is checked."""
-        name = next((name for name in names if name in self._shapes), None)
-        if name is None:
+    def _find(self, *names: str) -> str:
+        """The one of these names that the checkpoint has: of the embedding, the head or a norm."""
+        found = [name for name in names if name in self._shapes]
+        if len(found) != 1:
             raise Unknown("its checkpoint has other weights")
+        name = found[0]
         self._used.add(name)
         rows = (self._architecture.vocab_size,) if len(self._shapes[name]) > 1 else ()
         self._check(name, self._shapes[name], (*rows, self._architecture.hidden_size))
@@ -174,7 +169,7 @@ class CheckpointWeights:
             spare = FAMILIES[self._architecture.family].spare_layers
             return spare and int(layer[1]) >= len(self._architecture.layers)
         text = self._prefix in _TEXT_PREFIXES or name.startswith(self._prefix) or name in _HEADS
-        return name.startswith("mtp.") or not text
+        return name.startswith(("mtp.", "visual.")) or not text
 
     def _tensor(self, name: str) -> torch.Tensor:
         """A tensor; vectors are float32, of the step's dtype unless more of them counts."""

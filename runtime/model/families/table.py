@@ -134,6 +134,8 @@ FAMILIES: dict[str, Family] = {
         _COHERE, types=by_type, turned=lambda config, number, kind: kind == "sliding_attention"
     ),
     "granite": _row(_GRANITE, _MLP_BIAS),
+    "qwen2_5_vl_text": Family(bias=True, out_bias=False, types=qwen_windows),
+    "qwen3_vl_text": Family(head_norms="head"),
     "smollm3": _row(
         _MLP_BIAS, types=by_type, ignored=f"{_QWEN_UNUSED} no_rope_layer_interval",
         turned=lambda config, number, kind: bool(config.get("no_rope_layers")[number]),
@@ -154,6 +156,8 @@ FAMILIES: dict[str, Family] = {
         types=by_type, sinks=True, mlp=parts.gpt_oss, alternating=True,
         ignored="experts_per_token initial_context_length",
     ),
+    "flex_olmo": Family(norms=_POST, head_norms="whole", mlp=parts.olmoe),
+    "solar_open": Family(mlp=parts.deepseek),
     "glm4_moe": _row(
         _GLM, head_norms="use_qk_norm", mlp=parts.deepseek, spare_layers=True,
         ignored="num_nextn_predict_layers",
@@ -201,5 +205,7 @@ FAMILIES: dict[str, Family] = {
     ),
 }  # fmt: skip
 
-WRAPPERS = frozenset("gemma3 gemma4 internvl llava mistral3 qwen3_5 qwen3_5_moe smolvlm".split())
+WRAPPERS = frozenset(
+    "gemma3 gemma4 internvl llava mistral3 qwen2_5_vl qwen3_5 qwen3_5_moe qwen3_vl smolvlm".split()
+)
 """Models that take images, too, and have the settings of their text apart."""
