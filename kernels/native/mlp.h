@@ -152,7 +152,8 @@ struct Mixture {
 
     void run() {
         static thread_local Scratch memory;
-        int64_t inner = e.each->inner, wide = e.each->wide(), logit_count = (rows * e.count + 15) / 16 * 16;
+        int64_t inner = e.each->inner, wide = e.each->wide();
+        int64_t logit_count = (rows * e.count + 15) / 16 * 16;
         float* logits = memory.get(logit_count + pairs * (2 * hidden + wide + inner));
         results = logits + logit_count, gathered = (T*)(results + pairs * hidden);
         both = gathered + pairs * hidden, activated = both + pairs * wide;
@@ -179,7 +180,9 @@ struct Mixture {
 
   private:
     struct Task {
-        int expert, weight, first, count;  // columns of a product by panels, or rows by places
+        const Weight* weight;
+        int64_t at, n;  // places
+        int panel, column;
     };
 
     void sort() {
@@ -189,83 +192,55 @@ struct Mixture {
         for (int64_t i = 0; i < pairs; i++) places[i] = next[chosen[i].expert]++;
     }
 
-    // An expert of few rows is cut by columns, in two rounds; one of many is cut by rows, each part
-    // with all that it does.
-    void compute() {
-        std::vector<Task> ups, downs;
-        std::vector<int> few;
-        for (int i = 0; i < e.count; i++) {
-            int n = starts[i + 1] - starts[i];
-            for (int at = starts[i]; n > FEW && at < starts[i + 1]; at += TALL)
-                ups.push_back({i, -1, at, std::min(TALL, starts[i + 1] - at)});
-            if (n == 0 || n > FEW) continue;
-            few.push_back(i);
-            for (int w = 0; w < 2; w++) cut(i, w, e.each[i].in[w], ups);
-            cut(i, 2, e.each[i].down, downs);
-        }
-        auto rows_of = [](const Task& t) { return t.weight < 0 ? t.count : 0; };
-        std::stable_sort(ups.begin(), ups.end(), [&](const Task& a, const Task& b) {
-            return rows_of(a) > rows_of(b);  // the longest first
+    // The products of all experts in two rounds: each is cut by columns, and by rows if it has many.
+    void compute() const {
+        std::vector<Task> in, down;
+        for (int i = 0; i < e.count; i++)
+            for (int64_t at = starts[i], n; at < starts[i + 1]; at += n) {
+                n = std::min<int64_t>(TALL, starts[i + 1] - at);
+                const MLP& mlp = e.each[i];
+                cut({mlp.in, at, n, 0, 0}, in);
+                cut({mlp.in + 1, at, n, 0, mlp.in[0].columns}, in);
+                cut({&mlp.down, at, n, 0, 0}, down);
+            }
+        int64_t inner = e.each->inner, wide = e.each->wide();
+        run(in, gathered, hidden, both, wide);
+        e.each->activate(both, activated, pairs, threads);
+        run(down, activated, inner, results, hidden);
+    }
+
+    static void cut(Task task, std::vector<Task>& to) {
+        for (; task.panel * N < task.weight->columns; task.panel += PANELS) to.push_back(task);
+    }
+
+    template <class U>
+    void run(const std::vector<Task>& tasks, const T* from, int64_t depth, U* to, int64_t width) const {
+        parallel(tasks.size(), threads, [&](int64_t i) {
+            const Task& t = tasks[i];
+            multiply(from + t.at * depth, depth, part_of(*t.weight, t.panel, PANELS),
+                     to + t.at * width + t.column + t.panel * N, width, t.n, 1);
         });
-        parallel(ups.size(), threads, [&](int64_t i) {
-            ups[i].weight < 0 ? whole(ups[i]) : columns(ups[i]);
-        });
-        parallel_rows(few.size(), FEW * e.each->inner, threads, [&](int64_t i) {
-            int at = starts[few[i]];
-            activate(few[i], at, starts[few[i] + 1] - at);
-        });
-        parallel(downs.size(), threads, [&](int64_t i) { columns(downs[i]); });
-    }
-
-    static void cut(int expert, int number, const Weight& weight, std::vector<Task>& to) {
-        for (int p = 0; p * N < weight.columns; p += PANELS) to.push_back({expert, number, p, PANELS});
-    }
-
-    void activate(int expert, int64_t at, int64_t n) const {
-        const MLP& mlp = e.each[expert];
-        mlp.activate(both + at * mlp.wide(), activated + at * mlp.inner, n, 1);
-    }
-
-    void columns(const Task& t) const {
-        const MLP& mlp = e.each[t.expert];
-        int64_t at = starts[t.expert], n = starts[t.expert + 1] - at, column = t.first * N;
-        if (t.weight == 2)
-            return multiply(activated + at * mlp.inner, mlp.inner,
-                            part_of(mlp.down, t.first, t.count), results + at * hidden + column,
-                            hidden, n, 1);
-        if (t.weight == 1) column += mlp.in[0].columns;
-        multiply(gathered + at * hidden, hidden, part_of(mlp.in[t.weight], t.first, t.count),
-                 both + at * mlp.wide() + column, mlp.wide(), n, 1);
-    }
-
-    void whole(const Task& t) const {
-        const MLP& mlp = e.each[t.expert];
-        int64_t at = t.first, n = t.count;
-        several(mlp.in, 2, gathered + at * hidden, hidden, both + at * mlp.wide(), mlp.wide(), n, 1);
-        activate(t.expert, at, n);
-        multiply(activated + at * mlp.inner, mlp.inner, mlp.down, results + at * hidden, hidden, n, 1);
     }
 };
 
-// out [rows][hidden] of the chosen experts and the shared one. `both` and `activated` are room for
-// the latter.
+// out [rows][hidden] of the chosen experts and the shared one.
 template <class T>
-void mix(const Experts& e, const T* x, T* both, T* activated, float* out, int64_t rows, int threads) {
+void mix(const Experts& e, const T* x, float* out, int64_t rows, int threads) {
     static thread_local Scratch memory;
     int64_t hidden = e.router.depth;
-    for (int64_t row = 0; row < rows; row += MLP_ROWS) {
-        int64_t n = std::min(rows - row, MLP_ROWS);
-        const T* from = x + row * hidden;
-        float* to = out + row * hidden;
-        Mixture<T>{e, from, n, to, threads}.run();
+    for (int64_t n; rows > 0; rows -= n, x += n * hidden, out += n * hidden) {
+        n = std::min(rows, MLP_ROWS);
+        Mixture<T>{e, x, n, out, threads}.run();
         if (!e.shared) continue;
-        float *y = memory.get(n * (hidden + 1)), *gates = y + n * hidden;
-        e.shared->run(from, both, activated, y, n, threads);
-        if (e.shared_gate.columns) multiply(from, hidden, e.shared_gate, gates, 1, n, threads);
+        float* y = memory.get(n * (hidden + e.shared->wide() + e.shared->inner + 1));
+        float* gates = y + n * hidden;
+        T* both = (T*)(gates + n);
+        e.shared->run(x, both, both + n * e.shared->wide(), y, n, threads);
+        if (e.shared_gate.columns) multiply(x, hidden, e.shared_gate, gates, 1, n, threads);
         parallel_rows(n, hidden, threads, [&](int64_t r) {
             vec gate = e.shared_gate.columns ? sigmoid(all(gates[r])) : all(1);
             for (int64_t d = r * hidden, left = hidden; left > 0; d += W, left -= W)
-                store(to + d, fma(load(y + d, left), gate, load(to + d, left)), left);
+                store(out + d, fma(load(y + d, left), gate, load(out + d, left)), left);
         });
     }
 }

@@ -1,6 +1,6 @@
 // All layers of a step in one call: Python between the kernels would take as long as they do.
 //
-// A model is a chain of blocks, each a mixer or an MLP, between which the residual grows: Python
+// A model is a chain of sublayers, each a mixer or an MLP, between which the residual grows: Python
 // makes it of the description of a model's layers (runtime/model/description.py).
 
 #pragma once
@@ -24,12 +24,12 @@ struct AttentionLayer {
     float scaling;
 };
 
-enum BlockKind : int32_t { ATTENTION, RECURRENT, DENSE, EXPERTS };
+enum SublayerKind : int32_t { ATTENTION, RECURRENT, DENSE, EXPERTS };
 
-struct Block {
+struct Sublayer {
     const void* layer;  // an AttentionLayer, RecurrentLayer, MLP or Experts
     Joint joint;
-    BlockKind kind;
+    SublayerKind kind;
 };
 
 struct RopeTable {
@@ -39,7 +39,7 @@ struct RopeTable {
 };
 
 struct Model {
-    const Block* blocks;
+    const Sublayer* sublayers;
     const RopeTable* ropes;
     const float* first_norm;  // or null
     int32_t count, rope_count, last_mixer, hidden;
@@ -82,14 +82,14 @@ struct Step {
         T* const* kv = pages;
         float* const* state = states.tensors;
         for (int i = 0; i < model.count; i++) {
-            const Block& block = model.blocks[i];
+            const Sublayer& sublayer = model.sublayers[i];
             const Weight* out = nullptr;  // of a mixer
-            if (block.kind == ATTENTION) {
-                auto& layer = *(const AttentionLayer*)block.layer;
+            if (sublayer.kind == ATTENTION) {
+                auto& layer = *(const AttentionLayer*)sublayer.layer;
                 attend(layer, ropes[layer.rope + 1], plan_of(plans, layer.heads), kv, positions, x, a, b);
                 kv += 2, out = &layer.out;
-            } else if (block.kind == RECURRENT) {
-                auto& layer = *(const RecurrentLayer*)block.layer;
+            } else if (sublayer.kind == RECURRENT) {
+                auto& layer = *(const RecurrentLayer*)sublayer.layer;
                 int64_t stride = 0;
                 for (const Weight& weight : layer.in) stride += weight.columns;
                 several(layer.in, 3, x, hidden, a, stride, rows, threads);
@@ -100,13 +100,13 @@ struct Step {
             if (i == model.last_mixer) {  // K/V and states are written: the rest is for the logits
                 pick(wanted, count, out->depth, b);
                 pick(wanted, count, hidden, residual);
-                if (block.joint.parallel) pick(wanted, count, hidden, x);
+                if (sublayer.joint.parallel) pick(wanted, count, hidden, x);
                 rows = count;
             }
             if (out) multiply(b, out->depth, *out, y, hidden, rows, threads);
-            else if (block.kind == DENSE) ((const MLP*)block.layer)->run(x, a, b, y, rows, threads);
-            else mix(*(const Experts*)block.layer, x, a, b, y, rows, threads);
-            join(y, residual, x, rows, hidden, block.joint, model.eps, model.centred, threads);
+            else if (sublayer.kind == DENSE) ((const MLP*)sublayer.layer)->run(x, a, b, y, rows, threads);
+            else mix(*(const Experts*)sublayer.layer, x, y, rows, threads);
+            join(y, residual, x, rows, hidden, sublayer.joint, model.eps, model.centred, threads);
         }
         multiply(x, hidden, model.head, logits, model.head.columns, rows, threads);
         if (model.logit_softcap != 0 || model.logit_scale != 1) scale_logits(logits, rows);

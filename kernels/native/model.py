@@ -1,4 +1,4 @@
-"""All layers of a decoder's step in one native call: a chain of blocks, mixers and MLPs."""
+"""All layers of a decoder's step in one native call: a chain of sublayers, mixers and MLPs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from radixcache.kernels.attention import LayerPages
 from radixcache.kernels.native.attention import Heads, NativePlan
@@ -16,8 +17,8 @@ from radixcache.kernels.native.library import check, kernel
 from radixcache.kernels.native.linear import PackedLinear, Weight
 
 SlotUse = tuple[int, int, Sequence[tuple[int, int]]]
-"""A sequence's state slots: the one that a step reads (-1: zeros), the one that it writes, and
-(n, slot), ascending, for the state after the first n new tokens."""
+"""A sequence's state slots, as `SequenceStates`: the one that a step reads (-1: zeros), the one that
+it writes, and (n, slot), ascending, for the state after the first n new tokens."""
 
 SCORES = ("softmax", "sigmoid", "softmax of chosen")  # in the order of mlp.h
 RECURRENCES = ("ShortConv", "DeltaNet", "Mamba2")  # in the order of recurrent.h
@@ -73,7 +74,7 @@ class Experts(ctypes.Structure):
 
 
 class Joint(ctypes.Structure):
-    """`Joint` of rows.h: what follows a block."""
+    """`Joint` of rows.h: what follows a sublayer."""
 
     _fields_ = [
         *_fields(c_void_p, "after before"),
@@ -88,13 +89,13 @@ class RopeTable(ctypes.Structure):
     _fields_ = [("frequencies", c_void_p), ("scale", c_float), ("half", c_int32)]
 
 
-class _Block(ctypes.Structure):
+class _Sublayer(ctypes.Structure):
     _fields_ = [("layer", c_void_p), ("joint", Joint), ("kind", c_int32)]
 
 
 class _Model(ctypes.Structure):
     _fields_ = [
-        *_fields(c_void_p, "blocks ropes first_norm"),
+        *_fields(c_void_p, "sublayers ropes first_norm"),
         *_fields(c_int32, "count rope_count last_mixer hidden mixer_in mixer_out inner centred"),
         *_fields(c_float, "eps embed_scale logit_scale logit_softcap"),
         *_fields(Weight, "embedding head"),
@@ -110,21 +111,21 @@ _KINDS = (AttentionLayer, RecurrentLayer, MLP, Experts)  # in the order of model
 
 
 class NativeModel:
-    """A model of blocks that were made of weights of the right shapes.
+    """A model of sublayers that were made of weights of the right shapes.
 
     Args:
-        blocks: with the joint behind each; at least one attends.
+        sublayers: with the joint behind each; at least one attends.
         ropes: the tables that `AttentionLayer.rope` counts.
-        first_norm: the address of the first block's norm [hidden] float32; None for none.
+        first_norm: the address of the first sublayer's norm [hidden] float32; None for none.
         embedding, head: [vocab_size, hidden] each; one object if they are tied.
         dtype: of the step: float32 or bfloat16.
-        held: what the blocks' addresses point into.
+        held: what the sublayers' addresses point into.
         settings: `eps`, `centred`, `embed_scale`, `logit_scale` and `logit_softcap` (0 for none).
     """
 
     def __init__(
         self,
-        blocks: Sequence[tuple[Layer, Joint]],
+        sublayers: Sequence[tuple[Layer, Joint]],
         ropes: Sequence[RopeTable],
         first_norm: int | None,
         embedding: PackedLinear,
@@ -134,26 +135,22 @@ class NativeModel:
         **settings: float,
     ) -> None:
         self._dtype, self._vocab_size = dtype, head.out_features
-        layers = [layer for layer, _ in blocks]
+        layers = [layer for layer, _ in sublayers]
         mixers = [x for x in layers if isinstance(x, AttentionLayer | RecurrentLayer)]
         self._attends = [layer for layer in layers if isinstance(layer, AttentionLayer)]
         self._recurs = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
         if not self._attends:
             raise ValueError("no layer attends")
-        self._blocks = (_Block * len(blocks))(
-            *(
-                _Block(ctypes.addressof(layer), joint, _KINDS.index(type(layer)))
-                for layer, joint in blocks
-            )
-        )
-        self._ropes = (RopeTable * len(ropes))(*ropes)
+        kinds = [_KINDS.index(type(layer)) for layer in layers]
+        made = [_Sublayer(ctypes.addressof(x), j, k) for (x, j), k in zip(sublayers, kinds, strict=True)]
+        self._sublayers, self._ropes = (_Sublayer * len(made))(*made), (RopeTable * len(ropes))(*ropes)
         self._held = layers, embedding, head, held
         self._model = _Model(
-            *(ctypes.addressof(self._blocks), ctypes.addressof(self._ropes), first_norm),
-            *(len(blocks), len(ropes), layers.index(mixers[-1]), embedding.in_features),
+            *(ctypes.addressof(self._sublayers), ctypes.addressof(self._ropes), first_norm),
+            *(len(sublayers), len(ropes), layers.index(mixers[-1]), embedding.in_features),
             mixer_in=max(sum(w.columns for w in mixer.inputs) for mixer in mixers),
             mixer_out=max(mixer.out.depth for mixer in mixers),
-            inner=max(map(_inner, layers)),
+            inner=max((x.inner for x in layers if isinstance(x, MLP)), default=0),
             embedding=embedding.struct,
             head=head.struct,
             **settings,
@@ -194,8 +191,8 @@ class NativeModel:
         if states is not self._states:
             self._state_addresses, self._states = self._check_states(states), states
         tables = _slot_tables(slots, plan, len(states[0])) if self._recurs else []
-        addresses = [table.ctypes.data for table in tables] or [None] * 5
-        used = _States(*addresses, ctypes.addressof(self._state_addresses))
+        used = _States(*(table.ctypes.data for table in tables))
+        used.tensors = ctypes.addressof(self._state_addresses)
         logits = torch.empty(rows, self._vocab_size)
         kernel("forward", self._dtype)(
             *(ctypes.addressof(self._model), batch, self._page_addresses, ctypes.addressof(used)),
@@ -228,31 +225,27 @@ class NativeModel:
         return (c_void_p * len(addresses))(*addresses)
 
 
-def _inner(layer: Layer) -> int:
-    """Columns between the products of an MLP that is not chosen row by row."""
-    if isinstance(layer, Experts):
-        return MLP.from_address(layer.shared).inner if layer.shared else 0
-    return layer.inner if isinstance(layer, MLP) else 0
-
-
-def _slot_tables(
-    slots: Sequence[SlotUse], plan: NativePlan, count: int
-) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
+def _slot_tables(slots: Sequence[SlotUse], plan: NativePlan, count: int) -> list[NDArray[np.int64]]:
     """The arrays of `States` in recurrent.h, of slots below `count`.
 
     Raises:
         ValueError: a slot that does not exist, or a state that no new token leaves.
     """
     keeps = [keep for _, _, of_sequence in slots for keep in of_sequence]
-    ends = np.cumsum([0, *(len(of_sequence) for _, _, of_sequence in slots)])
-    lists = [s[0] for s in slots], [s[1] for s in slots], ends, *zip(*keeps or [(0, 0)], strict=True)
-    read, write, ends, counts, kept = tables = [np.array(x, np.int64) for x in lists]
-    in_order = all(
-        0 <= n <= most
-        for (_, _, of_sequence), most in zip(slots, plan.query_lens, strict=True)
-        for n, _ in of_sequence
-    ) and all(list(s[2]) == sorted(s[2], key=lambda keep: keep[0]) for s in slots)
-    written = np.concatenate([write, kept])
-    if not in_order or read.min() < -1 or written.min() < 0 or max(read.max(), written.max()) >= count:
-        raise ValueError("state slots that the pool does not have, or after tokens that do not come")
+    lens = [len(of_sequence) for _, _, of_sequence in slots]
+    read, write, ends, counts, kept = tables = [
+        np.array(values, np.int64)
+        for values in (
+            [read for read, _, _ in slots],
+            [write for _, write, _ in slots],
+            np.cumsum([0, *lens]),
+            [n for n, _ in keeps],
+            [slot for _, slot in keeps],
+        )
+    ]
+    used = np.concatenate([read[read != -1], write, kept])
+    if len(read) != len(plan.query_lens) or used.min(initial=0) < 0 or used.max(initial=0) >= count:
+        raise ValueError(f"the step's states are not in {count} slots, or of other sequences")
+    if ((counts < 0) | (counts > np.repeat(plan.query_lens, np.diff(ends)))).any():
+        raise ValueError("a state to be kept comes after tokens that the step does not have")
     return tables

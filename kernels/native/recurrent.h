@@ -182,7 +182,7 @@ struct Recurrent {
             vec fade = all(fades[t * m.heads + head]), add[C], sums[C];
             for (int j = 0; j < C; j++) add[j] = read(row + value_at, j), sums[j] = add[j] * skip;
             if (delta) {  // what the state already gives for this key is taken off
-                vec found[C] = {};
+                vec found[C];
                 predict(held, row + key_at, found);
                 for (int j = 0; j < C; j++) add[j] -= found[j] * fade;
             }
@@ -193,17 +193,19 @@ struct Recurrent {
         save(states.write[s]);
     }
 
-    // found += state^T key. Two sums for each vector, of even and odd rows: one chain would wait for
-    // itself.
+    // found = state^T key, in two sums for each vector: one chain of operations would wait for itself.
     void predict(const float* held, const float* key, vec* found) const {
-        vec odd[C] = {};
-        for (int i = 0; i < m.key; i++, held += C * W)
-#pragma GCC unroll 2
+        vec even[C] = {}, odd[C] = {};
+        int i = 0;
+        for (; i + 1 < m.key; i += 2, held += 2 * COLUMNS)
             for (int j = 0; j < C; j++) {
-                vec& to = i & 1 ? odd[j] : found[j];
-                to = fma(all(key[i]), load(held + j * W), to);
+                even[j] = fma(all(key[i]), load(held + j * W), even[j]);
+                odd[j] = fma(all(key[i + 1]), load(held + COLUMNS + j * W), odd[j]);
             }
-        for (int j = 0; j < C; j++) found[j] += odd[j];
+        for (int j = 0; j < C; j++) {
+            if (i < m.key) even[j] = fma(all(key[i]), load(held + j * W), even[j]);
+            found[j] = even[j] + odd[j];
+        }
     }
 
     // state = fade * state + key add^T; sums += state^T query.

@@ -30,15 +30,15 @@ void norm(const S* from, const float* weight, T* to, int width, float eps, bool 
     }
 }
 
-// What follows a block: its result is normed (or not) and scaled, and added to the residual, whose
-// sum is scaled, too. The sum is normed into the next block's input, or copied.
+// What follows a sublayer: its result is normed (or not) and scaled, and added to the residual, whose
+// sum is scaled, too. The sum is normed into the next sublayer's input, or copied.
 struct Joint {
     const float *after, *before;  // weights of the two norms, [width]; null for none
     float scale, sum_scale;
-    int32_t parallel;             // the next block has the same input: it stays as it is
+    int32_t parallel;             // the next sublayer has the same input: it stays as it is
 };
 
-// The residual is float32, so that bfloat16 rounds each block's result, and not their sum.
+// The residual is float32, so that bfloat16 rounds each sublayer's result, and not their sum.
 template <class T>
 void join(float* y, float* residual, T* x, int64_t rows, int width, const Joint& joint, float eps,
           bool centred, int threads) {

@@ -14,6 +14,7 @@ from radixcache.kernels.native import model as native
 from radixcache.kernels.native.activations import ACTIVATIONS
 from radixcache.kernels.native.attention import NativeBackend, NativePlan, heads_of
 from radixcache.kernels.native.linear import PackedLinear
+from radixcache.kernels.native.linear import Weight as WeightStruct
 from radixcache.kernels.quantized import Quantized
 from radixcache.runtime.model.description import (
     MLP,
@@ -21,7 +22,6 @@ from radixcache.runtime.model.description import (
     Attention,
     DeltaNet,
     Experts,
-    Mamba2,
     Mixer,
     ShortConv,
     Weight,
@@ -39,57 +39,53 @@ class NativeOperations(Operations):
     name = NativeBackend.name
 
     def __init__(self, architecture: Architecture, dtype: torch.dtype) -> None:
-        self._architecture, self._dtype = architecture, dtype
+        super().__init__(architecture, dtype)
         self._packed: list[PackedLinear] = []
         self._held: list[object] = []  # what the structures' addresses point to
-        self._blocks: list[tuple[native.Layer, native.Joint]] = []
-        self._norms: list[int | None] = []  # the address of the norm before each block
+        self._sublayers: list[tuple[native.Layer, native.Joint]] = []
+        self._norms: list[int | None] = []  # the address of the norm before each sublayer
         self._pool: KVPool | None = None
 
     def embedding(self, embedding: Weight, head: Weight | None) -> None:
-        """At load: take the weights [vocab_size, hidden_size]; None if they are the same."""
         self._table = self._pack([embedding])
         self._head = self._table if head is None else self._pack([head])
 
     def layer(self, number: int, weights: Weights) -> None:
-        """At load: take the weights of the next layer.
+        """At load: take the weights of the next layer, by the names of `layer_shapes`.
 
         Raises:
-            ValueError: their shapes are not those of `layer_shapes`.
+            ValueError: they have other shapes, or the layer's numbers contradict each other.
         """
-        layer = self._architecture.layers[number]
-        _check_shapes(weights, self._architecture.layer_shapes(number))
-        parts = []
+        layer = self.architecture.layers[number]
+        _check_shapes(weights, self.architecture.layer_shapes(number))
+
+        def add(sublayer: native.Layer, before: str, after: str, parallel: bool) -> None:
+            self._norms.append(self._vector(weights.get(before)))
+            norm = self._vector(weights.get(after))
+            joint = native.Joint(norm, None, layer.residual_scale, 1.0, parallel)
+            self._sublayers.append((sublayer, joint))
+
         if layer.mixer is not None:
-            mixer = self._mixer(layer.mixer, weights)
-            parts.append((mixer, weights.get("input_norm"), weights.get("attended_norm")))
-        if layer.mlp is not None:
-            is_mlp = isinstance(layer.mlp, MLP)
-            mlp: Any = (self._mlp if is_mlp else self._experts)(layer.mlp, weights)  # type: ignore[arg-type]
-            parts.append((mlp, weights.get("mlp_norm"), weights.get("after_norm")))
-        for i, (block, before, after) in enumerate(parts):
-            last = i == len(parts) - 1
-            scale = float(weights["layer_scale"]) if layer.layer_scale and last else 1.0
-            after = self._vector(after)
-            joint = native.Joint(
-                after, None, layer.residual_scale, scale, layer.parallel and not last
-            )
-            self._norms.append(self._vector(before))
-            self._blocks.append((block, joint))
+            add(self._mixer(layer.mixer, weights), "input_norm", "attended_norm", layer.parallel)
+        if isinstance(layer.mlp, MLP):
+            add(self._mlp(layer.mlp, weights), "mlp_norm", "after_norm", False)
+        elif layer.mlp is not None:
+            add(self._experts(layer.mlp, weights), "mlp_norm", "after_norm", False)
+        if layer.layer_scale:
+            self._sublayers[-1][1].sum_scale = float(weights["layer_scale"])
 
     def loaded(self, last_norm: torch.Tensor) -> None:
-        """Take the last norm [hidden_size], once all other weights are there."""
-        a = self._architecture
+        a = self.architecture
         _check_shapes({"last_norm": last_norm}, {"last_norm": (a.hidden_size,)})
         first, *following = *self._norms, self._vector(last_norm)
-        for (_, joint), norm in zip(self._blocks, following, strict=True):
+        for (_, joint), norm in zip(self._sublayers, following, strict=True):
             joint.before = norm
         ropes = [
             native.RopeTable(self._vector(rope.frequencies), rope.scale, len(rope.frequencies))
             for rope in a.ropes
         ]
         self._model = native.NativeModel(
-            *(self._blocks, ropes, first, self._table, self._head, self._dtype, self._held),
+            *(self._sublayers, ropes, first, self._table, self._head, self._dtype, self._held),
             eps=a.eps,
             centred=a.centred,
             embed_scale=a.embed_scale,
@@ -101,17 +97,11 @@ class NativeOperations(Operations):
     def run(
         self, pool: KVPool, plan: AttentionPlan, states: Sequence[SequenceStates] = ()
     ) -> torch.Tensor:
-        """Logits [R, vocab_size] of a planned step, whose arrays are token ids, positions and logit
-        rows; of a recurrent model, over the slots of each sequence."""
         assert isinstance(plan, NativePlan)
         if pool is not self._pool:
-            of_layer = {} if pool.states is None else pool.states.of_layer
-            self._pool, self._states = pool, [
-                of_layer[number][kind, number, 0]
-                for number, layer in enumerate(self._architecture.layers)
-                if isinstance(layer.mixer, ShortConv | DeltaNet | Mamba2)
-                for kind in ("conv", "recurrent")[: 1 if isinstance(layer.mixer, ShortConv) else 2]
-            ]  # fmt: skip
+            tensors = {} if pool.states is None else pool.states.tensors
+            self._pool = pool
+            self._states = [tensors[name] for name in self.architecture.state_shapes]
         tables = (table.long().contiguous() for table in plan.arrays)
         return self._model.forward(plan, pool.layers, self._states, states, *tables)
 
@@ -140,8 +130,8 @@ class NativeOperations(Operations):
 
     def _attention(self, attention: Attention, w: Weights) -> native.AttentionLayer:
         kind, rope = attention.kind, -1 if attention.rope is None else attention.rope
-        if not -1 <= rope < len(self._architecture.ropes) or (
-            rope >= 0 and 2 * len(self._architecture.ropes[rope].frequencies) > kind.head_dim
+        if not -1 <= rope < len(self.architecture.ropes) or (
+            rope >= 0 and 2 * len(self.architecture.ropes[rope].frequencies) > kind.head_dim
         ):
             raise ValueError(f"no RoPE number {rope} for heads of {kind.head_dim}")
         names = ["q", "q_gate", "k", "v"] if attention.gated else ["q", "k", "v"]
@@ -214,7 +204,7 @@ class NativeOperations(Operations):
         return packed
 
     def _structs(self, most: int, products: list[PackedLinear]) -> Any:
-        return (native.Weight * most)(*(product.struct for product in products))
+        return (WeightStruct * most)(*(product.struct for product in products))
 
     def _pack(self, weights: list[Any], bias: torch.Tensor | None = None) -> PackedLinear:
         """The product of joined weights of one format, in the step's dtype or fewer bits."""
