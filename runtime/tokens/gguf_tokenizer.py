@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from radixcache.errors import ModelError
+from radixcache.kernels.native.library import problem
+from radixcache.kernels.native.merges import find_merges
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # types of tokens; 1 is any other
@@ -97,11 +99,21 @@ def read_tokenizer(file: GGUFFile) -> Any:
             single=text, pair=[*text, *text[:-1], "$B"], special_tokens=pieces
         )
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
+        tokenizer_object=_Uncopied(backend),
         chat_template=_templates(file),
         clean_up_tokenization_spaces=False,
         **{name: AddedToken(token, normalized=False) for name, token in named.items()},
     )
+
+
+class _Uncopied:
+    """Gives `PreTrainedTokenizerFast` a backend that nothing else uses, where it copies one."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._backend
 
 
 def _named(file: GGUFFile, tokens: list[str]) -> dict[str, str]:
@@ -183,6 +195,8 @@ def _merges(pieces: dict[str, float], ids: dict[str, int]) -> list[tuple[str, st
     """
     if max(map(len, pieces), default=0) > _LONGEST_PIECE:
         raise ModelError(f"the GGUF file has a token of over {_LONGEST_PIECE} characters")
+    if problem() is None:
+        return find_merges(pieces, [text for text in ids if text not in pieces])
     found = [
         (score, at, len(piece) - at, piece[:at], piece[at:])
         for piece, score in pieces.items()
