@@ -85,33 +85,27 @@ class CheckpointWeights:
         """
         self._checkpoint, self._architecture = checkpoint, architecture
         self._shapes, self._used = checkpoint.shapes, set[str]()
-        self._prefix = next(
-            (
-                prefix
-                for prefix in (*_PREFIXES, *_TEXT_PREFIXES)
-                if any(prefix + name in self._shapes for name in _EMBEDDINGS)
-            ),
-            "",
-        )
+        found = {
+            name[: -len(end)] for name in self._shapes for end in _EMBEDDINGS if name.endswith(end)
+        }
+        self._prefix = next((p for p in (*_PREFIXES, *_TEXT_PREFIXES) if p in found), "")
+        self._embedding = self._find(*(self._prefix + name for name in _EMBEDDINGS))
+        self._last_norm = self._find(*(self._prefix + name for name in _LAST_NORMS))
+        self._head = None if architecture.tied else self._find(*_HEADS)
         self._layers = self._names_of_layers()
         for number in range(len(architecture.layers)):
             self._check_layer(number)
-        self._find([self._prefix + name for name in _EMBEDDINGS])
-        self._find([self._prefix + name for name in _LAST_NORMS])
-        if not architecture.tied:
-            self._find(_HEADS)
         if not all(self._is_spare(name) for name in self._shapes.keys() - self._used):
             raise Unknown("its checkpoint has other weights")
 
     def embedding(self) -> Weight:
-        return self._tensor(self._find([self._prefix + name for name in _EMBEDDINGS]))
+        return self._tensor(self._embedding)
 
     def head(self) -> Weight | None:
-        return None if self._architecture.tied else self._tensor(self._find(_HEADS))
+        return None if self._head is None else self._tensor(self._head)
 
     def last_norm(self) -> torch.Tensor:
-        name = self._find([self._prefix + name for name in _LAST_NORMS])
-        return self._tensor(name).float() + self._architecture.norm_offset
+        return self._tensor(self._last_norm) + self._architecture.norm_offset
 
     def layer(self, number: int) -> Weights:
         return _Layer(self._architecture, number, self._layers[number], self._tensor).weights
@@ -132,11 +126,12 @@ class CheckpointWeights:
                 found[int(match[1])][name] = stored
         return found
 
-    def _find(self, names: list[str] | tuple[str, ...]) -> str:
-        """The name of the embedding, the head or the last norm, whose shape is checked."""
-        name = next((name for name in names if name in self._shapes), None)
-        if name is None:
+    def _find(self, *names: str) -> str:
+        """The one of these names that the checkpoint has: of the embedding, the head or a norm."""
+        found = [name for name in names if name in self._shapes]
+        if len(found) != 1:
             raise Unknown("its checkpoint has other weights")
+        name = found[0]
         self._used.add(name)
         rows = (self._architecture.vocab_size,) if len(self._shapes[name]) > 1 else ()
         self._check(name, self._shapes[name], (*rows, self._architecture.hidden_size))
@@ -145,7 +140,8 @@ class CheckpointWeights:
     def _check_layer(self, number: int) -> None:
         def empty(name: str) -> torch.Tensor:
             self._used.add(name)
-            return torch.empty(self._shapes[name], device="meta")
+            kind = torch.uint8 if name.endswith(("_blocks", "_scales")) else torch.float32
+            return torch.empty(self._shapes[name], dtype=kind, device="meta")
 
         try:
             layer = _Layer(self._architecture, number, self._layers[number], empty)
@@ -173,7 +169,7 @@ class CheckpointWeights:
             spare = FAMILIES[self._architecture.family].spare_layers
             return spare and int(layer[1]) >= len(self._architecture.layers)
         text = self._prefix in _TEXT_PREFIXES or name.startswith(self._prefix) or name in _HEADS
-        return name.startswith("mtp.") or not text
+        return name.startswith(("mtp.", "visual.")) or not text
 
     def _tensor(self, name: str) -> torch.Tensor:
         """A tensor; vectors are float32, of the step's dtype unless more of them counts."""
@@ -230,6 +226,10 @@ class _Layer:
         widths = [kind.query_heads * kind.head_dim, *[kind.kv_heads * kind.head_dim] * 2]
         if "mixer.qkv_proj.weight" in self._names:
             self._cut("qkv", "mixer.qkv_proj", lambda joined: joined.split(widths))
+        elif "mixer.gate_proj.weight" in self._names:  # a gate per head
+            self._product("q", "mixer.q_proj")
+            gates = self._take("mixer.gate_proj.weight", "q_gate")
+            weights["q_gate"] = gates.repeat_interleave(kind.value_dim, 0)
         elif attention.gated:
             heads = (kind.query_heads, 2, kind.head_dim)
             self._cut(
@@ -332,7 +332,7 @@ class _Layer:
             suffix = "" if end == "weight" else ".bias"
             both = self._fused("mlp.gate_up_proj", end)
             if alternate:
-                gate, up = [part[0::2] for part in both], [part[1::2] for part in both]
+                gate, up = ([_every_second(part, n) for part in both] for n in (0, 1))
             else:
                 gate, up = ([part.chunk(2)[n] for part in both] for n in (0, 1))
             self.weights[f"experts.gate{suffix}"], self.weights[f"experts.up{suffix}"] = gate, up
@@ -354,6 +354,13 @@ def _halves(rows: torch.Tensor, head_dim: int, turned: int) -> torch.Tensor:
     heads = rows.unflatten(0, (-1, head_dim))
     parts = (heads[:, 0:turned:2], heads[:, 1:turned:2], heads[:, turned:])
     return torch.cat(parts, 1).flatten(0, 1)
+
+
+def _every_second(weight: Weight, first: int) -> Weight:
+    if not isinstance(weight, Quantized):
+        return weight[first::2]
+    numbers, scales, minimums = (part[first::2] for part in weight[:3])
+    return Quantized(numbers, scales, minimums, weight.bits)
 
 
 def _mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> Quantized:

@@ -69,6 +69,7 @@ _VISION = {
 }  # fmt: skip
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("gemma3_text", {"query_pre_attn_scalar": 24}),
     "mistral3": ("mistral", {}),
     "llava": ("llama", {}),
     "internvl": ("qwen2", {}),
@@ -176,6 +177,10 @@ def make_peaky(model: PreTrainedModel) -> None:
         else:
             gain = next((gain for part, gain in _GAINS.items() if part in name), 1.0)
             weight.normal_(0.0, gain * weight.shape[-1] ** -0.5)
+    saved = model.state_dict()
+    for name, buffer in model.named_buffers():  # biases that choose experts, scales of layers
+        if name in saved and buffer.is_floating_point():
+            buffer.add_(torch.randn_like(buffer) * 0.1)
 
 
 def _byte_tokenizer() -> PreTrainedTokenizerFast:

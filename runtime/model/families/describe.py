@@ -85,7 +85,7 @@ def _describe(family: str, config: Config, max_model_len: int | None) -> Archite
         tied=config.flag("tie_word_embeddings"),
         **row.scales(config),
     )
-    config.ignore(*row.ignored)
+    config.ignore(*row.ignored.split())
     config.finish()
     return described
 

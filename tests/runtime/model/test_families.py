@@ -1,72 +1,291 @@
-"""Each family of the table against transformers' own model of it."""
+"""Each row of the table of families against transformers' own model, as it is saved and read."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-_W = {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]}
-_TWO_ROPES = {
-    "rope_parameters": {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-    }
-}
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from radixcache.errors import ModelError
+from radixcache.kernels.quantized import Quantized
+from radixcache.runtime.model import reference
+from radixcache.runtime.model.checkpoint import open_checkpoint
+from radixcache.runtime.model.description import Architecture, Unknown
+from radixcache.runtime.model.families import describe as module
+from radixcache.runtime.model.families.describe import describe
+from radixcache.runtime.model.families.table import FAMILIES, WRAPPERS
+from radixcache.runtime.model.weights import CheckpointWeights
+from tests.helpers.models import MULTIMODAL, tiny_model
+
+TOKENS = torch.tensor(np.random.default_rng(0).integers(0, 256, 60))
+"""More than a window, and than RoPE was scaled from."""
+TOLERANCE = 2e-5  # of the range of the logits; delta nets and Mamba 2 come to 6e-6
+
+_WINDOWS = {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]}
+_YARN = {
+    "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16,
+}  # fmt: skip
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+_LOCAL = {"num_local_experts": 8, "num_experts_per_tok": 3}
+_GROUPS = {
+    "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48, "n_shared_experts": 2, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}  # fmt: skip
+_MULTIPLIERS = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3,
+    "logits_scaling": 0.5,
+}  # fmt: skip
 ROWS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 11},
-    "ministral": _W,
-    "ministral3": {
-        "sliding_window": 11,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "rope_theta": 1e4,
-            "original_max_position_embeddings": 16,
-            "llama_4_scaling_beta": 0.3,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        },
-    },
+    "ministral": _WINDOWS,
+    "ministral3": {"rope_parameters": {
+        **_YARN, "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 0.5,
+    }},
     "qwen2": {"max_window_layers": 1, "sliding_window": 9, "use_sliding_window": True},
-    "qwen3": {"attention_bias": True},
-    "gemma": {},
-    "gemma2": {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 24, **_W},
-    "gemma3_text": {"query_pre_attn_scalar": 24, **_W, **_TWO_ROPES},
+    "qwen3": {"attention_bias": True, "rope_parameters": _YARN},
+    "gemma": {"tie_word_embeddings": True},
+    "gemma2": {**_WINDOWS, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 24},
+    "gemma3_text": {**_WINDOWS, "query_pre_attn_scalar": 24, "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    }},
     "gemma4_text": {
-        "hidden_size_per_layer_input": 0,
-        "attention_k_eq_v": True,
-        "global_head_dim": 32,
-        "final_logit_softcapping": 20.0,
-        **_W,
+        **_WINDOWS, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
+        "global_head_dim": 32, "num_global_key_value_heads": 1, "final_logit_softcapping": 20.0,
     },
-    "vaultgemma": {"query_pre_attn_scalar": 24, **_W},
+    "vaultgemma": {**_WINDOWS, "query_pre_attn_scalar": 24},
     "phi3": {"sliding_window": 9, "partial_rotary_factor": 0.5},
     "olmo2": {"attention_bias": True},
-    "olmo3": {
-        **_W,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "rope_theta": 1e4,
-            "original_max_position_embeddings": 16,
-        },
-    },
-    "exaone4": _W,
+    "olmo3": {**_WINDOWS, "rope_parameters": _YARN},
+    "exaone4": _WINDOWS,
     "glm": {},
     "glm4": {},
     "cohere": {"logit_scale": 0.25},
-    "cohere2": {**_W, "logit_scale": 0.25},
-    "granite": {
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.7,
-        "attention_multiplier": 0.3,
-        "logits_scaling": 0.5,
-    },
+    "cohere2": {**_WINDOWS, "logit_scale": 0.25},
+    "granite": _MULTIPLIERS,
     "smollm3": {"no_rope_layers": [1, 0], "use_sliding_window": False},
     "ernie4_5": {"use_bias": True},
     "seed_oss": {"attention_out_bias": True},
     "helium": {"attention_bias": True, "mlp_bias": True},
     "arcee": {"mlp_bias": True},
-}
+    "qwen2_moe": {
+        **_EXPERTS, "shared_expert_intermediate_size": 48, "num_hidden_layers": 3,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_moe": {**_EXPERTS, "norm_topk_prob": True},
+    "mixtral": {**_LOCAL, "sliding_window": 11},
+    "olmoe": _EXPERTS | {"moe_intermediate_size": None},
+    "granitemoe": _LOCAL | _MULTIPLIERS,
+    "granitemoeshared": {**_LOCAL, "shared_intermediate_size": 48},
+    "gpt_oss": {**_LOCAL, **_WINDOWS, "rope_parameters": {**_YARN, "truncate": False}},
+    "flex_olmo": _EXPERTS | {"moe_intermediate_size": None},
+    "solar_open": _GROUPS | {"first_k_dense_replace": None},
+    "glm4_moe": {**_GROUPS, "use_qk_norm": True, "attention_bias": True},
+    "dots1": {**_GROUPS, **_WINDOWS, "norm_topk_prob": True},
+    "minimax_m2": {**_LOCAL, "rotary_dim": 8},
+    "ernie4_5_moe": {
+        "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 48,
+    },
+    "qwen3_next": {},
+    "qwen3_5_text": {},
+    "qwen3_5_moe_text": {},
+    "lfm2": {"conv_bias": True},
+    "lfm2_moe": {**_EXPERTS, "shared_expert_intermediate_size": None},
+    "lfm3": {
+        "layer_types": ["conv", "sliding_attention", "conv", "full_attention"],
+        "sliding_window": 11,
+    },
+    "granitemoehybrid": {**_LOCAL, "position_embedding_type": "rope"},
+    "nemotron_h": {
+        **_GROUPS, "num_hidden_layers": 6, "time_step_min": 0.5,
+        "layers_block_type": ["mamba", "attention", "mlp", "moe", "mamba", "attention"],
+    },
+}  # fmt: skip
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = PreTrainedConfig.get_config_dict(folder)[0]
+    return found
+
+
+@torch.inference_mode()
+def logits_by_reference(folder: Path, settings: dict[str, Any] | None = None) -> torch.Tensor:
+    """[60, vocab_size], by what is described and read."""
+    architecture = describe(settings or settings_of(folder))
+    with open_checkpoint(folder, torch.device("cpu"), torch.float32) as checkpoint:
+        weights = CheckpointWeights(checkpoint, architecture)
+        hidden = reference.embed(architecture, TOKENS, weights.embedding())
+        for number in range(len(architecture.layers)):
+            hidden = reference.run_layer(architecture, number, hidden, weights.layer(number))
+        head = weights.embedding() if architecture.tied else weights.head()
+        assert head is not None
+        return reference.logits(architecture, hidden, weights.last_norm(), head)
+
+
+@torch.inference_mode()
+def logits_by_transformers(folder: Path, kind: Any = AutoModelForCausalLM) -> torch.Tensor:
+    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    found: torch.Tensor = model(TOKENS[None], use_cache=False).logits[0]
+    return found
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got - expected).abs().max() / (expected.max() - expected.min()))
+
+
+def test_the_rows_are_those_of_the_table() -> None:
+    assert {*ROWS, "qwen2_5_vl_text", "qwen3_vl_text"} == {*FAMILIES}
+    assert WRAPPERS - {*MULTIMODAL} == {"gemma4", "qwen3_5", "qwen3_5_moe"}
+
+
+@pytest.mark.parametrize("family", ROWS)
+def test_the_reference_computes_what_transformers_does(family, tmp_path) -> None:
+    folder = tiny_model(family, tmp_path, tokenizer=False, **ROWS[family])
+    found = error(logits_by_reference(folder), logits_by_transformers(folder))
+    print(f"{family}: {found:.1e}")
+    assert found < TOLERANCE
+    with pytest.raises(Unknown, match="its config has attention_magic"):
+        describe({**settings_of(folder), "attention_magic": 2.0})
+    if describe(settings_of(folder)).ropes:
+        with pytest.raises(Unknown):
+            describe({**settings_of(folder), "rope_scaling": {"rope_type": "ntk", "factor": 2.0}})
+
+
+@pytest.mark.parametrize("family", MULTIMODAL)
+def test_the_text_of_a_model_that_takes_images(family, tmp_path) -> None:
+    folder, kind = tiny_model(family, tmp_path, tokenizer=False), AutoModelForImageTextToText
+    assert error(logits_by_reference(folder), logits_by_transformers(folder, kind)) < TOLERANCE
+
+
+def test_a_complete_config_is_read_without_transformers_classes(tmp_path, monkeypatch) -> None:
+    """Whose import takes longer than the rest of a start."""
+    monkeypatch.setattr(module, "complete", None)
+    for family in ("llama", "mistral", "qwen2", "qwen3"):
+        config = AutoConfig.for_model(family, num_hidden_layers=2)
+        assert describe(config.to_dict()).family == family
+    with pytest.raises(Unknown, match="does not make sense"):
+        describe({"model_type": "llama"})
+
+
+def test_long_rope_is_that_of_the_longest_sequence() -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    settings = AutoConfig.for_model(
+        "phi3", hidden_size=64, num_attention_heads=4, original_max_position_embeddings=32,
+        max_position_embeddings=128, rope_parameters={"rope_type": "longrope", **factors},
+    ).to_dict()  # fmt: skip
+    short, long = (describe(settings, length) for length in (32, 33))
+    assert (short.max_context, long.max_context) == (32, 128)
+    assert torch.equal(short.ropes[0].frequencies, 2 * long.ropes[0].frequencies)
+    assert short.ropes[0].scale > 1
+
+
+def changed(folder: Path, new: Mapping[str, torch.Tensor], *without: str) -> Path:
+    """The folder with these tensors, and without those whose names begin so."""
+    found = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in found.items() if not name.startswith(without)}
+    save_file({**kept, **new}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@contextmanager
+def read(
+    folder: Path, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[Architecture, CheckpointWeights]]:
+    architecture = describe(settings_of(folder))
+    with open_checkpoint(folder, torch.device("cpu"), dtype) as checkpoint:
+        yield architecture, CheckpointWeights(checkpoint, architecture)
+
+
+def refused(folder: Path, reason: str, kind: type[Exception] = Unknown) -> None:
+    with pytest.raises(kind, match=reason), read(folder):
+        pass
+
+
+def test_experts_of_the_hub_in_one_tensor(tmp_path) -> None:
+    """And beside what no text needs, below the name of a model that takes images."""
+    folder = tiny_model("qwen3_5_moe_text", tmp_path, tokenizer=False)
+    expected, stored = logits_by_transformers(folder), load_file(folder / "model.safetensors")
+    new = {"mtp.fc.weight": torch.ones(3), "model.visual.weight": torch.ones(3)}
+    for name, tensor in stored.items():
+        if ".experts." not in name:
+            new[name.replace("model.", "model.language_model.")] = tensor
+    for layer in range(4):
+        below = f"layers.{layer}.mlp.experts"
+
+        def experts(part: str, below: str = below) -> torch.Tensor:
+            names = [f"model.{below}.{n}.{part}_proj.weight" for n in range(4)]
+            return torch.stack([stored[name] for name in names])
+
+        both = torch.cat([experts("gate"), experts("up")], 1)
+        new[f"model.language_model.{below}.gate_up_proj"] = both
+        new[f"model.language_model.{below}.down_proj"] = experts("down")
+    changed(folder, new, "model.")
+    assert error(logits_by_reference(folder), expected) < TOLERANCE
+
+
+def test_mxfp4_is_read_to_the_bit(tmp_path) -> None:
+    folder = tiny_model("gpt_oss", tmp_path, tokenizer=False, **ROWS["gpt_oss"])
+    generator, at = torch.Generator().manual_seed(0), "model.layers.0.mlp.experts."
+    new = {f"{at}gate_up_proj_bias": torch.ones(8, 192), f"{at}down_proj_bias": torch.ones(8, 64)}
+    for name, size in (("gate_up_proj", (8, 192, 2, 16)), ("down_proj", (8, 64, 3, 16))):
+        new[f"{at}{name}_blocks"] = torch.randint(256, size, generator=generator).byte()
+        new[f"{at}{name}_scales"] = torch.randint(110, 135, size[:3], generator=generator).byte()
+    with read(changed(folder, new, at)) as (_, weights):
+        layer = weights.layer(0)
+    for name, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+        pair = new[f"{at}{name}_blocks"], new[f"{at}{name}_scales"]
+        expected = convert_moe_packed_tensors(*pair, dtype=torch.float32).transpose(1, 2)
+        for number, part in enumerate(parts):
+            for expert, weight in enumerate(layer[f"experts.{part}"]):
+                assert isinstance(weight, Quantized)
+                assert torch.equal(weight.dense(), expected[expert, number :: len(parts)])
+
+
+def test_what_a_checkpoint_may_have_and_what_not(tmp_path) -> None:
+    folder = tiny_model("glm4_moe", tmp_path, tokenizer=False, **ROWS["glm4_moe"])
+    ones, at = torch.ones(3), "model.layers.0.self_attn."
+    with read(changed(folder, {"model.layers.2.eh_proj.weight": ones})):
+        pass
+    refused(changed(folder, {f"{at}magic": ones}), "other weights")
+    wrong = changed(folder, {f"{at}q_proj.weight": ones}, f"{at}magic")
+    refused(wrong, r"q_proj.weight as \[3\], where its config says \[64, 64\]", ModelError)
+    refused(changed(folder, {}, f"{at}q_proj.weight"), "other weights")
+    fused = tiny_model("phi3", tmp_path / "phi3", tokenizer=False)
+    wrong = changed(fused, {"model.layers.0.self_attn.qkv_proj.weight": torch.ones(3, 64)})
+    refused(wrong, "where its config says", ModelError)
+
+
+def test_vectors_are_float32_of_what_counts(tmp_path) -> None:
+    """Of the step's dtype as transformers rounds them, but for 1 + w, whose w is small."""
+    for family, offset in (("llama", 0.0), ("gemma2", 1.0)):
+        folder = tiny_model(family, tmp_path / family, tokenizer=False, **ROWS[family])
+        stored = load_file(folder / "model.safetensors")
+        norm = stored["model.layers.0.input_layernorm.weight"]
+        with read(folder, torch.bfloat16) as (_, weights):
+            layer = weights.layer(0)
+        assert torch.equal(layer["input_norm"], norm + 1 if offset else norm.bfloat16().float())
+        assert layer["q"].dtype == torch.bfloat16
+    with read(changed(folder, {n: t.bfloat16() for n, t in stored.items()})) as (_, weights):
+        layer = weights.layer(0)
+    assert (layer["q"].dtype, layer["input_norm"].dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_rows_of_the_head_are_those_of_all_logits(tmp_path) -> None:
+    folder = tiny_model("cohere2", tmp_path, tokenizer=False, **ROWS["cohere2"])
+    rows, whole = torch.tensor([7, 0, 259]), logits_by_reference(folder)
+    with read(folder) as (architecture, weights):
+        of = architecture, TOKENS, weights
+        some = reference.rounded_logits(*of, torch.float32, rows)
+        torch.testing.assert_close(some, whole[:, rows])
+        assert 1e-4 < error(reference.rounded_logits(*of, torch.bfloat16), whole) < 0.1
