@@ -244,13 +244,14 @@ ROWS: dict[str, Row] = {
         implied={"num_dense_layers": 0, "norm_topk_prob": True, "conv_bias": False},
         gating=2,
     ),
-    "nemotron_h": Row("nemotron_h", keys=_NEMOTRON, flags=_NEMOTRON_FLAGS, implied=_NEMOTRON_SAYS),
+    "nemotron_h": Row("nemotron_h", keys=_NEMOTRON, flags=_NEMOTRON_FLAGS, implied=_NEMOTRON_SAYS, pairs="converted"),
     "nemotron_h_moe": Row(
         "nemotron_h",
         keys={**_NEMOTRON, **_SCORED},
         sizes={**_INNER, "moe_shared_expert_intermediate_size": "ffn_up_shexp.weight"},
         flags=_NEMOTRON_FLAGS,
         implied={**_NEMOTRON_SAYS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
+        pairs="converted",
         gating=2,
     ),
 }  # fmt: skip
