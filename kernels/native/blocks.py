@@ -31,8 +31,8 @@ def pack_quantized(weight: Quantized, panels: torch.Tensor) -> None:
         for layout, data in parts:
             check(data, torch.uint8, (len(data), depth // layout.size * layout.stored))
         of = [_Rows(x.data_ptr(), len(x), _STORED.index(layout.name)) for layout, x in parts]
-        table = (_Rows * len(of))(*of)
-        kernel("pack_stored")(ctypes.addressof(table), *sizes)
+        array = (_Rows * len(of))(*of)
+        kernel("pack_stored")(ctypes.addressof(array), *sizes)
         return
     numbers, scales, minimums = weight.tables()
     check(numbers, torch.uint8, (rows, depth))

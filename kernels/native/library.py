@@ -23,7 +23,12 @@ _KERNELS = {  # in the order of native.cpp
     "activate": "***lillii",
     "forward": "*******l*i",
 }
-_FUNCTIONS = {"pack": "*lill*i", "pack_blocks": "***iill*i", "pack_stored": "*iill*i"}
+_FUNCTIONS = {
+    "pack": "*lill*i",
+    "pack_blocks": "***iill*i",
+    "pack_stored": "*iill*i",
+    "find_merges": "***ll***i",
+}
 
 
 @cache

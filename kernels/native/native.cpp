@@ -2,6 +2,7 @@
 // Each returns 1, or 0 if memory ran out, or -1 for a number that is out of range.
 
 #include "blocks.h"
+#include "merges.h"
 #include "model.h"
 
 namespace {
@@ -84,6 +85,14 @@ int32_t radixcache_pack_stored(const StoredRows* parts, int bits, int block, int
                                int64_t depth, uint32_t* panels, int threads) {
     return enough_memory([&] {
         pack_stored(parts, bits, block, rows, depth, panels, threads);
+    });
+}
+
+int32_t radixcache_find_merges(const char* text, const int64_t* ends, const double* scores,
+                               int64_t pieces, int64_t count, int32_t* piece, int32_t* cut,
+                               int64_t* found, int) {
+    return enough_memory([&] {
+        *found = find_merges(text, ends, scores, pieces, count, piece, cut);
     });
 }
 }

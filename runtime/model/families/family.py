@@ -23,29 +23,29 @@ _PRE = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 class Family:
     """How the layers of a family differ from Llama's, and where its config says so.
 
-    Strings for `bool`s are names of settings.
+    Fields that are not explained are those of `description`. A string for a `bool` names a setting.
 
     Attributes:
         norms: the norms around mixer and MLP, by their names in a checkpoint.
-        head_norms: as in `Attention`, or the setting that says whether there are some by head.
-        bias, out_bias, mlp_bias: of attention's products, of its output's and of the MLP's.
+        head_norms: of `Attention`, or a setting that says whether there are some by head.
+        softcaps: whether scores may have a softcap.
         activation: the setting, if any, and what it must be.
-        types: gives the type of each layer: `full_attention`, `sliding_attention` or recurrent.
+        types: the type of each layer, `full_attention`, `sliding_attention` or a recurrent one.
         turned: whether a layer with this number and type has RoPE.
-        partial_rope: whether RoPE may turn a part of a head; nested_rope: whether its parameters
-            may be by type of layer; query_scaling: whether they may have one for queries.
-        scale: the factor on the scores, if not the root of 1 / head_dim.
-        heads: (kv_heads, head_dim) of a layer, where layers differ.
-        mixer: what a recurrent layer has.
-        mlp: what a layer has beside the mixer, if not a gated MLP of `intermediate_size`.
-        single: a layer is either a mixer or an MLP.
+        partial_rope: RoPE may turn a part of a head. nested_rope: its parameters may be by type of
+            layer. query_scaling: it may have one.
+        scale: of the scores, if not the root of 1 / head_dim.
+        heads: (kv_heads, head_dim) of a layer, where it has its own.
+        mixer, mlp: what a recurrent layer has, and a layer that has no gated MLP.
+        single: a layer is a mixer or an MLP.
+        residual_scale, eps: settings.
         scales: fields of `Architecture`.
-        offset: as `Architecture.norm_offset`.
+        offset: its `norm_offset`.
         pairs: a checkpoint has the pairs that RoPE turns side by side.
-        value_is_key: a layer may have no product for values, which are the keys then.
+        value_is_key: values without a product of their own are the keys.
         alternating: a checkpoint's experts are [in, out], and gate and up take turns in them.
-        ignored: settings that change nothing here.
-        spare_layers: a checkpoint may have layers after the last, which predict further tokens.
+        spare_layers: a checkpoint may have layers after the last, for the tokens after the next.
+        ignored: settings, between spaces, that change nothing here, or not alone.
     """
 
     norms: Mapping[str, str] = field(default_factory=lambda: _PRE)
@@ -79,8 +79,8 @@ class Family:
     pairs: bool = False
     value_is_key: bool = False
     alternating: bool = False
-    ignored: tuple[str, ...] = ()
     spare_layers: bool = False
+    ignored: str = ""
 
     def dense(self, config: Config, inner: str | int = "intermediate_size") -> MLP:
         """The family's MLP, of this size."""

@@ -5,31 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from radixcache.runtime.model.description import (
-    MLP,
-    DeltaNet,
-    Experts,
-    Mamba2,
-    ShortConv,
-    Unknown,
-)
+from radixcache.runtime.model.description import MLP, DeltaNet, Experts, Mamba2, ShortConv, Unknown
 from radixcache.runtime.model.families.config import Config
 from radixcache.runtime.model.families.family import Family
 
+_SIGMOID: dict[str, Any] = {"scores": "sigmoid", "correction": True}
 
-def experts(
-    config: Config,
-    family: Family,
-    inner: str = "moe_intermediate_size",
-    count: str = "num_experts",
-    active: str = "num_experts_per_tok",
-    shared: int = 0,
-    **more: Any,
+
+def _experts(
+    config: Config, family: Family, count: str, inner: str, shared: int = 0, **more: Any
 ) -> Experts:
     """Experts of these settings, and a shared one of this size; `more` are fields of `Experts`."""
-    one = family.dense(config, shared) if shared else None
+    active = config.size("moe_k" if config.maybe("moe_k") else "num_experts_per_tok")
     each = replace(family.dense(config, inner), bias=False)
-    return Experts(config.size(count), config.size(active), each, shared=one, **more)
+    one = family.dense(config, shared) if shared else None
+    return Experts(config.size(count), active, each, shared=one, **more)
 
 
 def qwen(config: Config, family: Family, number: int) -> MLP | Experts:
@@ -38,25 +28,20 @@ def qwen(config: Config, family: Family, number: int) -> MLP | Experts:
     if number in dense or (number + 1) % step:
         return family.dense(config)
     config.ignore("intermediate_size")
+    count = "num_experts" if config.maybe("num_experts") else "num_local_experts"
     shared = config.count("shared_expert_intermediate_size")
-    renormalise = config.maybe("norm_topk_prob")  # Qwen3.5 has none, and always does
-    return experts(
-        config,
-        family,
-        count="num_experts" if config.maybe("num_experts") else "num_local_experts",
-        renormalise=renormalise is None or bool(renormalise),
-        shared=shared,
-        shared_gate=shared > 0,
-    )
+    found = _experts(config, family, count, "moe_intermediate_size", shared)
+    chosen = config.maybe("norm_topk_prob")  # Qwen3.5 has none, and always does it
+    return replace(found, renormalise=chosen in (None, True), shared_gate=shared > 0)
 
 
 def mixtral(config: Config, family: Family, number: int) -> Experts:
-    return experts(config, family, "intermediate_size", "num_local_experts")
+    return _experts(config, family, "num_local_experts", "intermediate_size")
 
 
 def olmoe(config: Config, family: Family, number: int) -> Experts:
-    renormalise = config.flag("norm_topk_prob")
-    return experts(config, family, "intermediate_size", renormalise=renormalise)
+    found = _experts(config, family, "num_experts", "intermediate_size")
+    return replace(found, renormalise=config.flag("norm_topk_prob"))
 
 
 def granite(config: Config, family: Family, number: int) -> MLP | Experts:
@@ -65,7 +50,7 @@ def granite(config: Config, family: Family, number: int) -> MLP | Experts:
     if not config.maybe("num_local_experts"):
         config.ignore("intermediate_size", "num_experts_per_tok")
         return family.dense(config, inner)
-    found = experts(config, family, "intermediate_size", "num_local_experts", shared=inner)
+    found = _experts(config, family, "num_local_experts", "intermediate_size", inner)
     return replace(found, scores="softmax of chosen")
 
 
@@ -76,15 +61,9 @@ def gpt_oss(config: Config, family: Family, number: int) -> Experts:
     quantised = config.maybe("quantization_config")
     if quantised is not None and quantised.get("quant_method") != "mxfp4":
         raise Unknown("its weights are quantised in another way than MXFP4")
-    found = experts(
-        config,
-        family,
-        "intermediate_size",
-        "num_local_experts",
-        scores="softmax of chosen",
-        router_bias=True,
-    )
-    return replace(found, each=replace(found.each, activation="clamped", bias=True))
+    found = _experts(config, family, "num_local_experts", "intermediate_size", router_bias=True)
+    each = replace(found.each, activation="clamped", bias=True)
+    return replace(found, scores="softmax of chosen", each=each)
 
 
 def deepseek(config: Config, family: Family, number: int) -> MLP | Experts:
@@ -92,52 +71,34 @@ def deepseek(config: Config, family: Family, number: int) -> MLP | Experts:
     if number < config.count("first_k_dense_replace"):
         return family.dense(config)
     config.ignore("intermediate_size")
-    inner = config.size("moe_intermediate_size")
-    return experts(
-        config,
-        family,
-        count="n_routed_experts",
-        scores="sigmoid",
-        correction=True,
-        renormalise=config.flag("norm_topk_prob"),
-        epsilon=1e-20,
-        scale=config.number("routed_scaling_factor"),
-        groups=config.size("n_group"),
-        kept_groups=config.size("topk_group"),
-        shared=config.count("moe_shared_expert_intermediate_size")
-        or inner * config.count("n_shared_experts"),
+    shared = config.count("moe_shared_expert_intermediate_size")
+    shared = shared or config.size("moe_intermediate_size") * config.count("n_shared_experts")
+    found = _experts(config, family, "n_routed_experts", "moe_intermediate_size", shared)
+    groups, kept = config.size("n_group"), config.size("topk_group")
+    return replace(
+        _scaled(config, found), **_SIGMOID, epsilon=1e-20, groups=groups, kept_groups=kept
     )
 
 
 def nemotron(config: Config, family: Family, number: int) -> MLP | Experts:
-    """A block of its own: an MLP or experts."""
+    """A block of its own."""
     if config.get("layers_block_type")[number] == "mlp":
         return family.dense(config)
     if config.maybe("moe_latent_size") is not None:
         raise Unknown("its experts are in a latent space")
-    config.ignore("n_shared_experts")
     return deepseek(config, family, number)
 
 
 def minimax(config: Config, family: Family, number: int) -> Experts:
-    return experts(
-        config,
-        family,
-        "intermediate_size",
-        "num_local_experts",
-        scores="sigmoid",
-        correction=True,
-    )
+    return _experts(config, family, "num_local_experts", "intermediate_size", **_SIGMOID)
 
 
 def ernie(config: Config, family: Family, number: int) -> MLP | Experts:
     first, last = config.get("moe_layer_start_index"), config.get("moe_layer_end_index")
-    step = config.size("moe_layer_interval")
-    if (number + 1) % step or not first <= number <= (len(range(10**6)) if last == -1 else last):
+    if (number + 1) % config.size("moe_layer_interval") or not first <= number <= last:
         return family.dense(config)
-    inner = config.size("moe_intermediate_size")
-    shared = inner * config.count("moe_num_shared_experts")
-    found = experts(config, family, count="moe_num_experts", active="moe_k", shared=shared)
+    shared = config.size("moe_intermediate_size") * config.count("moe_num_shared_experts")
+    found = _experts(config, family, "moe_num_experts", "moe_intermediate_size", shared)
     return replace(found, correction=True)
 
 
@@ -152,15 +113,14 @@ def lfm2_dense(config: Config, family: Family, number: int) -> MLP:
 def lfm2_moe(config: Config, family: Family, number: int) -> MLP | Experts:
     if number < config.count("num_dense_layers"):
         return family.dense(config)
-    return experts(
-        config,
-        family,
-        scores="sigmoid",
-        correction=config.flag("use_expert_bias"),
-        renormalise=config.flag("norm_topk_prob"),
-        epsilon=1e-6,
-        scale=config.number("routed_scaling_factor"),
-    )
+    found = _experts(config, family, "num_experts", "moe_intermediate_size", scores="sigmoid")
+    correction = config.flag("use_expert_bias")
+    return replace(_scaled(config, found), correction=correction, epsilon=1e-6)
+
+
+def _scaled(config: Config, experts: Experts) -> Experts:
+    renormalise, scale = config.flag("norm_topk_prob"), config.number("routed_scaling_factor")
+    return replace(experts, renormalise=renormalise, scale=scale)
 
 
 def short_conv(config: Config) -> ShortConv:
@@ -169,43 +129,22 @@ def short_conv(config: Config) -> ShortConv:
 
 
 def delta_net(config: Config) -> DeltaNet:
-    return DeltaNet(
-        config.size("linear_conv_kernel_dim"),
-        config.size("linear_num_key_heads"),
-        config.size("linear_num_value_heads"),
-        config.size("linear_key_head_dim"),
-        config.size("linear_value_head_dim"),
-    )
+    names = "conv_kernel_dim num_key_heads num_value_heads key_head_dim value_head_dim".split()
+    return DeltaNet(*(config.size(f"linear_{name}") for name in names))
 
 
 def granite_mamba(config: Config) -> Mamba2:
-    config.ignore("mamba_expand", "mamba_chunk_size")
+    names = "d_conv n_heads d_head d_state n_groups".split()
+    width, heads, value, state, groups = (config.size(f"mamba_{name}") for name in names)
     least, most = config.get("time_step_limit")
-    return Mamba2(
-        config.size("mamba_d_conv"),
-        config.size("mamba_n_heads"),
-        config.size("mamba_d_head"),
-        config.size("mamba_d_state"),
-        config.size("mamba_n_groups"),
-        conv_bias=config.flag("mamba_conv_bias"),
-        bias=config.flag("mamba_proj_bias"),
-        least=float(least),
-        most=float(most),
-    )
+    biases = config.flag("mamba_conv_bias"), config.flag("mamba_proj_bias")
+    return Mamba2(width, heads, value, state, groups, 1, *biases, float(least), float(most))
 
 
 def nemotron_mamba(config: Config) -> Mamba2:
-    groups = config.size("n_groups")
-    if config.get("mamba_hidden_act") != "silu":
-        raise Unknown(f"its activation is {config.get('mamba_hidden_act')}")
-    return Mamba2(
-        config.size("conv_kernel"),
-        config.size("mamba_num_heads"),
-        config.size("mamba_head_dim"),
-        config.size("ssm_state_size"),
-        groups,
-        groups,
-        config.flag("use_conv_bias"),
-        config.flag("use_bias"),
-        config.number("time_step_min"),
-    )
+    if (activation := config.get("mamba_hidden_act")) != "silu":
+        raise Unknown(f"its activation is {activation}")
+    names = "conv_kernel mamba_num_heads mamba_head_dim ssm_state_size n_groups".split()
+    width, heads, value, state, groups = (config.size(name) for name in names)
+    biases, least = (config.flag("use_conv_bias"), config.flag("use_bias")), "time_step_min"
+    return Mamba2(width, heads, value, state, groups, groups, *biases, config.number(least))

@@ -31,6 +31,7 @@ class Ropes:
             length: the most tokens of a sequence, for frequencies that depend on it.
         """
         self._config, self._family, self._length = config, family, length
+        config.ignore("rope_parameters", "rope_scaling", "rope_theta")  # without RoPE, too
         if family.partial_rope:  # it stands in the parameters, too
             config.ignore("partial_rotary_factor")
         self._indices: dict[tuple[str, int], int] = {}

@@ -7,41 +7,26 @@ from typing import Any
 from radixcache.runtime.model.description import Unknown
 from radixcache.runtime.model.families import parts
 from radixcache.runtime.model.families.config import Config
-from radixcache.runtime.model.families.family import (
-    Family,
-    all_windows,
-    by_type,
-    qwen_windows,
-)
+from radixcache.runtime.model.families.family import Family, all_windows, by_type, qwen_windows
 
+_PRE = {"input_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm"}
 _POST = {"attended_norm": "post_attention_layernorm", "after_norm": "post_feedforward_layernorm"}
-_BOTH = {"input_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm", **_POST}
 _GLM4 = {
     "input_norm": "input_layernorm", "attended_norm": "post_self_attn_layernorm",
     "mlp_norm": "post_attention_layernorm", "after_norm": "post_mlp_layernorm",
 }  # fmt: skip
-_LFM3 = {
-    "input_norm": "operator_norm", "attended_norm": "post_operator_norm", "mlp_norm": "ffn_norm",
-    "after_norm": "post_ffn_norm",
-}  # fmt: skip
-_FIRST = {"input_norm": "input_layernorm"}
+_LFM2 = {"input_norm": "operator_norm", "mlp_norm": "ffn_norm"}
+_LFM3 = {**_LFM2, "attended_norm": "post_operator_norm", "after_norm": "post_ffn_norm"}
 
 
 def _gemma_scales(config: Config) -> dict[str, Any]:
     if config.maybe("use_bidirectional_attention") not in (None, False, "vision"):
         raise Unknown("its attention looks at what comes later")
-    return {
-        "embed_scale": config.size("hidden_size") ** 0.5,
-        "logit_softcap": config.maybe("final_logit_softcapping"),
-    }
-
-
-def _gemma_scale(config: Config) -> float:
-    return config.number("query_pre_attn_scalar") ** -0.5
+    softcap = config.maybe("final_logit_softcapping")
+    return {"embed_scale": config.size("hidden_size") ** 0.5, "logit_softcap": softcap}
 
 
 def _gemma4_heads(config: Config, number: int) -> tuple[int | None, int | None]:
-    config.ignore("attention_k_eq_v", "use_double_wide_mlp", "vocab_size_per_layer_input")
     own = {int(n): of for n, of in (config.maybe("per_layer_config") or {}).items()}
     found = own.get(number, {})
     if found.keys() - {"head_dim", "num_key_value_heads"}:
@@ -52,18 +37,8 @@ def _gemma4_heads(config: Config, number: int) -> tuple[int | None, int | None]:
 
 
 def _granite_scales(config: Config) -> dict[str, Any]:
-    return {
-        "embed_scale": config.number("embedding_multiplier"),
-        "logit_scale": 1.0 / config.number("logits_scaling"),
-    }
-
-
-def _granite_scale(config: Config) -> float:
-    return config.number("attention_multiplier")
-
-
-def _cohere_scales(config: Config) -> dict[str, Any]:
-    return {"logit_scale": config.number("logit_scale")}
+    embed_scale, logits = config.number("embedding_multiplier"), config.number("logits_scaling")
+    return {"embed_scale": embed_scale, "logit_scale": 1.0 / logits}
 
 
 def _lfm3_scales(config: Config) -> dict[str, Any]:
@@ -72,166 +47,165 @@ def _lfm3_scales(config: Config) -> dict[str, Any]:
     return {}
 
 
-def _windowed(config: Config, number: int, kind: str) -> bool:
-    return kind == "sliding_attention"
-
-
-def _windowed_if_any(config: Config, number: int, kind: str) -> bool:
-    return kind == "sliding_attention" or config.maybe("sliding_window") is None
-
-
-def _smollm3_turned(config: Config, number: int, kind: str) -> bool:
-    config.ignore("no_rope_layer_interval", "use_sliding_window", "max_window_layers")
-    return bool(config.get("no_rope_layers")[number])
-
-
-def _has_rope(config: Config, number: int, kind: str) -> bool:
-    found: bool = config.get("position_embedding_type") == "rope"
-    return found
-
-
-def _blocks(config: Config) -> list[str]:
-    """Nemotron's layers are mixers or MLPs."""
-    config.ignore("num_hidden_layers")
+def _nemotron_types(config: Config) -> list[str]:
     types: list[str] = config.get("layers_block_type")
     return types
 
 
-def _row(base: dict[str, Any], **more: Any) -> Family:
-    return Family(**{**base, **more})
+def _row(*bases: dict[str, Any], **more: Any) -> Family:
+    settings: dict[str, Any] = {}
+    for base in bases:
+        settings |= base
+    return Family(**settings | more)
 
 
-_TANH = ("hidden_activation", "gelu_pytorch_tanh")
-_GEMMA: dict[str, Any] = {"offset": 1.0, "scales": _gemma_scales}
-_GEMMA2 = {
-    **_GEMMA, "norms": _BOTH, "activation": _TANH, "types": by_type, "scale": _gemma_scale,
-    "softcaps": True,
+_NO_BIAS: dict[str, Any] = {"bias": False, "out_bias": False}
+_USE_BIAS: dict[str, Any] = dict.fromkeys(("bias", "out_bias", "mlp_bias"), "use_bias")
+_MLP_BIAS: dict[str, Any] = {"mlp_bias": "mlp_bias"}
+_GEMMA: dict[str, Any] = {
+    "offset": 1.0, "scales": _gemma_scales, "activation": ("hidden_act", "gelu_pytorch_tanh"),
+    "ignored": "hidden_activation",
+}  # fmt: skip
+_GEMMA2: dict[str, Any] = {
+    **_GEMMA, "norms": _PRE | _POST, "activation": ("hidden_activation", "gelu_pytorch_tanh"),
+    "types": by_type, "softcaps": True, "ignored": "hidden_act",
+    "scale": lambda config: config.number("query_pre_attn_scalar") ** -0.5,
 }  # fmt: skip
 _GRANITE: dict[str, Any] = {
-    "scale": _granite_scale, "scales": _granite_scales, "residual_scale": "residual_multiplier",
+    "scale": lambda config: config.number("attention_multiplier"), "scales": _granite_scales,
+    "residual_scale": "residual_multiplier", "ignored": "init_method normalization_function",
 }  # fmt: skip
 _COHERE: dict[str, Any] = {
-    "norms": _FIRST, "parallel": True, "centred": True, "eps": "layer_norm_eps", "pairs": True,
-    "scales": _cohere_scales,
+    "norms": {"input_norm": "input_layernorm"}, "parallel": True, "centred": True,
+    "eps": "layer_norm_eps", "pairs": True,
+    "scales": lambda config: {"logit_scale": config.number("logit_scale")},
+    "ignored": "layer_switch model_max_length order_of_interleaved_layers position_embedding_type "
+    "rotary_pct use_embedding_sharing use_gated_activation use_parallel_block "
+    "use_parallel_embedding",
 }  # fmt: skip
-_USE_BIAS: dict[str, Any] = dict.fromkeys(("bias", "out_bias", "mlp_bias"), "use_bias")
+_GLM: dict[str, Any] = {"out_bias": False, "partial_rope": True}
 _QWEN3_5: dict[str, Any] = {
     "offset": 1.0, "head_norms": "head", "gated": True, "types": by_type, "partial_rope": True,
     "mixer": parts.delta_net,
-    "ignored": (
-        "attn_output_gate", "full_attention_interval", "mamba_ssm_dtype", "mtp_num_hidden_layers",
-        "mtp_use_dedicated_embeddings",
-    ),
+    "ignored": "attn_output_gate full_attention_interval mamba_ssm_dtype mlp_only_layers "
+    "mtp_num_hidden_layers mtp_use_dedicated_embeddings",
 }  # fmt: skip
-_LFM2: dict[str, Any] = {
-    "norms": {"input_norm": "operator_norm", "mlp_norm": "ffn_norm"}, "head_norms": "head",
-    "bias": False, "out_bias": False, "activation": (None, "silu"), "eps": "norm_eps",
-    "types": by_type, "mixer": parts.short_conv,
-    "ignored": (
-        "block_dim", "block_ff_dim", "block_mlp_init_scale", "block_norm_eps",
-        "block_out_init_scale", "block_use_swiglu", "block_use_xavier_init", "conv_dim",
-        "conv_dim_out", "conv_use_xavier_init", "full_attn_idxs", "num_heads", "theta",
-        "use_pos_enc",
-    ),
+_LFM: dict[str, Any] = {
+    "norms": _LFM2, "head_norms": "head", "activation": (None, "silu"), "eps": "norm_eps",
+    "types": by_type, "mixer": parts.short_conv, **_NO_BIAS,
+    "ignored": "block_dim block_ff_dim block_mlp_init_scale block_norm_eps block_out_init_scale "
+    "block_use_swiglu block_use_xavier_init conv_dim conv_dim_out conv_use_xavier_init "
+    "full_attn_idxs num_heads theta use_pos_enc",
 }  # fmt: skip
+_QWEN_UNUSED = "max_window_layers use_sliding_window"
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(mlp_bias="mlp_bias"),
-    "mistral": Family(
-        mlp_bias="mlp_bias", types=all_windows,
-        ignored=("max_window_layers", "use_sliding_window"),
-    ),
+    "llama": _row(_MLP_BIAS),
+    "mistral": _row(_MLP_BIAS, types=all_windows, ignored=_QWEN_UNUSED),
     "ministral": Family(types=by_type),
     "ministral3": Family(types=all_windows, query_scaling=True),
-    "qwen2": Family(bias=True, mlp_bias="mlp_bias", types=qwen_windows),
-    "qwen3": Family(mlp_bias="mlp_bias", types=qwen_windows, head_norms="head"),
-    "gemma": _row(
-        _GEMMA, activation=("hidden_act", "gelu_pytorch_tanh"), ignored=("hidden_activation",)
-    ),
-    "gemma2": Family(**_GEMMA2),
+    "qwen2": _row(_MLP_BIAS, bias=True, types=qwen_windows),
+    "qwen3": _row(_MLP_BIAS, types=qwen_windows, head_norms="head"),
+    "gemma": _row(_GEMMA),
+    "gemma2": _row(_GEMMA2),
     "gemma3_text": _row(_GEMMA2, head_norms="head", nested_rope=True),
     "gemma4_text": _row(
         _GEMMA2, head_norms="head", nested_rope=True, partial_rope=True, offset=0.0,
         scale=lambda config: 1.0, heads=_gemma4_heads, value_norm=True, value_is_key=True,
-        layer_scale=True,
+        layer_scale=True, ignored="attention_k_eq_v use_double_wide_mlp vocab_size_per_layer_input",
     ),
-    "vaultgemma": _row(
-        _GEMMA2, norms={"input_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm"}
-    ),
-    "phi3": Family(
-        bias=False, out_bias=False, types=all_windows, partial_rope=True,
-        ignored=("original_max_position_embeddings",),
+    "vaultgemma": _row(_GEMMA2, norms=_PRE),
+    "phi3": _row(
+        _NO_BIAS, types=all_windows, partial_rope=True,
+        ignored="full_attn_mod interpolate_factor original_max_position_embeddings",
     ),
     "olmo2": Family(norms=_POST, head_norms="whole"),
     "olmo3": Family(norms=_POST, head_norms="whole", types=by_type, nested_rope=True),
-    "exaone4": Family(
-        norms=_POST, head_norms="head", bias=False, out_bias=False, types=by_type,
-        turned=_windowed_if_any,
+    "exaone4": _row(
+        _NO_BIAS, norms=_POST, head_norms="head", types=by_type,
+        turned=lambda config, number, kind: (
+            kind == "sliding_attention" or config.maybe("sliding_window") is None
+        ),
     ),
-    "glm": Family(out_bias=False, partial_rope=True, pairs=True),
-    "glm4": Family(norms=_GLM4, out_bias=False, partial_rope=True, pairs=True),
-    "cohere": Family(**_COHERE),
-    "cohere2": _row(_COHERE, types=by_type, turned=_windowed),
-    "granite": _row(_GRANITE, mlp_bias="mlp_bias"),
-    "smollm3": Family(mlp_bias="mlp_bias", types=by_type, turned=_smollm3_turned),
-    "ernie4_5": Family(pairs=True, **_USE_BIAS),
-    "seed_oss": Family(out_bias="attention_out_bias", mlp_bias="mlp_bias"),
-    "helium": Family(out_bias=False, mlp_bias="mlp_bias", pairs=True),
-    "arcee": Family(mlp_bias="mlp_bias", gated_mlp=False, activation=("hidden_act", "relu2")),
-    "qwen2_moe": Family(
-        bias="qkv_bias", out_bias=False, types=qwen_windows, mlp=parts.qwen,
+    "glm": _row(_GLM, pairs=True),
+    "glm4": _row(_GLM, pairs=True, norms=_GLM4),
+    "cohere": _row(_COHERE),
+    "cohere2": _row(
+        _COHERE, types=by_type, turned=lambda config, number, kind: kind == "sliding_attention"
     ),
+    "granite": _row(_GRANITE, _MLP_BIAS),
+    "qwen2_5_vl_text": Family(bias=True, out_bias=False, types=qwen_windows),
+    "qwen3_vl_text": Family(head_norms="head"),
+    "smollm3": _row(
+        _MLP_BIAS, types=by_type, ignored=f"{_QWEN_UNUSED} no_rope_layer_interval",
+        turned=lambda config, number, kind: bool(config.get("no_rope_layers")[number]),
+    ),
+    "ernie4_5": _row(_USE_BIAS, pairs=True),
+    "seed_oss": _row(_MLP_BIAS, out_bias="attention_out_bias"),
+    "helium": _row(_MLP_BIAS, out_bias=False, pairs=True),
+    "arcee": _row(_MLP_BIAS, gated_mlp=False, activation=("hidden_act", "relu2")),
+    "qwen2_moe": Family(bias="qkv_bias", out_bias=False, types=qwen_windows, mlp=parts.qwen),
     "qwen3_moe": Family(
-        types=all_windows, head_norms="head", mlp=parts.qwen,
-        ignored=("max_window_layers", "use_sliding_window"),
+        types=all_windows, head_norms="head", mlp=parts.qwen, ignored=_QWEN_UNUSED
     ),
-    "mixtral": Family(bias=False, out_bias=False, types=all_windows, mlp=parts.mixtral),
+    "mixtral": _row(_NO_BIAS, types=all_windows, mlp=parts.mixtral),
     "olmoe": Family(head_norms="whole", mlp=parts.olmoe),
     "granitemoe": _row(_GRANITE, mlp=parts.granite),
     "granitemoeshared": _row(_GRANITE, mlp=parts.granite),
     "gpt_oss": Family(
         types=by_type, sinks=True, mlp=parts.gpt_oss, alternating=True,
-        ignored=("experts_per_token", "initial_context_length"),
+        ignored="experts_per_token initial_context_length",
     ),
-    "glm4_moe": Family(
-        head_norms="use_qk_norm", out_bias=False, partial_rope=True, mlp=parts.deepseek,
-        spare_layers=True, ignored=("num_nextn_predict_layers",),
+    "flex_olmo": Family(norms=_POST, head_norms="whole", mlp=parts.olmoe),
+    "solar_open": Family(mlp=parts.deepseek),
+    "glm4_moe": _row(
+        _GLM, head_norms="use_qk_norm", mlp=parts.deepseek, spare_layers=True,
+        ignored="num_nextn_predict_layers",
     ),
     "dots1": Family(
-        head_norms="head", types=by_type, mlp=parts.deepseek, ignored=("max_window_layers",)
+        head_norms="head", types=by_type, mlp=parts.deepseek,
+        ignored="max_window_layers moe_layer_freq scoring_func topk_method",
     ),
-    "minimax_m2": Family(
-        head_norms="whole", bias=False, out_bias=False, partial_rope=True, mlp=parts.minimax,
-        ignored=("rotary_dim",),
+    "minimax_m2": _row(
+        _NO_BIAS, head_norms="whole", partial_rope=True, mlp=parts.minimax,
+        ignored="attn_type_list mtp_transformer_layers num_mtp_modules qk_norm_type rotary_dim "
+        "scoring_func shared_intermediate_size shared_moe_mode use_mtp use_qk_norm "
+        "use_routing_bias layernorm_full_attention_beta",
     ),
-    "ernie4_5_moe": Family(pairs=True, mlp=parts.ernie, ignored=("moe_norm_min",), **_USE_BIAS),
+    "ernie4_5_moe": _row(
+        _USE_BIAS, pairs=True, mlp=parts.ernie, ignored="moe_capacity moe_norm_min moe_use_aux_free"
+    ),
     "qwen3_next": _row(_QWEN3_5, mlp=parts.qwen),
-    "qwen3_5_text": Family(**_QWEN3_5),
+    "qwen3_5_text": _row(_QWEN3_5),
     "qwen3_5_moe_text": _row(_QWEN3_5, mlp=parts.qwen),
-    "lfm2": _row(_LFM2, mlp=parts.lfm2_dense),
-    "lfm2_moe": _row(_LFM2, mlp=parts.lfm2_moe),
+    "lfm2": _row(_LFM, mlp=parts.lfm2_dense),
+    "lfm2_moe": _row(_LFM, mlp=parts.lfm2_moe),
     "lfm3": _row(
-        _LFM2, norms=_LFM3, bias="attention_bias", out_bias="attention_bias", gated=True,
+        _LFM, norms=_LFM3, bias="attention_bias", out_bias="attention_bias", gated=True,
         nested_rope=True, partial_rope=True, scales=_lfm3_scales,
     ),
     "granitemoehybrid": _row(
-        _GRANITE, types=by_type, turned=_has_rope, mixer=parts.granite_mamba, mlp=parts.granite,
+        _GRANITE, types=by_type, mixer=parts.granite_mamba, mlp=parts.granite,
+        turned=lambda config, number, kind: config.get("position_embedding_type") == "rope",
+        ignored=f"{_GRANITE['ignored']} mamba_expand mamba_chunk_size",
     ),
-    "nemotron_h": Family(
-        norms={"input_norm": "norm", "mlp_norm": "norm"}, single=True, types=_blocks,
-        turned=lambda *layer: False, bias=False, out_bias=False, mlp_bias="mlp_bias",
+    "nemotron_h": _row(
+        _NO_BIAS, _MLP_BIAS, norms={"input_norm": "norm", "mlp_norm": "norm"}, single=True,
+        types=_nemotron_types, turned=lambda *layer: False, eps="layer_norm_epsilon",
         activation=("mlp_hidden_act", "relu2"), gated_mlp=False, mixer=parts.nemotron_mamba,
-        mlp=parts.nemotron, eps="layer_norm_epsilon",
-        ignored=(
-            "attention_bias", "chunk_size", "expand", "mamba_proj_bias", "mamba_ssm_cache_dtype",
-            "moe_shared_expert_overlap", "mtp_layers_block_type", "num_logits_to_keep",
-            "num_nextn_predict_layers", "rescale_prenorm_residual", "residual_in_fp32",
-            "time_step_floor", "time_step_limit", "time_step_max", "use_mamba_kernels",
-        ),
+        mlp=parts.nemotron,
+        ignored="attention_bias chunk_size expand intermediate_size mamba_proj_bias "
+        "mamba_ssm_cache_dtype moe_intermediate_size moe_shared_expert_intermediate_size "
+        "moe_shared_expert_overlap mtp_layers_block_type n_group n_routed_experts "
+        "n_shared_experts norm_eps norm_topk_prob num_experts_per_tok num_hidden_layers "
+        "num_logits_to_keep num_nextn_predict_layers partial_rotary_factor "
+        "rescale_prenorm_residual residual_in_fp32 rms_norm_eps routed_scaling_factor "
+        "time_step_floor time_step_limit time_step_max time_step_rank topk_group "
+        "use_mamba_kernels",
     ),
 }  # fmt: skip
 
 WRAPPERS = frozenset(
-    {"gemma3", "gemma4", "mistral3", "llava", "internvl", "smolvlm", "qwen3_5", "qwen3_5_moe"}
+    "gemma3 gemma4 internvl llava mistral3 qwen2_5_vl qwen3_5 qwen3_5_moe qwen3_vl smolvlm".split()
 )
 """Models that take images, too, and have the settings of their text apart."""

@@ -52,15 +52,18 @@ _OUT_BIAS = {"attention_out_bias": "attn_output.bias"}
 _MLP_BIAS = {"mlp_bias": "ffn_up.bias"}
 
 
-def _experts(count: str, used: str = "num_experts_per_tok", *, inner: bool = True) -> _Names:
-    keys = {"expert_count": count, "expert_used_count": used}
-    return {**keys, "expert_feed_forward_length": "moe_intermediate_size"} if inner else keys
+def _experts(
+    count: str, used: str = "num_experts_per_tok", inner: str = "intermediate_size"
+) -> _Names:
+    sizes = {"expert_feed_forward_length": inner}
+    return {"expert_count": count, "expert_used_count": used, **sizes}
 
 
+_MOE_INNER = ("num_experts_per_tok", "moe_intermediate_size")
 _INNER = {"moe_intermediate_size": "ffn_up_exps.weight"}
 _SHARED = {"shared_expert_intermediate_size": "ffn_up_shexp.weight"}
 _SCORED = {
-    **_experts("n_routed_experts"),
+    **_experts("n_routed_experts", *_MOE_INNER),
     "expert_shared_count": "n_shared_experts",
     "expert_weights_norm": "norm_topk_prob",
     "expert_weights_scale": "routed_scaling_factor",
@@ -96,6 +99,14 @@ _MAMBA = {
     "ssm.state_size": "mamba_d_state",
     "ssm.time_step_rank": "mamba_n_heads",
 }
+_NEMOTRON = {
+    "ssm.conv_kernel": "conv_kernel",
+    "ssm.group_count": "n_groups",
+    "ssm.state_size": "ssm_state_size",
+    "ssm.time_step_rank": "mamba_num_heads",
+}
+_NEMOTRON_FLAGS = {**_BIAS, **_MLP_BIAS, "use_conv_bias": "ssm_conv1d.bias"}
+_NEMOTRON_SAYS = {"mlp_hidden_act": "relu2", "intermediate_size": None}
 _SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 ROWS: dict[str, Row] = {
@@ -105,14 +116,14 @@ ROWS: dict[str, Row] = {
     "qwen3": Row("qwen3", implied=_SILU, flags=_BIAS),
     "qwen2moe": Row(
         "qwen2_moe",
-        keys=_experts("num_experts"),
+        keys=_experts("num_experts", *_MOE_INNER),
         sizes={**_INNER, **_SHARED},
         flags={"qkv_bias": "attn_q.bias"},
         implied={"norm_topk_prob": False, **_SPARSE},
     ),
     "qwen3moe": Row(
         "qwen3_moe",
-        keys=_experts("num_experts"),
+        keys=_experts("num_experts", *_MOE_INNER),
         sizes=_INNER,
         flags=_BIAS,
         implied={"norm_topk_prob": True, **_SPARSE},
@@ -153,14 +164,14 @@ ROWS: dict[str, Row] = {
     ),
     "granitemoe": Row(
         "granitemoe",
-        keys={**_MULTIPLIERS, **_experts("num_local_experts", inner=False)},
+        keys={**_MULTIPLIERS, **_experts("num_local_experts")},
         flags=_BIAS,
         implied=_ONES,
         pairs="converted",
     ),
     "granitehybrid": Row(
         "granitemoehybrid",
-        keys={**_MULTIPLIERS, **_MAMBA, **_experts("num_local_experts", inner=False)},
+        keys={**_MULTIPLIERS, **_MAMBA, **_experts("num_local_experts")},
         flags={**_BIAS, "mamba_conv_bias": "ssm_conv1d.bias"},
         implied={**_ONES, "num_local_experts": 0, "num_experts_per_tok": 1},
         pairs="converted",
@@ -170,7 +181,7 @@ ROWS: dict[str, Row] = {
     "ernie4_5-moe": Row(
         "ernie4_5_moe",
         keys={
-            **_experts("moe_num_experts", "moe_k"),
+            **_experts("moe_num_experts", "moe_k", "moe_intermediate_size"),
             "expert_shared_count": "moe_num_shared_experts",
             "interleave_moe_layer_step": "moe_layer_interval",
             "leading_dense_block_count": "moe_layer_start_index",
@@ -183,7 +194,7 @@ ROWS: dict[str, Row] = {
     "seed_oss": Row("seed_oss", flags={**_BIAS, **_OUT_BIAS, **_MLP_BIAS}),
     "gpt-oss": Row(
         "gpt_oss",
-        keys=_experts("num_local_experts", inner=False),
+        keys=_experts("num_local_experts"),
         implied={"attention_bias": True},
         full_every=2,
         gating=3,
@@ -199,16 +210,16 @@ ROWS: dict[str, Row] = {
     "dots1": Row(
         "dots1", keys=_SCORED, sizes=_INNER, flags=_BIAS, implied=_ALL_SCORED, gating=2
     ),
-    "minimax-m2": Row("minimax_m2", keys=_experts("num_local_experts", inner=False), gating=2),
+    "minimax-m2": Row("minimax_m2", keys=_experts("num_local_experts"), gating=2),
     "olmoe": Row(
         "olmoe",
-        keys=_experts("num_experts", inner=False),
+        keys=_experts("num_experts"),
         flags=_BIAS,
         implied={"norm_topk_prob": False},
     ),
     "qwen3next": Row(
         "qwen3_next",
-        keys={**_DELTA, **_experts("num_experts")},
+        keys={**_DELTA, **_experts("num_experts", *_MOE_INNER)},
         sizes={**_INNER, **_SHARED},
         flags=_BIAS,
         implied={"norm_topk_prob": True, **_SPARSE},
@@ -216,7 +227,7 @@ ROWS: dict[str, Row] = {
     "qwen35": Row("qwen3_5_text", keys=_DELTA, flags=_BIAS, tiled=True),
     "qwen35moe": Row(
         "qwen3_5_moe_text",
-        keys={**_DELTA, **_experts("num_experts")},
+        keys={**_DELTA, **_experts("num_experts", *_MOE_INNER)},
         sizes={**_INNER, **_SHARED},
         flags=_BIAS,
         tiled=True,
@@ -224,22 +235,24 @@ ROWS: dict[str, Row] = {
     "lfm2": Row("lfm2", implied={"block_auto_adjust_ff_dim": False, "conv_bias": False}),
     "lfm2moe": Row(
         "lfm2_moe",
-        keys={**_experts("num_experts"), "leading_dense_block_count": "num_dense_layers"},
+        keys={
+            **_experts("num_experts", *_MOE_INNER),
+            "leading_dense_block_count": "num_dense_layers",
+        },
         sizes=_INNER,
         flags={"use_expert_bias": "exp_probs_b.bias"},
         implied={"num_dense_layers": 0, "norm_topk_prob": True, "conv_bias": False},
         gating=2,
     ),
-    "nemotron_h": Row(
+    "nemotron_h": Row("nemotron_h", keys=_NEMOTRON, flags=_NEMOTRON_FLAGS, implied=_NEMOTRON_SAYS, pairs="converted"),
+    "nemotron_h_moe": Row(
         "nemotron_h",
-        keys={
-            "ssm.conv_kernel": "conv_kernel",
-            "ssm.group_count": "n_groups",
-            "ssm.state_size": "ssm_state_size",
-            "ssm.time_step_rank": "mamba_num_heads",
-        },
-        flags={**_BIAS, **_MLP_BIAS, "use_conv_bias": "ssm_conv1d.bias"},
-        implied={"mlp_hidden_act": "relu2", "intermediate_size": None},
+        keys={**_NEMOTRON, **_SCORED},
+        sizes={**_INNER, "moe_shared_expert_intermediate_size": "ffn_up_shexp.weight"},
+        flags=_NEMOTRON_FLAGS,
+        implied={**_NEMOTRON_SAYS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
+        pairs="converted",
+        gating=2,
     ),
 }  # fmt: skip
 """By llama.cpp's names."""

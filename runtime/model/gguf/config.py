@@ -145,7 +145,7 @@ class _Metadata:
         found |= {name: rows for name, part in row.sizes.items() if (rows := self.rows(part))}
         eps = "attention.layer_norm_epsilon" in row.keys
         for key, name in {**COMMON, **({} if eps else _RMS), **row.keys}.items():
-            if self.has(key) or name not in found:
+            if (self.has(key) and not self.is_array(key)) or name not in found:
                 found[name] = self.plain(key)
         found |= {name: self.rows(part) is not None for name, part in row.flags.items()}
         found["rope_parameters"] = self.rope(head_dim)
@@ -202,11 +202,13 @@ class _Metadata:
             found["layer_types"] = ["attention" if n else "mamba" for n in kv_heads]
         elif family == "nemotron_h":
             sizes = self.per_layer("feed_forward_length")
+            mlp = "moe" if self.size("expert_count", 0) else "mlp"
             found |= {"intermediate_size": max(sizes, default=0), "mamba_head_dim": self._inner()}
             found["layer_norm_epsilon"] = found.pop("rms_norm_eps")
-            kinds = zip(kv_heads, sizes, strict=True)
+            found.pop("first_k_dense_replace", None)
             found["layers_block_type"] = [
-                "attention" if heads else "mlp" if size else "mamba" for heads, size in kinds
+                "attention" if heads else mlp if size else "mamba"
+                for heads, size in zip(kv_heads, sizes, strict=True)
             ]
         elif "linear_num_value_heads" in found:
             found["linear_value_head_dim"] = self._inner()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -100,7 +101,8 @@ class GGUFWeights:
             if name not in tensors:
                 raise Unknown(f"its checkpoint has other weights: it lacks {name}")
             found = tensors[name].shape
-            if [n for n in found if n > 1] != [n for n in wanted if n > 1]:
+            same = [n for n in found if n > 1] == [n for n in wanted if n > 1]
+            if not same and (len(wanted) > 1 or prod(found) != wanted[0]):
                 raise ModelError(
                     f"the GGUF file has {name} as {list(found)}, "
                     f"where its metadata says {list(wanted)}"
@@ -111,36 +113,42 @@ class GGUFWeights:
                 raise Unknown(f"its checkpoint has other weights: it has {name}")
 
     def embedding(self) -> Weight:
-        return self._read(self._embedding)
+        return self._matrix(self._embedding)
 
     def head(self) -> Weight | None:
-        return self._read(self._head) if self._head else None
+        return self._matrix(self._head) if self._head else None
 
     def last_norm(self) -> torch.Tensor:
-        return _dense(self._read(self._last))
+        return self._vector(self._last)
 
     def layer(self, number: int) -> Weights:
         """The weights of a layer, by the names of `Architecture.layer_shapes`."""
         shapes, mlp = self._architecture.layer_shapes(number), self._architecture.layers[number].mlp
         weights: Weights = {}
         for name, pieces in self._layers[number].items():
+            shape, one = shapes[name], len(shapes[name]) == 1
             if name.startswith("experts."):
                 assert isinstance(mlp, Experts)
-                weights[name] = [self._read(pieces, expert) for expert in range(mlp.count)]
+                read = self._vector if one else self._matrix
+                weights[name] = [read(pieces, expert) for expert in range(mlp.count)]
             elif name == "conv":  # a channel's taps are a row of the file
-                weights[name] = _dense(self._read(pieces)).T.contiguous()
-            elif isinstance(weight := self._read(pieces), Quantized):
-                weights[name] = weight
+                weights[name] = self._vector(pieces).view(shape[::-1]).T.contiguous()
+            elif one:
+                weights[name] = self._vector(pieces).view(shape)
             else:
-                weights[name] = weight.reshape(shapes[name])
+                weights[name] = self._matrix(pieces)
         return weights
 
-    def _read(self, pieces: list[_Piece], expert: int | None = None) -> Weight:
-        """The pieces below each other, on the device; vectors are float32."""
+    def _vector(self, pieces: list[_Piece], expert: int | None = None) -> torch.Tensor:
+        (part,) = (self._part(piece, expert) for piece in pieces)
+        return _dense(part).float().to(self._device)
+
+    def _matrix(self, pieces: list[_Piece], expert: int | None = None) -> Weight:
+        """The pieces below each other."""
         parts = [self._part(piece, expert) for piece in pieces]
         weight = parts[0] if len(parts) == 1 else torch.cat([_dense(part) for part in parts])
-        if isinstance(weight, torch.Tensor) and weight.ndim == 1:
-            return weight.float().to(self._device)
+        if isinstance(weight, torch.Tensor) and weight.ndim == 1:  # a router of one row
+            weight = weight[None]
         if self._device.type == "cpu":
             return weight
         return _dense(weight).to(self._device, self._dtype)
