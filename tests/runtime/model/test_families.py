@@ -166,6 +166,10 @@ def test_the_reference_computes_what_transformers_does(family, tmp_path) -> None
 def test_the_text_of_a_model_that_takes_images(family, tmp_path) -> None:
     folder, kind = tiny_model(family, tmp_path, tokenizer=False), AutoModelForImageTextToText
     assert error(logits_by_reference(folder), logits_by_transformers(folder, kind)) < TOLERANCE
+    settings = settings_of(folder)
+    for more in ({"magic": 2.0}, {"text_config": {**settings["text_config"], "magic": 2.0}}):
+        with pytest.raises(Unknown, match="its config has magic"):
+            describe({**settings, **more})
 
 
 def test_a_complete_config_is_read_without_transformers_classes(tmp_path, monkeypatch) -> None:
@@ -175,11 +179,10 @@ def test_a_complete_config_is_read_without_transformers_classes(tmp_path, monkey
         config = AutoConfig.for_model(family, num_hidden_layers=2)
         assert describe(config.to_dict()).family == family
     windows = {"max_window_layers": 1, "use_sliding_window": True, "sliding_window": 9}
-    for old in ({}, {"layer_types": None}):  # layer_types are newer than these
-        config = AutoConfig.for_model("qwen2", num_hidden_layers=3, **windows).to_dict()
-        if not old:
-            del config["layer_types"]
-        assert [kind.window for kind in describe(config | old).kinds] == [None, 9, 9]
+    qwen = AutoConfig.for_model("qwen2", num_hidden_layers=3, **windows).to_dict()
+    del qwen["layer_types"]  # which are newer than these
+    for more in ({}, {"layer_types": None}):
+        assert [kind.window for kind in describe({**qwen, **more}).kinds] == [None, 9, 9]
     gemma = AutoConfig.for_model("gemma2", num_hidden_layers=2)
     assert len(describe(gemma.to_dict(), whole=True).layers) == 2
     with pytest.raises(Unknown, match="does not make sense"):
