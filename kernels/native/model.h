@@ -20,8 +20,8 @@ struct AttentionLayer {
     const float* sinks;                  // [heads]; or null
     int32_t rope;                        // the number of its table; -1 for none
     int32_t gated, whole_norms, value_norm;
-    int32_t scaled_length;  // queries at p are multiplied by 1 + scaling * log(1 + p / length); or 0
-    float scaling;
+    int32_t scaled_length;               // 0, or queries at position p are multiplied by
+    float scaling;                       // 1 + scaling * log(1 + p / scaled_length)
 };
 
 enum SublayerKind : int32_t { ATTENTION, RECURRENT, DENSE, EXPERTS };
@@ -43,7 +43,7 @@ struct Model {
     const RopeTable* ropes;
     const float* first_norm;  // or null
     int32_t count, rope_count, last_mixer, hidden;
-    int32_t mixer_in, mixer_out, inner;  // the most columns before and behind a mixer, and of an MLP
+    int32_t mixer_in, mixer_out, inner;  // the most columns before and behind a mixer, in an MLP
     int32_t centred;
     float eps, embed_scale, logit_scale, logit_softcap;  // softcap: 0 for none
     Weight embedding, head;
@@ -86,15 +86,15 @@ struct Step {
             const Weight* out = nullptr;  // of a mixer
             if (sublayer.kind == ATTENTION) {
                 auto& layer = *(const AttentionLayer*)sublayer.layer;
-                attend(layer, ropes[layer.rope + 1], plan_of(plans, layer.heads), kv, positions, x, a, b);
+                const Plan& plan = plan_of(plans, layer.heads);
+                attend(layer, ropes[layer.rope + 1], plan, kv, positions, x, a, b);
                 kv += 2, out = &layer.out;
             } else if (sublayer.kind == RECURRENT) {
                 auto& layer = *(const RecurrentLayer*)sublayer.layer;
                 int64_t stride = 0;
                 for (const Weight& weight : layer.in) stride += weight.columns;
                 several(layer.in, 3, x, hidden, a, stride, rows, threads);
-                Recurrent<T>{layer, batch, states, state[0], state[1], a, stride, model.eps, threads}
-                    .run(b);
+                Recurrent<T>{layer, batch, states, state, a, stride, model.eps, threads}.run(b);
                 state += 2, out = &layer.out;
             }
             if (i == model.last_mixer) {  // K/V and states are written: the rest is for the logits
@@ -103,9 +103,10 @@ struct Step {
                 if (sublayer.joint.parallel) pick(wanted, count, hidden, x);
                 rows = count;
             }
+            const void* mlp = sublayer.layer;
             if (out) multiply(b, out->depth, *out, y, hidden, rows, threads);
-            else if (sublayer.kind == DENSE) ((const MLP*)sublayer.layer)->run(x, a, b, y, rows, threads);
-            else mix(*(const Experts*)sublayer.layer, x, y, rows, threads);
+            else if (sublayer.kind == DENSE) ((const MLP*)mlp)->run(x, a, b, y, rows, threads);
+            else mix(*(const Experts*)mlp, x, y, rows, threads);
             join(y, residual, x, rows, hidden, sublayer.joint, model.eps, model.centred, threads);
         }
         multiply(x, hidden, model.head, logits, model.head.columns, rows, threads);
@@ -140,10 +141,7 @@ struct Step {
             float* from = residual + row * hidden;
             for (int d = 0; d < hidden && model.embed_scale != 1; d += W)
                 store(from + d, load(from + d, hidden - d) * model.embed_scale, hidden - d);
-            T* to = x + row * hidden;
-            if (model.first_norm)
-                return norm(from, model.first_norm, to, hidden, model.eps, model.centred);
-            for (int d = 0; d < hidden; d += W) store(to + d, load(from + d, hidden - d), hidden - d);
+            enter(from, model.first_norm, x + row * hidden, hidden, model.eps, model.centred);
         });
     }
 

@@ -17,8 +17,8 @@ from radixcache.kernels.native.library import check, kernel
 from radixcache.kernels.native.linear import PackedLinear, Weight
 
 SlotUse = tuple[int, int, Sequence[tuple[int, int]]]
-"""A sequence's state slots, as `SequenceStates`: the one that a step reads (-1: zeros), the one that
-it writes, and (n, slot), ascending, for the state after the first n new tokens."""
+"""A sequence's state slots, as `SequenceStates`: the one that a step reads (-1: zeros), the one
+that it writes, and (n, slot), ascending, for the state after the first n new tokens."""
 
 SCORES = ("softmax", "sigmoid", "softmax of chosen")  # in the order of mlp.h
 RECURRENCES = ("ShortConv", "DeltaNet", "Mamba2")  # in the order of recurrent.h
@@ -141,9 +141,12 @@ class NativeModel:
         self._recurs = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
         if not self._attends:
             raise ValueError("no layer attends")
-        kinds = [_KINDS.index(type(layer)) for layer in layers]
-        made = [_Sublayer(ctypes.addressof(x), j, k) for (x, j), k in zip(sublayers, kinds, strict=True)]
-        self._sublayers, self._ropes = (_Sublayer * len(made))(*made), (RopeTable * len(ropes))(*ropes)
+        made = [
+            _Sublayer(ctypes.addressof(layer), joint, _KINDS.index(type(layer)))
+            for layer, joint in sublayers
+        ]
+        self._sublayers = (_Sublayer * len(made))(*made)
+        self._ropes = (RopeTable * len(ropes))(*ropes)
         self._held = layers, embedding, head, held
         self._model = _Model(
             *(ctypes.addressof(self._sublayers), ctypes.addressof(self._ropes), first_norm),
