@@ -21,7 +21,7 @@ _KERNELS = {  # in the order of native.cpp
     "linear": "*l**li",
     "rows": "**l*i",
     "activate": "***lillii",
-    "forward": "******l*i",
+    "forward": "*******l*i",
 }
 _FUNCTIONS = {
     "pack": "*lill*i",

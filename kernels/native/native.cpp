@@ -21,7 +21,7 @@ int32_t attend(const Batch& batch, const Heads& heads, T* query, int64_t query_s
                const float* sinks, int threads) {
     return enough_memory([&] {
         Tokens<T> q{query, query_stride}, k{key, key_stride}, v{value, value_stride};
-        write_kv(batch, heads, q, k, v, Rope{}, HeadNorms<T>{}, k_pages, v_pages, threads);
+        write_kv(batch, heads, q, k, v, Rope{}, HeadNorms{}, k_pages, v_pages, threads);
         Plan plan(batch, heads);
         Attention<T>{plan, q, k_pages, v_pages, out, sinks}.run(threads);
     });
@@ -39,22 +39,22 @@ int32_t rows(const Weight& weight, const int64_t* ids, int64_t count, T* out, in
 
 template <class T>
 int32_t activate(const T* gate, const T* up, T* out, int64_t rows, int width, int64_t gate_stride,
-                 int64_t up_stride, int gelu, int threads) {
-    gated(gate, up, out, rows, width, gate_stride, up_stride, gelu, threads);
+                 int64_t up_stride, Activation kind, int threads) {
+    gated(gate, up, out, rows, width, gate_stride, up_stride, kind, threads);
     return true;
 }
 
 template <class T>
-int32_t forward(const Model<T>& model, const Batch& batch, T* const* pages, const int64_t* ids,
-                const int64_t* positions, const int64_t* wanted, int64_t count, float* logits,
-                int threads) {
+int32_t forward(const Model& model, const Batch& batch, T* const* pages, const States& states,
+                const int64_t* ids, const int64_t* positions, const int64_t* wanted, int64_t count,
+                float* logits, int threads) {
     int64_t rows = batch.qo_indptr[batch.sequences];
     for (int64_t i = 0; i < rows; i++)
         if (ids[i] < 0 || ids[i] >= model.embedding.columns) return -1;
     for (int64_t i = 0; i < count; i++)
         if (wanted[i] < 0 || wanted[i] >= rows) return -1;
     return enough_memory([&] {
-        Step<T>{model, batch, pages, threads}.run(ids, positions, wanted, count, logits);
+        Step<T>{model, batch, pages, states, threads}.run(ids, positions, wanted, count, logits);
     });
 }
 

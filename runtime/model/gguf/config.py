@@ -329,16 +329,6 @@ def describe_gguf(file: GGUFFile, max_model_len: int | None = None) -> Architect
     return replace(described, ropes=ropes)
 
 
-def with_rope_factors(architecture: Any, file: GGUFFile) -> Any:
-    """`describe_gguf`'s factors for the architecture of the former loop."""
-    if (tensor := file.tensors.get(_ROPE_FACTORS)) is None:
-        return architecture
-    frequencies, factors = architecture.inverse_frequencies, _floats(file, _ROPE_FACTORS)
-    if tensor.shape != frequencies.shape:
-        raise Unknown(f"its {_ROPE_FACTORS} is of shape {list(tensor.shape)}")
-    return architecture._replace(inverse_frequencies=frequencies / torch.tensor(factors))
-
-
 def generation_config_of(file: GGUFFile) -> GenerationConfig:
     """The tokens that begin and end texts and turns, and the default sampling."""
 

@@ -17,6 +17,7 @@ from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.transformers_model import TransformersModel
+from tests import families
 from tests.helpers.models import tiny_model
 from tests.runtime.model.test_paged_model import (
     STEPS,
@@ -27,6 +28,8 @@ from tests.runtime.model.test_paged_model import (
 )
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+OTHERS = ("gemma2", "gemma3_text", "olmo3", "cohere2", "glm4", "granite", "phi3", "arcee",
+          "qwen3_moe", "gpt_oss", "olmoe")  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -60,12 +63,13 @@ def batch(*lens: int, new: int = 1) -> PagedBatch:
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_plain_transformers(folders, family) -> None:
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
+def test_logits_are_those_of_plain_transformers(family, tmp_path) -> None:
     sequences = random_sequences()
     with _disable_current_modes():
-        plain = plain_logits(folders[family, 3], sequences)
-    model = load(folders[family, 3])
+        folder = tiny_model(family, tmp_path, tokenizer=False, **families.OTHERS.get(family, {}))
+        plain = plain_logits(folder, sequences)
+    model = load(folder)
     assert isinstance(model, Decoder)
     assert "layers by radixcache with FlashInfer" in model.placement
     got = [rows.cpu() for rows in run_steps(model, sequences, STEPS[0], 4)]
