@@ -64,7 +64,8 @@ class Judge:
     """
 
     def __init__(self, model: PreTrainedModel, near: float) -> None:
-        model.set_attn_implementation("sdpa")
+        if model._supports_sdpa:
+            model.set_attn_implementation("sdpa")
         self._model, self._near = model, near
         self._known: dict[bytes, torch.Tensor] = {}  # the same answers come again and again
 

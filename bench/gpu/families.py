@@ -38,6 +38,8 @@ def run(place: Place, report: Report) -> None:
 
 def _family(place: Place, family: str) -> str:
     settings = {**place.sizes.small, "tie_word_embeddings": False, **FAMILIES[family]}
+    if "layer_types" in settings:
+        settings["layer_types"] = settings["layer_types"][: settings["num_hidden_layers"]]
     config = AutoConfig.for_model(family, **settings)
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     model = random_model(place, config)

@@ -62,6 +62,7 @@ def random_model(place: Place, config: PreTrainedConfig, seed: int = 0) -> Any:
                 weight.normal_(0.0, 0.5)
             elif weight.shape[-1] > 1:
                 weight.add_(torch.randn_like(weight).mul_(0.1))
+    model.set_experts_implementation("eager")  # grouped products in bfloat16 alone
     model.generation_config.eos_token_id = None
     model.requires_grad_(False)
     return model
@@ -80,7 +81,7 @@ class _Memory:
     """A checkpoint that is a model's own memory."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._weights = {name: w.detach() for name, w in model.named_parameters()}
+        self._weights = {name: w.detach() for name, w in model.state_dict().items()}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

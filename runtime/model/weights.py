@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +56,7 @@ _RENAMES = [
         (r"^mlp\.(gate|router\.layer)\.", "mlp.router."),
     )
 ]
+_HEAD_NORMS = ("query_norm", "key_norm")
 _E2M1 = [0, 1, 2, 3, 4, 6, 8, 12]  # twice the values of MXFP4 without their signs
 
 
@@ -108,7 +110,12 @@ class CheckpointWeights:
         return self._tensor(self._last_norm) + self._architecture.norm_offset
 
     def layer(self, number: int) -> Weights:
-        return _Layer(self._architecture, number, self._layers[number], self._tensor).weights
+        found = _Layer(self._architecture, number, self._layers[number], self._tensor).weights
+        for name in found.keys() & {*self._architecture.layers[number].norms, *_HEAD_NORMS}:
+            found[name] = found[name] + self._architecture.norm_offset
+        if "rate" in found:
+            found["rate"] = -found["rate"].exp()
+        return found
 
     def _names_of_layers(self) -> list[dict[str, str]]:
         """The names of each layer's tensors by those that this file uses."""
@@ -116,13 +123,8 @@ class CheckpointWeights:
         start = re.compile(re.escape(self._prefix) + r"layers\.(\d+)\.(.*)")
         for stored in self._shapes:
             if (match := start.fullmatch(stored)) and int(match[1]) < len(found):
-                name, layer = match[2], self._architecture.layers[int(match[1])]
-                if layer.mixer is None:
-                    name = re.sub(r"^mixer\.", "mlp.", name)
-                shared = "mlp." if isinstance(layer.mlp, MLP) else "mlp.shared_expert."
-                name = re.sub(r"^shared_mlp\.", shared, name)
-                for pattern, ours in _RENAMES:
-                    name = pattern.sub(ours, name)
+                layer = self._architecture.layers[int(match[1])]
+                name = _name(match[2], layer.mixer is None, isinstance(layer.mlp, MLP))
                 found[int(match[1])][name] = stored
         return found
 
@@ -174,13 +176,16 @@ class CheckpointWeights:
     def _tensor(self, name: str) -> torch.Tensor:
         """A tensor; vectors are float32, of the step's dtype unless more of them counts."""
         rounded = name.endswith((".weight", ".bias")) and not self._architecture.norm_offset
-        vector = len(self._shapes[name]) == 1
+        vector = len(self._shapes[name]) == 1 or name.endswith("correction_bias")
         found = self._checkpoint.tensor(name, exact=vector and not rounded)
         return found.float() if vector else found
 
 
 class _Layer:
-    """Makes the weights of a layer out of its tensors, with or without data."""
+    """Makes the weights of a layer out of its tensors, or of tensors without data.
+
+    Only of operations that torch has for both: the first of any other imports for a second.
+    """
 
     def __init__(
         self,
@@ -195,7 +200,7 @@ class _Layer:
         self.stored: dict[str, str] = {}
         layer = architecture.layers[number]
         for name in layer.norms:
-            self._norm(name, f"{self._family.norms[name]}.weight")
+            self._product(name, self._family.norms[name])
         if layer.layer_scale:
             self.weights["layer_scale"] = self._take("layer_scalar", "layer_scale")
         if isinstance(layer.mixer, Attention):
@@ -212,9 +217,6 @@ class _Layer:
             raise Unknown("its checkpoint has other weights")
         self.stored[ours] = self._names[name]
         return self._read(self._names[name])
-
-    def _norm(self, ours: str, name: str) -> None:
-        self.weights[ours] = self._take(name, ours) + self._architecture.norm_offset
 
     def _product(self, ours: str, name: str) -> None:
         self.weights[ours] = self._take(f"{name}.weight", ours)
@@ -245,8 +247,8 @@ class _Layer:
             self._product("v", "mixer.k_proj" if keys else "mixer.v_proj")
         self._product("o", "mixer.o_proj")
         if attention.head_norms is not None:
-            self._norm("query_norm", "mixer.q_norm.weight")
-            self._norm("key_norm", "mixer.k_norm.weight")
+            for name, theirs in zip(_HEAD_NORMS, "qk", strict=True):
+                self._product(name, f"mixer.{theirs}_norm")
         if attention.sinks:
             weights["sinks"] = self._take("mixer.sinks", "sinks")
         if self._family.pairs and attention.rope is not None:
@@ -282,17 +284,17 @@ class _Layer:
             sizes = [mixer.key, mixer.key, each * mixer.value, each * mixer.value]
             rows = self._take("mixer.in_proj_qkvz.weight", "in").unflatten(0, keys)
             *queries, z = (part.flatten(0, 1) for part in rows.split(sizes, 1))
-            weights["in"], weights["z"] = torch.cat(queries), z
+            weights["in"], weights["z"] = _join(queries), z
             both = self._take("mixer.in_proj_ba.weight", "ba").unflatten(0, keys).chunk(2, 1)
-            weights["ba"] = torch.cat([part.flatten(0, 1) for part in both])
+            weights["ba"] = _join([part.flatten(0, 1) for part in both])
         else:
             self._product("in", "mixer.in_proj_qkv")
             self._product("z", "mixer.in_proj_z")
             ba = [self._take(f"mixer.in_proj_{name}.weight", "ba") for name in "ba"]
-            weights["ba"] = torch.cat(ba)
+            weights["ba"] = _join(ba)
         if isinstance(mixer, ShortConv):
             return
-        weights["rate"] = -self._take("mixer.A_log", "rate").exp()
+        weights["rate"] = self._take("mixer.A_log", "rate")
         weights["rate_bias"] = self._take("mixer.dt_bias", "rate_bias")
         weights["mixer_norm"] = self._take("mixer.norm.weight", "mixer_norm")
         if isinstance(mixer, Mamba2):
@@ -346,20 +348,40 @@ class _Layer:
         found = self._take(f"{name}.{end}", ours)
         if end == "weight" and self._family.alternating:
             found = found.transpose(1, 2)
-        return [each.float() if end == "bias" else each for each in found]
+        return [each.float() if end == "bias" else each.contiguous() for each in found]
+
+
+@lru_cache(4096)
+def _name(name: str, single: bool, dense: bool) -> str:
+    """A name below a layer, as this file has it; a single block has only an MLP."""
+    if single:
+        name = re.sub(r"^mixer\.", "mlp.", name)
+    name = re.sub(r"^shared_mlp\.", "mlp." if dense else "mlp.shared_expert.", name)
+    for pattern, ours in _RENAMES:
+        name = pattern.sub(ours, name)
+    return name
+
+
+def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The parts' rows, one part after the other."""
+    joined, at = parts[0].new_empty((sum(map(len, parts)), *parts[0].shape[1:])), 0
+    for part in parts:
+        joined[at : at + len(part)].copy_(part)
+        at += len(part)
+    return joined
 
 
 def _halves(rows: torch.Tensor, head_dim: int, turned: int) -> torch.Tensor:
     """Rows of heads whose first `turned` are pairs side by side, as two halves."""
-    heads = rows.unflatten(0, (-1, head_dim))
-    parts = (heads[:, 0:turned:2], heads[:, 1:turned:2], heads[:, turned:])
-    return torch.cat(parts, 1).flatten(0, 1)
+    heads = torch.arange(len(rows)).unflatten(0, (-1, head_dim))
+    order = [heads[:, 0:turned:2], heads[:, 1:turned:2], heads[:, turned:]]
+    return rows.index_select(0, torch.cat(order, 1).flatten().to(rows.device))
 
 
 def _every_second(weight: Weight, first: int) -> Weight:
     if not isinstance(weight, Quantized):
-        return weight[first::2]
-    numbers, scales, minimums = (part[first::2] for part in weight[:3])
+        return weight[first::2].contiguous()
+    numbers, scales, minimums = (part[first::2].contiguous() for part in weight[:3])
     return Quantized(numbers, scales, minimums, weight.bits)
 
 

@@ -23,11 +23,14 @@ _FALSE = dict.fromkeys(
 )
 
 
-def describe(settings: Settings, max_model_len: int | None = None) -> Architecture:
+def describe(
+    settings: Settings, max_model_len: int | None = None, *, whole: bool = False
+) -> Architecture:
     """The architecture that the settings of a config.json describe.
 
     Args:
         max_model_len: the most tokens of a sequence, for RoPE whose frequencies depend on it.
+        whole: what is not among the settings is null or false, as in those out of a GGUF file.
 
     Raises:
         Unknown: another family, or a setting that is not understood.
@@ -38,13 +41,14 @@ def describe(settings: Settings, max_model_len: int | None = None) -> Architectu
     try:
         if settings.get("rope_parameters") is not None and settings.get("rope_scaling"):
             raise Unknown("its config says RoPE twice")
-        if family in _PLAIN and all(name in settings for name in _PLAIN[family]):
+        if not whole and family in _PLAIN and all(name in settings for name in _PLAIN[family]):
             try:
                 config = Config(_FALSE | {**settings}, complete=False)
                 return _describe(family, config, max_model_len)
             except (Lacks, KeyError):
                 pass
-        settings = complete(settings)
+        if not whole:
+            settings = complete(settings)
         if family in WRAPPERS:
             family, settings = _text(settings)
         return _describe(family, Config(settings, complete=True), max_model_len)

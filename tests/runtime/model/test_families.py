@@ -174,6 +174,14 @@ def test_a_complete_config_is_read_without_transformers_classes(tmp_path, monkey
     for family in ("llama", "mistral", "qwen2", "qwen3"):
         config = AutoConfig.for_model(family, num_hidden_layers=2)
         assert describe(config.to_dict()).family == family
+    windows = {"max_window_layers": 1, "use_sliding_window": True, "sliding_window": 9}
+    for old in ({}, {"layer_types": None}):  # layer_types are newer than these
+        config = AutoConfig.for_model("qwen2", num_hidden_layers=3, **windows).to_dict()
+        if not old:
+            del config["layer_types"]
+        assert [kind.window for kind in describe(config | old).kinds] == [None, 9, 9]
+    gemma = AutoConfig.for_model("gemma2", num_hidden_layers=2)
+    assert len(describe(gemma.to_dict(), whole=True).layers) == 2
     with pytest.raises(Unknown, match="does not make sense"):
         describe({"model_type": "llama"})
 
