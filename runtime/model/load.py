@@ -83,8 +83,8 @@ def load_model(
             by_transformers = file is None and split_gguf(str(name_or_path))[1]
             if settings.get("quantization_config") or by_transformers:
                 raise ModelError(
-                    "exact mode takes no quantised checkpoint, and GGUF files only of families that "
-                    "our loop runs: no other is checked"
+                    "exact mode takes no quantised checkpoint, and GGUF files only of families "
+                    "that our loop runs: no other is checked"
                 )
         model: PagedModel | None = None
         try:
