@@ -142,8 +142,13 @@ class NativeModel:
         if not self._attends:
             raise ValueError("no layer attends")
         kinds = [_KINDS.index(type(layer)) for layer in layers]
-        made = [_Sublayer(ctypes.addressof(x), j, k) for (x, j), k in zip(sublayers, kinds, strict=True)]
-        self._sublayers, self._ropes = (_Sublayer * len(made))(*made), (RopeTable * len(ropes))(*ropes)
+        made = [
+            _Sublayer(ctypes.addressof(x), j, k) for (x, j), k in zip(sublayers, kinds, strict=True)
+        ]
+        self._sublayers, self._ropes = (
+            (_Sublayer * len(made))(*made),
+            (RopeTable * len(ropes))(*ropes),
+        )
         self._held = layers, embedding, head, held
         self._model = _Model(
             *(ctypes.addressof(self._sublayers), ctypes.addressof(self._ropes), first_norm),
