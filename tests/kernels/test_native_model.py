@@ -48,7 +48,9 @@ def rope(pairs: int, base: float = 100.0, scale: float = 1.0) -> Rope:
     return Rope(base ** -(torch.arange(pairs) / pairs), scale)
 
 
-def architecture(*layers: Layer, ropes: tuple[Rope, ...] = (rope(8),), **settings: Any) -> Architecture:
+def architecture(
+    *layers: Layer, ropes: tuple[Rope, ...] = (rope(8),), **settings: Any
+) -> Architecture:
     return Architecture("tiny", VOCAB, HIDDEN, 1000, None, layers, ropes, 1e-5, **settings)
 
 
@@ -228,7 +230,11 @@ def test_a_token_has_the_same_bits_in_any_chunks_and_company(name: str, dtype: t
             keeps = []
             if i == 4 and done[i] < 28 <= done[i] + n:
                 keeps, waits = [(28 - done[i], kept)], False
-            write = slot[i] if slot[i] in (i, i + count) and rng.random() < 0.5 else rng.choice([i, i + count])
+            write = (
+                slot[i]
+                if slot[i] in (i, i + count) and rng.random() < 0.5
+                else rng.choice([i, i + count])
+            )
             states.append(SequenceStates(slot[i], int(write), tuple(keeps)))
             parts.append((text, done[i], done[i] + n, tables[i]))
             running.append(i)
@@ -241,4 +247,6 @@ def test_a_token_has_the_same_bits_in_any_chunks_and_company(name: str, dtype: t
             done[5], slot[5] = 28, kept
             got[5].append(expected[5][:28])
     for rows, want in zip(got, expected, strict=True):
-        np.testing.assert_array_equal(torch.cat(rows).numpy().view(np.int32), want.numpy().view(np.int32))
+        np.testing.assert_array_equal(
+            torch.cat(rows).numpy().view(np.int32), want.numpy().view(np.int32)
+        )
