@@ -27,10 +27,10 @@ from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.description import Unknown
 from radixcache.runtime.model.device import DTYPES, resolve_device, resolve_dtype
 from radixcache.runtime.model.families.describe import describe
-from radixcache.runtime.model.gguf.checkpoint import open_gguf
 from radixcache.runtime.model.gguf.config import (
     describe_gguf,
     generation_config_of,
+    open_gguf,
     settings_of,
 )
 from radixcache.runtime.model.gguf.weights import GGUFWeights
