@@ -6,13 +6,19 @@ number * scale has at most 24 bits, so the result equals the format's own rule t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 
+Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Numbers, scales and minimums, as `Quantized` has them."""
 
-class Quantized(NamedTuple):
+_WEIGHTS_AT_ONCE = 1 << 21  # intermediate results of decoding stay in the caches
+
+
+class Quantized:
     """A weight [out, in] whose rows are cut into blocks of 16 or 32 numbers.
 
     Attributes:
@@ -20,39 +26,106 @@ class Quantized(NamedTuple):
         scales: float32 [out, in / block].
         minimums: float32 [out, in / block], what a number of 0 stands for.
         bits: 4 (blocks of 32 only) or 8.
+        block: numbers that share a scale.
     """
 
-    numbers: torch.Tensor
-    scales: torch.Tensor
-    minimums: torch.Tensor
-    bits: int
+    def __init__(
+        self, numbers: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor, bits: int
+    ) -> None:
+        self._tables = numbers, scales, minimums
+        self.bits = bits
+        self.block = numbers.shape[1] // scales.shape[1]
+        self.shape = cast(tuple[int, int], tuple(numbers.shape))
+
+    def tables(self) -> Tables:
+        return self._tables
 
     @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = self.numbers.shape
-        return rows, columns
+    def numbers(self) -> torch.Tensor:
+        return self.tables()[0]
 
     @property
-    def block(self) -> int:
-        """Numbers that share a scale."""
-        return self.numbers.shape[1] // self.scales.shape[1]
+    def scales(self) -> torch.Tensor:
+        return self.tables()[1]
+
+    @property
+    def minimums(self) -> torch.Tensor:
+        return self.tables()[2]
 
     def rows(self, ids: torch.Tensor) -> Quantized:
         """The rows with these numbers."""
-        return Quantized(self.numbers[ids], self.scales[ids], self.minimums[ids], self.bits)
+        numbers, scales, minimums = (table[ids] for table in self.tables())
+        return Quantized(numbers, scales, minimums, self.bits)
 
     @staticmethod
     def join(parts: Sequence[Quantized]) -> Quantized:
         """Stack weights of one format along their rows."""
-        return Quantized(
-            torch.cat([part.numbers for part in parts]),
-            torch.cat([part.scales for part in parts]),
-            torch.cat([part.minimums for part in parts]),
-            parts[0].bits,
-        )
+        stored = [part for part in parts if isinstance(part, Stored)]
+        if len(stored) == len(parts):
+            return Stored([rows for part in stored for rows in part.parts])
+        numbers, scales, minimums = map(torch.cat, zip(*(x.tables() for x in parts), strict=True))
+        return Quantized(numbers, scales, minimums, parts[0].bits)
 
     def dense(self) -> torch.Tensor:
         """float32 [out, in]."""
-        blocks = self.numbers.float().unflatten(1, (-1, self.block))
-        blocks.mul_(self.scales[..., None])  # exact
-        return blocks.add_(self.minimums[..., None]).flatten(1)
+        numbers, scales, minimums = self.tables()
+        blocks = numbers.float().unflatten(1, (-1, self.block))
+        blocks.mul_(scales[..., None])  # exact
+        return blocks.add_(minimums[..., None]).flatten(1)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a format of GGUF stores its blocks.
+
+    Attributes:
+        name: the format's.
+        decode: from stored blocks [N, bytes] to numbers [N, ...], and scales and minimums
+            [N, blocks].
+        bits, block: as `Quantized` has them.
+        size, stored: weights and bytes of a stored block.
+    """
+
+    name: str
+    decode: Callable[[torch.Tensor], Tables]
+    bits: int
+    block: int
+    size: int
+    stored: int
+
+
+class Stored(Quantized):
+    """A weight as its file stores it; it is decoded each time that its numbers are asked for.
+
+    Attributes:
+        parts: stored rows, uint8 [out, bytes], below each other, and their layouts, which have the
+            same bits and blocks.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Layout, torch.Tensor]]) -> None:
+        self.parts = [*parts]
+        layout, rows = self.parts[0]
+        self.bits, self.block = layout.bits, layout.block
+        self.shape = sum(len(x) for _, x in parts), rows.shape[1] // layout.stored * layout.size
+
+    def tables(self) -> Tables:
+        numbers, scales, minimums = zip(*(_decode(*part) for part in self.parts), strict=True)
+        return torch.cat(numbers), torch.cat(scales), torch.cat(minimums)
+
+    def rows(self, ids: torch.Tensor) -> Quantized:
+        if len(self.parts) > 1:
+            return super().rows(ids)
+        return Stored([(layout, rows[ids]) for layout, rows in self.parts])
+
+
+def _decode(layout: Layout, rows: torch.Tensor) -> Tables:
+    """Decode some blocks at a time."""
+    stored, shape = rows.reshape(-1, layout.stored), (len(rows), -1)
+    numbers = torch.empty(len(stored), layout.size, dtype=torch.uint8)
+    scales, minimums = torch.empty(2, len(stored), layout.size // layout.block)
+    step = _WEIGHTS_AT_ONCE // layout.size
+    for at in range(0, len(stored), step):
+        part = slice(at, at + step)
+        found, scales[part], minimums[part] = layout.decode(stored[part])
+        numbers[part] = found.view(-1, layout.size)
+    return numbers.view(shape), scales.view(shape), minimums.view(shape)

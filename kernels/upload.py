@@ -38,20 +38,19 @@ class Upload:
 
         The caller makes sure that the previous transfer has run (`Fence`).
         """
-        starts, end = [], 0
+        sizes, start = [], 0
         for array in arrays:
-            starts.append(end)
-            end += -(-len(array) // _ALIGN) * _ALIGN
-        if end > len(self._host):
+            sizes += [len(array), -len(array) % _ALIGN]
+        if (end := sum(sizes)) > len(self._host):
             assert not self._is_fixed, "graphs read these addresses"
             self._grow(max(end, 2 * len(self._host)))
-        for start, array in zip(starts, arrays, strict=True):
+        for array in arrays:
             self._view[start : start + len(array)] = array
-        self._device[:end].copy_(self._host[:end], non_blocking=True)
-        return [
-            Staged(self._host[start : start + len(array)], self._device[start : start + len(array)])
-            for start, array in zip(starts, arrays, strict=True)
-        ]
+            start += len(array) + -len(array) % _ALIGN
+        host, device = self._host[:end], self._device[:end]
+        device.copy_(host, non_blocking=True)
+        # One call makes all views: one by one, they take as long as the copy.
+        return list(map(Staged, host.split(sizes)[::2], device.split(sizes)[::2]))
 
     def _grow(self, capacity: int) -> None:
         self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=self._place.type == "cuda")

@@ -39,6 +39,7 @@ SECTIONS = {
     "speed": (1, 200),
     "triton": (2, 100),  # of which it compiles for most
     "layers": (2, 70),
+    "families": (2, 90),
     "serving": (2, 120),
     "correctness": (2, 90),
     "llm": (2, 100),

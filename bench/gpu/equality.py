@@ -35,15 +35,15 @@ CACHES: dict[str, tuple[Cache, int]] = {
 
 
 def run(place: Place, report: Report) -> None:
-    prompts = _prompts(place.sizes)
+    prompts = make_prompts(place.sizes)
     model = random_llama(place, place.sizes.small)
     judge = Judge(copy.deepcopy(model).float(), NEAR)
     for name, (cache, page_size) in CACHES.items():
         name = f"{name} = plain transformers"
-        report.check(name, _ours, place, model, judge, prompts, cache, page_size)
+        report.check(name, compare, place, model, judge, prompts, cache, page_size)
 
 
-def _prompts(sizes: Sizes) -> list[Tokens]:
+def make_prompts(sizes: Sizes) -> list[Tokens]:
     """Seven share a long stem, enough for a cascade; three branch off in mid-page."""
     rng = np.random.default_rng(11)
 
@@ -64,7 +64,8 @@ class Judge:
     """
 
     def __init__(self, model: PreTrainedModel, near: float) -> None:
-        model.set_attn_implementation("sdpa")
+        if model._supports_sdpa:
+            model.set_attn_implementation("sdpa")
         self._model, self._near = model, near
         self._known: dict[bytes, torch.Tensor] = {}  # the same answers come again and again
 
@@ -96,11 +97,11 @@ class Judge:
         return f"{own} of {count} tokens{ties}"
 
 
-def _ours(
-    place: Place, model: PreTrainedModel, judge: Judge, prompts: list[Tokens], cache: Cache,
-    page_size: int,
+def compare(
+    place: Place, model: PreTrainedModel, judge: Judge, prompts: list[Tokens],
+    cache: Cache = RadixCache, page_size: int = 16,
 ) -> str:  # fmt: skip
-    """All prompts at once, then all again, now cached."""
+    """Says what the judge says of all prompts at once, then of all again, now cached."""
     total = sum(len(prompt) + place.sizes.answer for prompt in prompts)
     parts = []
     # So small a model would never read enough twice.
@@ -116,9 +117,10 @@ def _ours(
         graphs = [shape.cascade for shape in shapes]
         prefills = [shape for shape in shapes if not shape.only_decodes]
         copies = engine.cache.stats.copied_pages
+        shares = cache is not NoCache and engine.model.attention.reads_shared_once
     if place.with_flashinfer:
         assert graphs, "no step ran in a graph"
-        assert any(graphs) or cache is NoCache, "no step shared a prefix in two levels"
+        assert any(graphs) or not shares, "no step shared a prefix in two levels"
         assert prefills, "no step with prefill ran in a graph"
     assert copies or cache is not RadixCache or page_size == 1, "no page was copied"
     return ", ".join([*parts, f"{copies} copies", f"{len(graphs)} graphs"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from radixcache import HashBlockCache, NoCache, PagePool, RadixCache, SamplingParams
 from radixcache.base import PrefixCache, Tokens
@@ -19,9 +19,11 @@ from radixcache.bench.gpu.report import NotRun
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.logits_cache import PromptLogitsCache
 from radixcache.runtime.engine.scheduler import Scheduler
-from radixcache.runtime.model.architecture import understand
+from radixcache.runtime.model.checkpoint import Checkpoint
 from radixcache.runtime.model.decoder import Decoder
+from radixcache.runtime.model.families.describe import describe
 from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.model.weights import CheckpointWeights
 from radixcache.runtime.request import Request
 
 Cache = type[RadixCache] | type[HashBlockCache] | type[NoCache]
@@ -32,12 +34,22 @@ _GAINS = {"q_proj": 2.5, "k_proj": 2.5, "lm_head": 4.0}
 
 def random_llama(place: Place, shape: dict[str, Any], seed: int = 0) -> PreTrainedModel:
     """A Llama of this shape; its activations stay in range and its greedy choices are clear."""
+    model = random_model(place, LlamaConfig(**shape, tie_word_embeddings=False), seed)
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        _join([attention.q_proj, attention.k_proj, attention.v_proj])
+        _join([mlp.gate_proj, mlp.up_proj])
+    return model
+
+
+def random_model(place: Place, config: PreTrainedConfig, seed: int = 0) -> Any:
+    """A model with random weights whose activations stay in range."""
     torch.manual_seed(seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(place.dtype)
     try:
         with torch.device(place.device):
-            model = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False)).eval()
+            model = AutoModelForCausalLM.from_config(config, dtype=place.dtype).eval()
     finally:
         torch.set_default_dtype(before)
     with torch.no_grad():
@@ -47,10 +59,11 @@ def random_llama(place: Place, shape: dict[str, Any], seed: int = 0) -> PreTrain
             elif weight.ndim > 1:
                 gain = next((gain for part, gain in _GAINS.items() if part in name), 1.0)
                 weight.normal_(0.0, gain * weight.shape[-1] ** -0.5)
-    for layer in model.model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        _join([attention.q_proj, attention.k_proj, attention.v_proj])
-        _join([mlp.gate_proj, mlp.up_proj])
+            elif "norm" not in name:
+                weight.normal_(0.0, 0.5)
+            elif weight.shape[-1] > 1:
+                weight.add_(torch.randn_like(weight).mul_(0.1))
+    model.set_experts_implementation("eager")  # grouped products in bfloat16 alone
     model.generation_config.eos_token_id = None
     model.requires_grad_(False)
     return model
@@ -65,16 +78,25 @@ def _join(linears: Sequence[torch.nn.Linear]) -> None:
         linear.weight = torch.nn.Parameter(part, requires_grad=False)
 
 
+class _Memory(Checkpoint):
+    """A checkpoint that is a model's own memory."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._weights = {name: w.detach() for name, w in model.state_dict().items()}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(weight.shape) for name, weight in self._weights.items()}
+
+    def tensor(self, name: str, exact: bool = False) -> torch.Tensor:
+        return self._weights[name]
+
+
 def paged(model: PreTrainedModel) -> PagedModel:
     """The model in the decoder loop, over the same memory."""
-    weights = dict(model.named_parameters())
-    return Decoder(
-        understand(model.config.to_dict()),
-        model.generation_config,
-        lambda name: weights[name].detach(),
-        model.dtype,
-        model.device,
-    )
+    architecture = describe(model.config.to_dict())
+    weights = CheckpointWeights(_Memory(model), architecture)
+    return Decoder(architecture, model.generation_config, weights, model.dtype, model.device)
 
 
 @contextmanager

@@ -87,10 +87,14 @@ class NativeBackend(AttentionBackend):
 
 
 class NativePlan(AttentionPlan):
-    """A checked batch, as the kernels take it."""
+    """A checked batch, as the kernels take it.
+
+    Attributes:
+        query_lens: [B] new tokens of each sequence.
+    """
 
     def __init__(self, batch: PagedBatch, arrays: list[torch.Tensor]) -> None:
-        self.arrays = arrays
+        self.arrays, self.query_lens = arrays, batch.query_lens
         tables = batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_lens
         self._tokens, self._page_size = int(batch.qo_indptr[-1]), batch.page_size
         self._num_pages = int(batch.kv_indices.max(initial=-1)) + 1

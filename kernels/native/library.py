@@ -21,9 +21,14 @@ _KERNELS = {  # in the order of native.cpp
     "linear": "*l**li",
     "rows": "**l*i",
     "activate": "***lillii",
-    "forward": "******l*i",
+    "forward": "*******l*i",
 }
-_FUNCTIONS = {"pack": "*lill*i", "pack_blocks": "***iill*i"}
+_FUNCTIONS = {
+    "pack": "*lill*i",
+    "pack_blocks": "***iill*i",
+    "pack_stored": "*iill*i",
+    "find_merges": "***ll***i",
+}
 
 
 @cache

@@ -7,6 +7,7 @@ from ctypes import c_int32, c_void_p
 
 import torch
 
+from radixcache.kernels.native.blocks import pack_quantized
 from radixcache.kernels.native.library import check, kernel, library
 from radixcache.kernels.quantized import Quantized
 
@@ -51,9 +52,6 @@ class PackedLinear:
             bits, block = weight.bits, weight.block
             if (bits, block) not in _FORMATS or depth % block:
                 raise ValueError(f"no panels of {bits} bits in blocks of {block} for {depth}")
-            check(weight.numbers, torch.uint8, (rows, depth))
-            for table in (weight.scales, weight.minimums):
-                check(table, torch.float32, (rows, depth // block))
             words = depth // block * (2 + block * bits // 32)
         else:
             check(weight, weight.dtype, (rows, depth), apart=True)
@@ -64,10 +62,7 @@ class PackedLinear:
             words = padded // block
         self._panels = torch.empty(panels * words * panel, dtype=torch.int32)
         if isinstance(weight, Quantized):
-            kernel("pack_blocks")(
-                *(weight.numbers.data_ptr(), weight.scales.data_ptr()),
-                *(weight.minimums.data_ptr(), bits, block, rows, depth, self._panels.data_ptr()),
-            )
+            pack_quantized(weight, self._panels)
         else:
             stride = weight.stride(0) * weight.itemsize
             kernel("pack")(

@@ -1,127 +1,196 @@
-// All layers of a step of a pre-norm decoder with RMSNorm, RoPE and a gated MLP, in one call:
-// Python between the kernels would take as long as they do.
+// All layers of a step in one call: Python between the kernels would take as long as they do.
+//
+// A model is a chain of sublayers, each a mixer or an MLP, between which the residual grows: Python
+// makes it of the description of a model's layers (runtime/model/description.py).
 
 #pragma once
 
-#include <optional>
+#include <list>
 
-#include "linear.h"
-#include "rows.h"
+#include "mlp.h"
+#include "recurrent.h"
 
 namespace {
 
-template <class T>
-struct Layer {
+struct AttentionLayer {
     Heads heads;
-    Weight qkv[3];  // of Q, K and V, joined where their formats agree; columns: 0 for none
+    Weight in[4];  // queries, their gates if `gated`, keys, values; joined where formats agree
     Weight out;
-    Weight gate_up[2];  // likewise
-    Weight down;
-    const T *query_norm, *key_norm;    // [dim] each; or null
-    const T *mlp_norm, *norm_after;    // [hidden]; the next layer's first, or the model's last
+    const float *query_norm, *key_norm;  // [dim] each, or [heads * dim] if `whole_norms`; or null
+    const float* sinks;                  // [heads]; or null
+    int32_t rope;                        // the number of its table; -1 for none
+    int32_t gated, whole_norms, value_norm;
+    int32_t scaled_length;               // 0, or queries at position p are multiplied by
+    float scaling;                       // 1 + scaling * log(1 + p / scaled_length)
 };
 
-template <class T>
-struct Model {
-    const Layer<T>* layers;
-    int32_t count, hidden, inner, half;
-    float eps, rope_scale;
+enum SublayerKind : int32_t { ATTENTION, RECURRENT, DENSE, EXPERTS };
+
+struct Sublayer {
+    const void* layer;  // an AttentionLayer, RecurrentLayer, MLP or Experts
+    Joint joint;
+    SublayerKind kind;
+};
+
+struct RopeTable {
     const float* frequencies;  // [half]
-    const T* first_norm;
+    float scale;
+    int32_t half;
+};
+
+struct Model {
+    const Sublayer* sublayers;
+    const RopeTable* ropes;
+    const float* first_norm;  // or null
+    int32_t count, rope_count, last_mixer, hidden;
+    int32_t mixer_in, mixer_out, inner;  // the most columns before and behind a mixer, in an MLP
+    int32_t centred;
+    float eps, embed_scale, logit_scale, logit_softcap;  // softcap: 0 for none
     Weight embedding, head;
 };
 
-constexpr int64_t MLP_ROWS = 512;  // rows whose activations between the products are held at once
-
 template <class T>
 struct Step {
-    const Model<T>& model;
+    const Model& model;
     const Batch& batch;
-    T* const* pages;  // of keys and of values, layer by layer
+    T* const* pages;  // of keys and of values, of each layer that attends
+    const States& states;
     int threads;
 
     // float32 logits of `wanted` rows.
     void run(const int64_t* ids, const int64_t* positions, const int64_t* wanted, int64_t count,
              float* logits) const {
         static thread_local Scratch memory;
-        int64_t rows = batch.qo_indptr[batch.sequences], hidden = model.hidden, half = model.half;
+        int64_t rows = batch.qo_indptr[batch.sequences], hidden = model.hidden;
         int64_t most = std::max(rows, count);  // a row's logits may be asked for more than once
-        int64_t wide = 0, out = 0;  // columns of Q, K and V together, and of attention's output
-        for (int i = 0; i < model.count; i++) {
-            const Heads& h = model.layers[i].heads;
-            wide = std::max<int64_t>(wide, (h.heads + h.kv_heads) * h.dim + h.kv_heads * h.value_dim);
-            out = std::max<int64_t>(out, h.heads * h.value_dim);
-        }
-        int64_t inner = std::min(most, MLP_ROWS) * model.inner, qkv = rows * wide;
+        int64_t inner = std::min(most, MLP_ROWS) * model.inner, half = 0;
+        for (int i = 0; i < model.rope_count; i++) half += model.ropes[i].half;
         int64_t sizes[] = {2 * rows * half, most * hidden, most * hidden, most * hidden,
-                           std::max(qkv, 2 * inner), std::max(most * out, inner)};
+                           std::max(rows * model.mixer_in, 2 * inner),
+                           std::max(most * model.mixer_out, inner)};
         float* places[6];
         size_t total = 0;
         for (int64_t& size : sizes) total += size = (size + 15) / 16 * 16;
         places[0] = memory.get(total);
         for (int i = 1; i < 6; i++) places[i] = places[i - 1] + sizes[i - 1];
-        float *cos = places[0], *sin = cos + rows * half, *residual = places[1], *y = places[2];
+        float *residual = places[1], *y = places[2];
         T *x = (T*)places[3], *a = (T*)places[4], *b = (T*)places[5];
 
-        parallel_rows(rows, 64 * half, threads, [&](int64_t row) {
-            for (int d = 0; d < half; d++) {
-                float angle = (float)positions[row] * model.frequencies[d];
-                cos[row * half + d] = std::cos(angle) * model.rope_scale;
-                sin[row * half + d] = std::sin(angle) * model.rope_scale;
-            }
-        });
-        Rope rope{cos, sin, (int)half};
-        rows_of(model.embedding, ids, rows, residual, threads);
-        parallel_rows(rows, hidden, threads, [&](int64_t row) {
-            norm(residual + row * hidden, model.first_norm, x + row * hidden, hidden, model.eps);
-        });
-        std::optional<Plan> plan;
+        std::vector<Rope> ropes = turns(positions, rows, places[0]);
+        embed(ids, rows, residual, x);
+        std::list<Plan> plans;
+        T* const* kv = pages;
+        float* const* state = states.tensors;
         for (int i = 0; i < model.count; i++) {
-            const Layer<T>& layer = model.layers[i];
-            if (!plan || memcmp(&plan->heads, &layer.heads, sizeof(Heads)))
-                plan.emplace(batch, layer.heads);
-            int64_t attended = layer.heads.heads * layer.heads.value_dim;
-            attend(layer, rope, *plan, pages + 2 * i, x, a, b);
-            if (i == model.count - 1) {  // all K/V are written: the rest is for the logits alone
-                pick(wanted, count, attended, b);
+            const Sublayer& sublayer = model.sublayers[i];
+            const Weight* out = nullptr;  // of a mixer
+            if (sublayer.kind == ATTENTION) {
+                auto& layer = *(const AttentionLayer*)sublayer.layer;
+                const Plan& plan = plan_of(plans, layer.heads);
+                attend(layer, ropes[layer.rope + 1], plan, kv, positions, x, a, b);
+                kv += 2, out = &layer.out;
+            } else if (sublayer.kind == RECURRENT) {
+                auto& layer = *(const RecurrentLayer*)sublayer.layer;
+                int64_t stride = 0;
+                for (const Weight& weight : layer.in) stride += weight.columns;
+                several(layer.in, 3, x, hidden, a, stride, rows, threads);
+                Recurrent<T>{layer, batch, states, state, a, stride, model.eps, threads}.run(b);
+                state += 2, out = &layer.out;
+            }
+            if (i == model.last_mixer) {  // K/V and states are written: the rest is for the logits
+                pick(wanted, count, out->depth, b);
                 pick(wanted, count, hidden, residual);
+                if (sublayer.joint.parallel) pick(wanted, count, hidden, x);
                 rows = count;
             }
-            multiply(b, attended, layer.out, y, hidden, rows, threads);
-            add_norm(y, residual, layer.mlp_norm, x, rows, hidden, model.eps, threads);
-            for (int64_t row = 0; row < rows; row += MLP_ROWS)
-                mlp(layer, std::min(rows - row, MLP_ROWS), x + row * hidden, a, b, y + row * hidden);
-            add_norm(y, residual, layer.norm_after, x, rows, hidden, model.eps, threads);
+            const void* mlp = sublayer.layer;
+            if (out) multiply(b, out->depth, *out, y, hidden, rows, threads);
+            else if (sublayer.kind == DENSE) ((const MLP*)mlp)->run(x, a, b, y, rows, threads);
+            else mix(*(const Experts*)mlp, x, y, rows, threads);
+            join(y, residual, x, rows, hidden, sublayer.joint, model.eps, model.centred, threads);
         }
         multiply(x, hidden, model.head, logits, model.head.columns, rows, threads);
+        if (model.logit_softcap != 0 || model.logit_scale != 1) scale_logits(logits, rows);
     }
 
   private:
-    // Products with several weights, side by side in `out`.
-    void several(const Weight* weights, int most, const T* x, int64_t depth, T* out, int64_t stride,
-                 int64_t rows) const {
-        for (int i = 0; i < most && weights[i].columns; out += weights[i++].columns)
-            multiply(x, depth, weights[i], out, stride, rows, threads);
+    // Cosines and sines of the rows by table; the first is for layers without RoPE.
+    std::vector<Rope> turns(const int64_t* positions, int64_t rows, float* to) const {
+        std::vector<Rope> ropes(1);
+        for (int i = 0; i < model.rope_count; i++) {
+            const RopeTable& table = model.ropes[i];
+            int half = table.half;
+            float *cos = to, *sin = to + rows * half;
+            to += 2 * rows * half;
+            parallel_rows(rows, 64 * half, threads, [&](int64_t row) {
+                for (int d = 0; d < half; d++) {
+                    float angle = (float)positions[row] * table.frequencies[d];
+                    cos[row * half + d] = std::cos(angle) * table.scale;
+                    sin[row * half + d] = std::sin(angle) * table.scale;
+                }
+            });
+            ropes.push_back({cos, sin, half});
+        }
+        return ropes;
     }
 
-    void attend(const Layer<T>& layer, const Rope& rope, const Plan& plan, T* const* pages,
-                const T* x, T* qkv, T* out) const {
+    void embed(const int64_t* ids, int64_t rows, float* residual, T* x) const {
+        int hidden = model.hidden;
+        rows_of(model.embedding, ids, rows, residual, threads);
+        parallel_rows(rows, hidden, threads, [&](int64_t row) {
+            float* from = residual + row * hidden;
+            for (int d = 0; d < hidden && model.embed_scale != 1; d += W)
+                store(from + d, load(from + d, hidden - d) * model.embed_scale, hidden - d);
+            enter(from, model.first_norm, x + row * hidden, hidden, model.eps, model.centred);
+        });
+    }
+
+    // The plan for these heads, which all layers of the step with such heads share.
+    const Plan& plan_of(std::list<Plan>& plans, const Heads& heads) const {
+        for (const Plan& plan : plans)
+            if (!memcmp(&plan.heads, &heads, sizeof(Heads))) return plan;
+        return plans.emplace_back(batch, heads);
+    }
+
+    void attend(const AttentionLayer& layer, const Rope& rope, const Plan& plan, T* const* pages,
+                const int64_t* positions, const T* x, T* both, T* out) const {
         const Heads& h = layer.heads;
-        int64_t query = h.heads * h.dim, key = h.kv_heads * h.dim;
-        int64_t stride = query + key + h.kv_heads * h.value_dim;
-        several(layer.qkv, 3, x, model.hidden, qkv, stride, batch.qo_indptr[batch.sequences]);
-        Tokens<T> q{qkv, stride}, k{qkv + query, stride}, v{qkv + query + key, stride};
-        HeadNorms<T> norms{layer.query_norm, layer.key_norm, model.eps};
+        int64_t rows = batch.qo_indptr[batch.sequences], width = h.heads * h.value_dim;
+        int64_t query = h.heads * h.dim, gates = layer.gated ? width : 0, key = h.kv_heads * h.dim;
+        int64_t stride = query + gates + key + h.kv_heads * h.value_dim;
+        several(layer.in, 4, x, model.hidden, both, stride, rows, threads);
+        T *gate = both + query, *key_at = gate + gates;
+        Tokens<T> q{both, stride}, k{key_at, stride}, v{key_at + key, stride};
+        HeadNorms norms{layer.query_norm,       layer.key_norm,          model.eps,
+                        (bool)model.centred,    (bool)layer.whole_norms, (bool)layer.value_norm};
         write_kv(batch, h, q, k, v, rope, norms, pages[0], pages[1], threads);
-        Attention<T>{plan, q, pages[0], pages[1], out}.run(threads);
+        if (layer.scaled_length)
+            parallel_rows(rows, query, threads, [&](int64_t t) {
+                float steps = positions[t] / layer.scaled_length;
+                float factor = 1 + layer.scaling * std::log1p(steps);
+                for (int64_t d = 0; d < query; d += W)
+                    store(q[t] + d, load(q[t] + d, query - d) * factor, query - d);
+            });
+        Attention<T>{plan, q, pages[0], pages[1], out, layer.sinks}.run(threads);
+        if (gates)
+            parallel_rows(rows, width, threads, [&](int64_t t) {
+                T* to = out + t * width;
+                for (int64_t d = 0; d < width; d += W) {
+                    vec z = load(gate + t * stride + d, width - d);
+                    store(to + d, load(to + d, width - d) * sigmoid(z), width - d);
+                }
+            });
     }
 
-    void mlp(const Layer<T>& layer, int64_t rows, const T* x, T* both, T* activated,
-             float* out) const {
-        int64_t inner = model.inner;
-        several(layer.gate_up, 2, x, model.hidden, both, 2 * inner, rows);
-        gated(both, both + inner, activated, rows, inner, 2 * inner, 2 * inner, false, threads);
-        multiply(activated, inner, layer.down, out, model.hidden, rows, threads);
+    void scale_logits(float* logits, int64_t rows) const {
+        int64_t width = model.head.columns;
+        float cap = model.logit_softcap;
+        parallel_rows(rows, width, threads, [&](int64_t row) {
+            for (int64_t d = row * width, n = width; n > 0; d += W, n -= W) {
+                vec v = load(logits + d, n) * model.logit_scale;
+                store(logits + d, cap != 0 ? tanh(v / cap) * cap : v, n);
+            }
+        });
     }
 
     // Moves the rows of the logits to the front, in place; they may be in any order.

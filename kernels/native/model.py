@@ -1,134 +1,172 @@
-"""All layers of a decoder's step in one native call."""
+"""All layers of a decoder's step in one native call: a chain of sublayers, mixers and MLPs."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_void_p
-from typing import NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from radixcache.kernels.attention import LayerKind, LayerPages
-from radixcache.kernels.native.attention import Heads, NativePlan, heads_of
+from radixcache.kernels.attention import LayerPages
+from radixcache.kernels.native.attention import Heads, NativePlan
 from radixcache.kernels.native.library import check, kernel
 from radixcache.kernels.native.linear import PackedLinear, Weight
 
-Linears = tuple[PackedLinear, ...]
-"""Linear layers whose results are concatenated."""
+SlotUse = tuple[int, int, Sequence[tuple[int, int]]]
+"""A sequence's state slots, as `SequenceStates`: the one that a step reads (-1: zeros), the one
+that it writes, and (n, slot), ascending, for the state after the first n new tokens."""
+
+SCORES = ("softmax", "sigmoid", "softmax of chosen")  # in the order of mlp.h
+RECURRENCES = ("ShortConv", "DeltaNet", "Mamba2")  # in the order of recurrent.h
+
+_Field = tuple[str, Any]
 
 
-class _Layer(ctypes.Structure):
+def _fields(kind: Any, names: str) -> list[_Field]:
+    return [(name, kind) for name in names.split()]
+
+
+class AttentionLayer(ctypes.Structure):
+    """`AttentionLayer` of model.h."""
+
     _fields_ = [
-        ("heads", Heads),
-        ("qkv", Weight * 3),
-        ("out", Weight),
-        ("gate_up", Weight * 2),
-        ("down", Weight),
-        *((name, c_void_p) for name in ("query_norm", "key_norm", "mlp_norm", "norm_after")),
+        *(("heads", Heads), ("inputs", Weight * 4), ("out", Weight)),
+        *_fields(c_void_p, "query_norm key_norm sinks"),
+        *_fields(c_int32, "rope gated whole_norms value_norm scaled_length"),
+        ("scaling", c_float),
     ]
+
+
+class RecurrentLayer(ctypes.Structure):
+    """`RecurrentLayer` of recurrent.h."""
+
+    _fields_ = [
+        *(("inputs", Weight * 3), ("out", Weight)),
+        *_fields(c_void_p, "conv conv_bias rate rate_bias skip norm"),
+        *_fields(c_float, "least most"),
+        *_fields(c_int32, "kind width channels key_heads heads key value norm_groups"),
+    ]
+
+
+class MLP(ctypes.Structure):
+    """`MLP` of mlp.h."""
+
+    _fields_ = [
+        *(("inputs", Weight * 2), ("down", Weight)),
+        *_fields(c_int32, "inner gated activation"),
+    ]
+
+
+class Experts(ctypes.Structure):
+    """`Experts` of mlp.h."""
+
+    _fields_ = [
+        *_fields(c_void_p, "each shared"),
+        *_fields(Weight, "router shared_gate"),
+        ("correction", c_void_p),
+        *_fields(c_int32, "scores count active groups kept_groups renormalise"),
+        *_fields(c_float, "epsilon scale"),
+    ]
+
+
+class Joint(ctypes.Structure):
+    """`Joint` of rows.h: what follows a sublayer."""
+
+    _fields_ = [
+        *_fields(c_void_p, "after before"),
+        *_fields(c_float, "scale sum_scale"),
+        ("parallel", c_int32),
+    ]
+
+
+class RopeTable(ctypes.Structure):
+    """`RopeTable` of model.h."""
+
+    _fields_ = [("frequencies", c_void_p), ("scale", c_float), ("half", c_int32)]
+
+
+class _Sublayer(ctypes.Structure):
+    _fields_ = [("layer", c_void_p), ("joint", Joint), ("kind", c_int32)]
 
 
 class _Model(ctypes.Structure):
     _fields_ = [
-        ("layers", c_void_p),
-        *((name, c_int32) for name in ("count", "hidden", "inner", "half")),
-        *((name, c_float) for name in ("eps", "rope_scale")),
-        *((name, c_void_p) for name in ("frequencies", "first_norm")),
-        *((name, Weight) for name in ("embedding", "head")),
+        *_fields(c_void_p, "sublayers ropes first_norm"),
+        *_fields(c_int32, "count rope_count last_mixer hidden mixer_in mixer_out inner centred"),
+        *_fields(c_float, "eps embed_scale logit_scale logit_softcap"),
+        *_fields(Weight, "embedding head"),
     ]
 
 
-class NativeLayer(NamedTuple):
-    """A layer's weights; norms have the model's dtype; those of heads are [head_dim] or None."""
+class _States(ctypes.Structure):
+    _fields_ = _fields(c_void_p, "read write keep_starts keep_counts keep_slots tensors")
 
-    kind: LayerKind
-    qkv: Linears
-    query_norm: torch.Tensor | None
-    key_norm: torch.Tensor | None
-    out: PackedLinear
-    mlp_norm: torch.Tensor
-    gate_up: Linears
-    down: PackedLinear
-    norm_after: torch.Tensor
+
+Layer = AttentionLayer | RecurrentLayer | MLP | Experts
+_KINDS = (AttentionLayer, RecurrentLayer, MLP, Experts)  # in the order of model.h
 
 
 class NativeModel:
-    """A pre-norm decoder with RMSNorm, RoPE by halves and a gated MLP with SiLU.
+    """A model of sublayers that were made of weights of the right shapes.
 
     Args:
+        sublayers: with the joint behind each; at least one attends.
+        ropes: the tables that `AttentionLayer.rope` counts.
+        first_norm: the address of the first sublayer's norm [hidden] float32; None for none.
         embedding, head: [vocab_size, hidden] each; one object if they are tied.
-        first_norm: [hidden] of the model's dtype, float32 or bfloat16.
-        frequencies: [head_dim / 2] float32; pair i turns by position times the i-th.
-        rope_scale: factor on the cosines and sines.
-
-    Raises:
-        ValueError: the weights do not fit together.
+        dtype: of the step: float32 or bfloat16.
+        held: what the sublayers' addresses point into.
+        settings: `eps`, `centred`, `embed_scale`, `logit_scale` and `logit_softcap` (0 for none).
     """
 
     def __init__(
         self,
+        sublayers: Sequence[tuple[Layer, Joint]],
+        ropes: Sequence[RopeTable],
+        first_norm: int | None,
         embedding: PackedLinear,
-        first_norm: torch.Tensor,
-        layers: Sequence[NativeLayer],
         head: PackedLinear,
-        frequencies: torch.Tensor,
-        rope_scale: float,
-        eps: float,
+        dtype: torch.dtype,
+        held: object,
+        **settings: float,
     ) -> None:
-        self._dtype, self._vocab_size = first_norm.dtype, head.out_features
-        self._kinds = [layer.kind for layer in layers]
-        self._held = embedding, first_norm, layers, head, frequencies
-        hidden, inner = first_norm.numel(), layers[0].down.in_features
-        _check_depth(embedding, hidden)
-        _check_depth(head, hidden)
-        check(first_norm, self._dtype, (hidden,))
-        check(frequencies, torch.float32, (layers[0].kind.head_dim // 2,))
-        self._layers = (_Layer * len(layers))()
-        for to, layer in zip(self._layers, layers, strict=True):
-            self._fill(to, layer, hidden, inner, len(frequencies))
+        self._dtype, self._vocab_size = dtype, head.out_features
+        layers = [layer for layer, _ in sublayers]
+        mixers = [x for x in layers if isinstance(x, AttentionLayer | RecurrentLayer)]
+        self._attends = [layer for layer in layers if isinstance(layer, AttentionLayer)]
+        self._recurs = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
+        if not self._attends:
+            raise ValueError("no layer attends")
+        made = [
+            _Sublayer(ctypes.addressof(layer), joint, _KINDS.index(type(layer)))
+            for layer, joint in sublayers
+        ]
+        self._sublayers = (_Sublayer * len(made))(*made)
+        self._ropes = (RopeTable * len(ropes))(*ropes)
+        self._held = layers, embedding, head, held
         self._model = _Model(
-            ctypes.addressof(self._layers),
-            *(len(layers), hidden, inner, len(frequencies), eps, rope_scale),
-            *(frequencies.data_ptr(), first_norm.data_ptr(), embedding.struct, head.struct),
+            *(ctypes.addressof(self._sublayers), ctypes.addressof(self._ropes), first_norm),
+            *(len(sublayers), len(ropes), layers.index(mixers[-1]), embedding.in_features),
+            mixer_in=max(sum(w.columns for w in mixer.inputs) for mixer in mixers),
+            mixer_out=max(mixer.out.depth for mixer in mixers),
+            inner=max((x.inner for x in layers if isinstance(x, MLP)), default=0),
+            embedding=embedding.struct,
+            head=head.struct,
+            **settings,
         )
-
         self._pages: Sequence[LayerPages] | None = None
-
-    def _fill(self, to: _Layer, layer: NativeLayer, hidden: int, inner: int, half: int) -> None:
-        kind = layer.kind
-        if kind.head_dim != 2 * half:
-            raise ValueError(f"RoPE of {2 * half} elements in heads of {kind.head_dim}")
-        queries, keys = kind.query_heads * kind.head_dim, kind.kv_heads * kind.head_dim
-        columns = queries + keys + kind.kv_heads * kind.value_dim
-        for linears, depth, total in (
-            (layer.qkv, hidden, columns),
-            ((layer.out,), kind.query_heads * kind.value_dim, hidden),
-            (layer.gate_up, hidden, 2 * inner),
-            ((layer.down,), inner, hidden),
-        ):
-            if sum(linear.out_features for linear in linears) != total:
-                raise ValueError(f"products of {len(linears)} weights do not give {total}")
-            for linear in linears:
-                _check_depth(linear, depth)
-        to.heads = heads_of(kind)
-        for name, linears in (("qkv", layer.qkv), ("gate_up", layer.gate_up)):
-            for i, linear in enumerate(linears):
-                getattr(to, name)[i] = linear.struct
-        to.out, to.down = layer.out.struct, layer.down.struct
-        for name, size in (
-            *(("query_norm", kind.head_dim), ("key_norm", kind.head_dim)),
-            *(("mlp_norm", hidden), ("norm_after", hidden)),
-        ):
-            weight: torch.Tensor | None = getattr(layer, name)
-            if weight is not None:
-                check(weight, self._dtype, (size,))
-                setattr(to, name, weight.data_ptr())
+        self._states: Sequence[torch.Tensor] | None = None
 
     def forward(
         self,
         plan: NativePlan,
         pages: Sequence[LayerPages],
+        states: Sequence[torch.Tensor],
+        slots: Sequence[SlotUse],
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         logit_rows: torch.Tensor,
@@ -136,7 +174,10 @@ class NativeModel:
         """[R, vocab_size] float32 logits of a planned step.
 
         Args:
-            pages: of each layer; the same object is checked only once.
+            pages: of each layer that attends; the same object is checked only once.
+            states: of each recurrent layer, float32: [slots, width - 1, channels], and unless it is
+                a short convolution [slots, heads, key, value]; likewise.
+            slots: of each sequence; none if no layer is recurrent.
             token_ids, positions, logit_rows: [T], [T] and [R] int64.
 
         Raises:
@@ -149,10 +190,15 @@ class NativeModel:
             check(table, torch.int64, (count,))
         batch = plan.address_for(tokens, pages[0].k)
         if pages is not self._pages:
-            self._addresses, self._pages = self._check_pages(pages), pages
+            self._page_addresses, self._pages = self._check_pages(pages), pages
+        if states is not self._states:
+            self._state_addresses, self._states = self._check_states(states), states
+        tables = _slot_tables(slots, plan, len(states[0])) if self._recurs else []
+        used = _States(*(table.ctypes.data for table in tables))
+        used.tensors = ctypes.addressof(self._state_addresses)
         logits = torch.empty(rows, self._vocab_size)
         kernel("forward", self._dtype)(
-            *(ctypes.addressof(self._model), batch, self._addresses),
+            *(ctypes.addressof(self._model), batch, self._page_addresses, ctypes.addressof(used)),
             *(token_ids.data_ptr(), positions.data_ptr(), logit_rows.data_ptr(), rows),
             logits.data_ptr(),
         )
@@ -161,13 +207,48 @@ class NativeModel:
     def _check_pages(self, pages: Sequence[LayerPages]) -> ctypes.Array[c_void_p]:
         """The addresses of all pages, layer by layer."""
         addresses = []
-        for kind, layer in zip(self._kinds, pages, strict=True):
-            for tensor, dim in zip(layer, (kind.head_dim, kind.value_dim), strict=True):
-                check(tensor, self._dtype, (*pages[0].k.shape[:2], kind.kv_heads, dim))
+        for layer, pair in zip(self._attends, pages, strict=True):
+            heads = layer.heads
+            for tensor, dim in zip(pair, (heads.dim, heads.value_dim), strict=True):
+                check(tensor, self._dtype, (*pages[0].k.shape[:2], heads.kv_heads, dim))
                 addresses.append(tensor.data_ptr())
         return (c_void_p * len(addresses))(*addresses)
 
+    def _check_states(self, states: Sequence[torch.Tensor]) -> ctypes.Array[c_void_p]:
+        """The addresses of all states: two for each recurrent layer, the second perhaps 0."""
+        addresses: list[int] = []
+        left = iter(states)
+        for layer in self._recurs:
+            shapes = [(layer.width - 1, layer.channels), (layer.heads, layer.key, layer.value)]
+            for shape in shapes if layer.heads else shapes[:1]:
+                tensor = next(left, torch.empty(0))
+                check(tensor, torch.float32, (len(states[0]), *shape))
+                addresses.append(tensor.data_ptr())
+            addresses += [] if layer.heads else [0]
+        return (c_void_p * len(addresses))(*addresses)
 
-def _check_depth(linear: PackedLinear, depth: int) -> None:
-    if linear.in_features != depth:
-        raise ValueError(f"a weight of rows of {linear.in_features}, not of {depth}")
+
+def _slot_tables(slots: Sequence[SlotUse], plan: NativePlan, count: int) -> list[NDArray[np.int64]]:
+    """The arrays of `States` in recurrent.h, of slots below `count`.
+
+    Raises:
+        ValueError: a slot that does not exist, or a state that no new token leaves.
+    """
+    keeps = [keep for _, _, of_sequence in slots for keep in of_sequence]
+    lens = [len(of_sequence) for _, _, of_sequence in slots]
+    read, write, ends, counts, kept = tables = [
+        np.array(values, np.int64)
+        for values in (
+            [read for read, _, _ in slots],
+            [write for _, write, _ in slots],
+            np.cumsum([0, *lens]),
+            [n for n, _ in keeps],
+            [slot for _, slot in keeps],
+        )
+    ]
+    used = np.concatenate([read[read != -1], write, kept])
+    if len(read) != len(plan.query_lens) or used.min(initial=0) < 0 or used.max(initial=0) >= count:
+        raise ValueError(f"the step's states are not in {count} slots, or of other sequences")
+    if ((counts < 0) | (counts > np.repeat(plan.query_lens, np.diff(ends)))).any():
+        raise ValueError("a state to be kept comes after tokens that the step does not have")
+    return tables

@@ -1,6 +1,8 @@
 // The functions that Python calls, compiled for the machine at hand; callers check every argument.
 // Each returns 1, or 0 if memory ran out, or -1 for a number that is out of range.
 
+#include "blocks.h"
+#include "merges.h"
 #include "model.h"
 
 namespace {
@@ -19,7 +21,7 @@ int32_t attend(const Batch& batch, const Heads& heads, T* query, int64_t query_s
                const float* sinks, int threads) {
     return enough_memory([&] {
         Tokens<T> q{query, query_stride}, k{key, key_stride}, v{value, value_stride};
-        write_kv(batch, heads, q, k, v, Rope{}, HeadNorms<T>{}, k_pages, v_pages, threads);
+        write_kv(batch, heads, q, k, v, Rope{}, HeadNorms{}, k_pages, v_pages, threads);
         Plan plan(batch, heads);
         Attention<T>{plan, q, k_pages, v_pages, out, sinks}.run(threads);
     });
@@ -37,22 +39,22 @@ int32_t rows(const Weight& weight, const int64_t* ids, int64_t count, T* out, in
 
 template <class T>
 int32_t activate(const T* gate, const T* up, T* out, int64_t rows, int width, int64_t gate_stride,
-                 int64_t up_stride, int gelu, int threads) {
-    gated(gate, up, out, rows, width, gate_stride, up_stride, gelu, threads);
+                 int64_t up_stride, Activation kind, int threads) {
+    gated(gate, up, out, rows, width, gate_stride, up_stride, kind, threads);
     return true;
 }
 
 template <class T>
-int32_t forward(const Model<T>& model, const Batch& batch, T* const* pages, const int64_t* ids,
-                const int64_t* positions, const int64_t* wanted, int64_t count, float* logits,
-                int threads) {
+int32_t forward(const Model& model, const Batch& batch, T* const* pages, const States& states,
+                const int64_t* ids, const int64_t* positions, const int64_t* wanted, int64_t count,
+                float* logits, int threads) {
     int64_t rows = batch.qo_indptr[batch.sequences];
     for (int64_t i = 0; i < rows; i++)
         if (ids[i] < 0 || ids[i] >= model.embedding.columns) return -1;
     for (int64_t i = 0; i < count; i++)
         if (wanted[i] < 0 || wanted[i] >= rows) return -1;
     return enough_memory([&] {
-        Step<T>{model, batch, pages, threads}.run(ids, positions, wanted, count, logits);
+        Step<T>{model, batch, pages, states, threads}.run(ids, positions, wanted, count, logits);
     });
 }
 
@@ -76,6 +78,21 @@ int32_t radixcache_pack_blocks(const uint8_t* numbers, const float* scales, cons
                                int threads) {
     return enough_memory([&] {
         pack_blocks(numbers, scales, minimums, bits, block, rows, depth, panels, threads);
+    });
+}
+
+int32_t radixcache_pack_stored(const StoredRows* parts, int bits, int block, int64_t rows,
+                               int64_t depth, uint32_t* panels, int threads) {
+    return enough_memory([&] {
+        pack_stored(parts, bits, block, rows, depth, panels, threads);
+    });
+}
+
+int32_t radixcache_find_merges(const char* text, const int64_t* ends, const double* scores,
+                               int64_t pieces, int64_t count, int32_t* piece, int32_t* cut,
+                               int64_t* found, int) {
+    return enough_memory([&] {
+        *found = find_merges(text, ends, scores, pieces, count, piece, cut);
     });
 }
 }

@@ -1,4 +1,4 @@
-// Operations on single rows: RMSNorm, gated activations, RoPE and the KV write.
+// Operations on single rows: norms, activations, RoPE and the KV write.
 
 #pragma once
 
@@ -6,47 +6,107 @@
 
 namespace {
 
-// `from` over its root mean square, times weight.
+// `from` over its root mean square, times weight, if it is not null. `centred`: a LayerNorm without
+// bias, which first subtracts the mean.
 template <class S, class T>
-void norm(const S* from, const T* weight, T* to, int width, float eps) {
+void norm(const S* from, const float* weight, T* to, int width, float eps, bool centred = false) {
+    float mean = 0;
+    if (centred) {
+        vec total = {};
+        for (int d = 0; d < width; d += W) total += load(from + d, width - d);
+        mean = sum(total) / width;
+    }
     vec squares = {};
     for (int d = 0; d < width; d += W) {
-        vec v = load(from + d, width - d);
+        vec v = load(from + d, width - d) - mean;
+        if (d + W > width) v = lanes() < width - d ? v : vec{};
         squares = fma(v, v, squares);
     }
     float factor = 1 / std::sqrt(sum(squares) / width + eps);
     for (int d = 0; d < width; d += W) {
         int n = width - d;
-        store(to + d, load(from + d, n) * factor * load(weight + d, n), n);
+        vec v = (load(from + d, n) - mean) * factor;
+        store(to + d, weight ? v * load(weight + d, n) : v, n);
     }
 }
 
-// Adds y to the residual, in place, and norms the sum. The residual is float32, so that bfloat16
-// rounds each layer's output, and not their sum.
+// What follows a sublayer: its result is normed (or not), scaled and added to the residual. The sum
+// is scaled, and normed into the next sublayer's input, or copied.
+struct Joint {
+    const float *after, *before;  // weights of the two norms, [width]; null for none
+    float scale, sum_scale;
+    int32_t parallel;             // the next sublayer has the same input: it stays as it is
+};
+
+// A sublayer's input: the residual, normed or copied.
 template <class T>
-void add_norm(const float* y, float* residual, const T* weight, T* out, int64_t rows, int width,
-              float eps, int threads) {
+void enter(const float* from, const float* weight, T* to, int width, float eps, bool centred) {
+    if (weight) return norm(from, weight, to, width, eps, centred);
+    for (int d = 0; d < width; d += W) store(to + d, load(from + d, width - d), width - d);
+}
+
+// The residual is float32, so that bfloat16 rounds each sublayer's result, and not their sum.
+template <class T>
+void join(float* y, float* residual, T* x, int64_t rows, int width, const Joint& joint, float eps,
+          bool centred, int threads) {
     parallel_rows(rows, width, threads, [&](int64_t row) {
-        float* sum_to = residual + row * width;
+        float *sum_to = residual + row * width, *from = y + row * width;
+        if (joint.after) norm(from, joint.after, from, width, eps, centred);
         for (int d = 0; d < width; d += W) {
             int n = width - d;
-            store(sum_to + d, load(y + row * width + d, n) + load(sum_to + d, n), n);
+            vec total = fma(load(from + d, n), all(joint.scale), load(sum_to + d, n));
+            store(sum_to + d, total * joint.sum_scale, n);
         }
-        norm(sum_to, weight, out + row * width, width, eps);
+        if (joint.parallel) return;
+        enter(sum_to, joint.before, x + row * width, width, eps, centred);
     });
 }
 
+inline vec sigmoid(vec x) { return 1.0f / (1.0f + exp(-x)); }
+
+// Half of the complementary error function for x >= 0, within 1e-7 (Abramowitz, Stegun, 7.1.26).
+inline vec half_erfc(vec x) {
+    vec t = 1.0f / (1.0f + 0.3275911f * x), p = all(0.5307027145f);
+    for (float c : {-0.7265760135f, 0.7107068705f, -0.142248368f, 0.127414796f})
+        p = fma(p, t, all(c));
+    return p * t * exp(-x * x);
+}
+
+enum Activation : int32_t { SILU, GELU_TANH, GELU, RELU2, CLAMPED };
+
+// The activation of x, times u.
+inline vec activate(Activation kind, vec x, vec u) {
+    vec z = x;
+    switch (kind) {
+        case SILU: break;
+        case GELU_TANH:  // 0.5 x (1 + tanh(z / 2)), as x times the sigmoid of z
+            z = fma(x * x, 0.0713548162f * x, 1.59576912f * x);
+            break;
+        case GELU: {
+            vec below = half_erfc((x < 0.0f ? -x : x) * 0.70710678f);
+            return x * (x < 0.0f ? below : 1.0f - below) * u;
+        }
+        case RELU2:
+            x = x < 0.0f ? vec{} : x;
+            return x * x * u;
+        case CLAMPED:
+            x = x > 7.0f ? all(7.0f) : x;
+            u = u > 7.0f ? all(7.0f) : u < -7.0f ? all(-7.0f) : u;
+            z = x * 1.702f, u += 1.0f;
+    }
+    return x / (1.0f + exp(-z)) * u;
+}
+
+// `up` may be null: there is no gate then, and `gate` alone is activated.
 template <class T>
 void gated(const T* gate, const T* up, T* out, int64_t rows, int width, int64_t gate_stride,
-           int64_t up_stride, int gelu, int threads) {
+           int64_t up_stride, Activation kind, int threads) {
     parallel_rows(rows, width, threads, [&](int64_t row) {
         for (int d = 0; d < width; d += W) {
             int n = width - d;
-            vec x = load(gate + row * gate_stride + d, n), z = x;
-            // 0.5 x (1 + tanh(z / 2)), as x times the sigmoid of z
-            if (gelu) z = fma(x * x, 0.0713548162f * x, 1.59576912f * x);
-            x /= 1.0f + exp(-z);
-            store(out + row * width + d, x * load(up + row * up_stride + d, n), n);
+            vec x = load(gate + row * gate_stride + d, n);
+            vec u = up ? load(up + row * up_stride + d, n) : all(1);
+            store(out + row * width + d, activate(kind, x, u), n);
         }
     });
 }
@@ -69,32 +129,41 @@ struct Rope {
     }
 };
 
-template <class T>
-struct HeadNorms {  // [dim] each; or null
-    const T *query = nullptr, *key = nullptr;
+struct HeadNorms {  // of queries, keys and values before RoPE
+    const float *query = nullptr, *key = nullptr;  // [dim] each; or null
     float eps = 0;
+    bool centred = false;
+    bool whole = false;   // the weights are of all heads, which are normed at once
+    bool values = false;  // values are normed, too, head by head and without weights
+
+    // Norms `heads` adjacent heads in place.
+    template <class T>
+    void apply(const float* weight, T* at, int heads, int dim) const {
+        if (!weight) return;
+        if (whole) dim *= heads, heads = 1;
+        for (int h = 0; h < heads; h++) norm(at + h * dim, weight, at + h * dim, dim, eps, centred);
+    }
 };
 
 // Norms and rotates heads, queries in place; K and V go into the pages.
 template <class T>
 void write_kv(const Batch& batch, const Heads& heads, Tokens<T> query, Tokens<T> key,
-              Tokens<T> value, const Rope& rope, const HeadNorms<T>& norms, T* k_pages, T* v_pages,
+              Tokens<T> value, const Rope& rope, const HeadNorms& norms, T* k_pages, T* v_pages,
               int threads) {
-    int dim = heads.dim, kv_heads = heads.kv_heads, values = kv_heads * heads.value_dim;
-    int width = (heads.heads + 2 * kv_heads) * dim;
+    int dim = heads.dim, kv_heads = heads.kv_heads, value_dim = heads.value_dim;
+    int width = (heads.heads + 2 * kv_heads) * dim, values = kv_heads * value_dim;
     parallel_rows(batch.qo_indptr[batch.sequences], width, threads, [&](int64_t t) {
-        T* to = k_pages + batch.slots[t] * kv_heads * dim;
-        for (int h = 0; h < kv_heads; h++) {
-            T* from = key[t] + h * dim;
-            if (norms.key) norm(from, norms.key, from, dim, norms.eps);
-            rope.turn(from, to + h * dim, t, dim);
-        }
-        for (int h = 0; h < heads.heads; h++) {
-            T* at = query[t] + h * dim;
-            if (norms.query) norm(at, norms.query, at, dim, norms.eps);
-            if (rope.half) rope.turn(at, at, t, dim);
-        }
-        memcpy(v_pages + batch.slots[t] * values, value[t], values * sizeof(T));
+        T* k_to = k_pages + batch.slots[t] * kv_heads * dim;
+        T* v_to = v_pages + batch.slots[t] * values;
+        norms.apply(norms.key, key[t], kv_heads, dim);
+        for (int h = 0; h < kv_heads; h++) rope.turn(key[t] + h * dim, k_to + h * dim, t, dim);
+        norms.apply(norms.query, query[t], heads.heads, dim);
+        for (int h = 0; h < heads.heads && rope.half; h++)
+            rope.turn(query[t] + h * dim, query[t] + h * dim, t, dim);
+        if (!norms.values) memcpy(v_to, value[t], values * sizeof(T));
+        for (int h = 0; h < kv_heads && norms.values; h++)
+            norm(value[t] + h * value_dim, nullptr, v_to + h * value_dim, value_dim, norms.eps,
+                 norms.centred);
     });
 }
 

@@ -23,7 +23,7 @@ from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.model.cuda_graphs import CudaGraphRunner
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
-from radixcache.runtime.request import Request, Sequence, prompt_key
+from radixcache.runtime.request import PromptKey, Request, Sequence
 from radixcache.runtime.sampling.grammar import GrammarBackend
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sampling.penalties import PenaltyState
@@ -260,7 +260,7 @@ class Engine:
         All of them, if the prompt is cached in full and the logits at its end are kept.
         """
         tokens, kept = as_tokens(prompt), self.scheduler.logits_cache
-        is_kept = kept is not None and prompt_key(tokens, namespace) in kept
+        is_kept = kept is not None and PromptKey(tokens, namespace) in kept
         if is_kept and self.cache.cached_length(tokens, namespace) == len(tokens):
             return len(tokens)
         return self.scheduler.match(tokens, namespace)

@@ -42,6 +42,7 @@ class PromptLogitsCache:
     def keep(self, prompt: PromptKey, logits: torch.Tensor) -> None:
         """Keep a copy of `logits` [vocab_size], float32, in place of the prompt's earlier row."""
         row = logits.clone()
+        prompt.digest()  # which lets the prompt go
         self._rows.pop(prompt, None)
         self._rows[prompt] = row
         while len(self._rows) > self.num_rows:

@@ -18,6 +18,7 @@ import torch
 
 from radixcache.kernels.attention import LayerKind
 from radixcache.kernels.quantized import Quantized
+from radixcache.runtime.model.state_pool import StateName, StateShapes
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -257,6 +258,22 @@ class Architecture:
     @property
     def is_recurrent(self) -> bool:
         return any(isinstance(x.mixer, ShortConv | DeltaNet | Mamba2) for x in self.layers)
+
+    @property
+    def state_shapes(self) -> StateShapes:
+        """The states of a sequence, float32: the inputs that a convolution still needs, and what a
+        delta net or Mamba 2 remembers: [heads, key, value] or [heads, state, value]."""
+        shapes: dict[StateName, tuple[tuple[int, ...], torch.dtype]] = {}
+        for number, layer in enumerate(self.layers):
+            mixer = layer.mixer
+            if mixer is None or isinstance(mixer, Attention):
+                continue
+            shapes["conv", number, 0] = (mixer.width - 1, mixer.channels), torch.float32
+            if not isinstance(mixer, ShortConv):
+                rows = mixer.key if isinstance(mixer, DeltaNet) else mixer.state
+                shape = (mixer.heads, rows, mixer.value)
+                shapes["recurrent", number, 0] = shape, torch.float32
+        return shapes
 
     def layer_shapes(self, number: int) -> Shapes:
         """The shapes of a layer's weights by name. Those of experts are one expert's, and stand in

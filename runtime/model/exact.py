@@ -24,6 +24,7 @@ from radixcache.kernels.attention import PagedBatch
 from radixcache.kernels.native.library import DTYPES, problem
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.states import SequenceStates
 
 _PAGE_SIZE = 4
 _TOKENS = 24  # of a sequence that is compared
@@ -89,18 +90,23 @@ def _compare(model: PagedModel) -> str | None:
     """The name of the first thing whose bits differ from those alone; None if all agree."""
     rng, length, size = np.random.default_rng(0), min(_TOKENS, model.max_context), _PAGE_SIZE
     tokens = rng.integers(0, model.vocab_size, (2, length))
-    pages = -(-length // size)
+    pages, hit = -(-length // size), min(_HIT, length - 1)
     tables = rng.permutation(5 * pages).astype(np.int32).reshape(5, pages)
-    pool, done = model.allocate(5 * pages, size), [0] * 5
+    pool, done = model.allocate(5 * pages, size, num_states=5), [0] * 5
     logits: list[dict[int, torch.Tensor]] = [{} for _ in tables]
     for number, parts in enumerate(_PASSES):
         if number == len(_PASSES) - 1:  # the last page of the hit is copied
-            done[3] = min(_HIT, length - 1)
+            done[3] = hit
             whole, rest = divmod(done[3], size)
             pool.copy([(int(tables[0, whole]), int(tables[3, whole]), rest)])
             tables[3, :whole] = tables[0, :whole]
         counts = {s: min(count, length - done[s]) for s, count in parts if done[s] < length}
         places = [(s, done[s] + i) for s, count in counts.items() for i in range(count)]
+        # A recurrent model keeps sequence 0's state where sequence 3 goes on.
+        states = [
+            SequenceStates(s if done[s] else -1, s, ((hit, 3),) if not number else ())
+            for s in counts
+        ]
         for s, count in counts.items():
             done[s] += count
         if not places:
@@ -110,7 +116,8 @@ def _compare(model: PagedModel) -> str | None:
         )
         wanted = np.arange(len(places))[-1 if number % 2 else 0 :]  # now one row, now all
         chunk = np.array([tokens[s // 4, at] for s, at in places])
-        for row, values in zip(wanted, model.forward(chunk, batch, wanted, pool), strict=True):
+        found = model.forward(chunk, batch, wanted, pool, states if model.state_shapes else ())
+        for row, values in zip(wanted, found, strict=True):
             sequence, at = places[row]
             logits[sequence][at] = values
     at = np.arange(length)

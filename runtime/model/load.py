@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -21,20 +21,23 @@ from radixcache.kernels.upload import on_device
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
 from radixcache.runtime.checkpoints.model_files import check_model, split_gguf
 from radixcache.runtime.model import exact as exactness
-from radixcache.runtime.model.architecture import Unknown, understand
 from radixcache.runtime.model.checkpoint import open_checkpoint
 from radixcache.runtime.model.compatibility import check_sizes
 from radixcache.runtime.model.decoder import Decoder
+from radixcache.runtime.model.description import Unknown
 from radixcache.runtime.model.device import DTYPES, resolve_device, resolve_dtype
-from radixcache.runtime.model.gguf.checkpoint import GGUFCheckpoint, open_gguf
+from radixcache.runtime.model.families.describe import describe
+from radixcache.runtime.model.gguf.checkpoint import open_gguf
 from radixcache.runtime.model.gguf.config import (
+    describe_gguf,
     generation_config_of,
     settings_of,
-    with_rope_factors,
 )
+from radixcache.runtime.model.gguf.weights import GGUFWeights
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
 from radixcache.runtime.model.transformers_loading import call_transformers, load_transformers
+from radixcache.runtime.model.weights import CheckpointWeights, ModelWeights
 
 _log = logging.getLogger("radixcache")
 
@@ -80,12 +83,14 @@ def load_model(
             by_transformers = file is None and split_gguf(str(name_or_path))[1]
             if settings.get("quantization_config") or by_transformers:
                 raise ModelError(
-                    "exact mode takes no quantised checkpoint, and GGUF files only of Llama, "
-                    "Mistral, Qwen2 and Qwen3: no other is checked"
+                    "exact mode takes no quantised checkpoint, and GGUF files only of families "
+                    "that our loop runs: no other is checked"
                 )
         model: PagedModel | None = None
         try:
-            model = _load_decoder(name_or_path, settings, kind, place, attention, exact, file)
+            model = _load_decoder(
+                name_or_path, settings, kind, place, attention, exact, file, max_model_len
+            )
         except Unknown as reason:
             if file is not None:
                 raise _unread(name_or_path, reason) from None
@@ -137,6 +142,7 @@ def _load_decoder(
     attention: AttentionBackend | None = None,
     exact: bool = False,
     file: GGUFFile | None = None,
+    max_model_len: int | None = None,
 ) -> PagedModel:
     """A model that the decoder loop knows, without importing transformers' layers.
 
@@ -148,35 +154,28 @@ def _load_decoder(
     """
     if file is None and split_gguf(str(name_or_path))[1]:
         raise Unknown("its weights are in a GGUF file")
-    architecture = understand(settings)
-    if file is not None:
-        architecture = with_rope_factors(architecture, file)
+    architecture = (
+        describe(settings, max_model_len) if file is None else describe_gguf(file, max_model_len)
+    )
     if dtype == "auto":
         named = str(settings.get("dtype") or settings.get("torch_dtype"))
         if named not in DTYPES:
             raise Unknown(f"the dtype of its config is {named}")
         dtype = DTYPES[named]
     report("fetching weights", 0.0)
-    opened = (
-        open_checkpoint(name_or_path, device, dtype)
-        if file is None
-        else nullcontext(GGUFCheckpoint(file, device, dtype))
-    )
-    with opened as checkpoint, on_device(device):
-        found, wanted = checkpoint.shapes, architecture.shapes()
-        for name in found.keys() & wanted.keys():  # transformers refuses it, too, but may not end
-            if found[name] != wanted[name]:
-                raise ModelError(
-                    f"the checkpoint of {name_or_path} has {name} as {list(found[name])}, "
-                    f"where its config says {list(wanted[name])}"
-                )
-        if found != wanted:
-            raise Unknown("its checkpoint has other weights")
+    with ExitStack() as stack:
+        weights: ModelWeights
+        if file is None:
+            checkpoint = stack.enter_context(open_checkpoint(name_or_path, device, dtype))
+            weights = CheckpointWeights(checkpoint, architecture)
+        else:
+            weights = GGUFWeights(file, architecture, device, dtype)
+        stack.enter_context(on_device(device))
         report("preparing kernels", 0.0)  # which are compiled at the first start
         return Decoder(
             architecture,
             _generation_config(name_or_path, file),
-            checkpoint.tensor,
+            weights,
             dtype,
             device,
             attention,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from radixcache.kernels.choice import choose_backend
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.upload import send
 from radixcache.runtime.model.kv_pool import KVPool, LayerShape, bytes_per_token
+from radixcache.runtime.model.state_pool import StatePool, StateShapes, bytes_per_state
 
 if TYPE_CHECKING:
     from radixcache.states import SequenceStates
@@ -65,8 +67,8 @@ class PagedModel(ABC):
         exact: whether a row's bits depend only on its own tokens; see `exact.py`.
     """
 
-    bytes_per_state = 0
-    """Bytes of a recurrent model's state of a sequence; 0 for other models."""
+    state_shapes: StateShapes = MappingProxyType({})
+    """The states of a sequence, if the model is recurrent."""
 
     layers_by: str
     """Whose code computes the layers, for `placement`."""
@@ -145,9 +147,17 @@ class PagedModel(ABC):
             f"attention by {self.attention.name}{more}"
         )
 
+    @property
+    def bytes_per_state(self) -> int:
+        """Bytes of a recurrent model's state of a sequence; 0 for other models."""
+        return bytes_per_state(self.state_shapes)
+
     def allocate(self, num_pages: int, page_size: int, num_states: int = 0) -> KVPool:
         """A pool of KV pages for this model, and of states if it is recurrent."""
-        return KVPool(self.shapes, num_pages, page_size, self.dtype, self.device)
+        pool = KVPool(self.shapes, num_pages, page_size, self.dtype, self.device)
+        if self.state_shapes:
+            pool.states = StatePool(self.state_shapes, num_states, self.device)
+        return pool
 
     @torch.inference_mode()
     def forward(
@@ -175,22 +185,19 @@ class PagedModel(ABC):
         plan = self.attention.plan(batch, token_ids, batch.positions(), logit_rows)
         if unread is not None:
             unread.write(plan.arrays[0])
-        with self._with_states(batch, states, pool):
-            return self.compute(pool, plan)
-
-    def _with_states(
-        self, batch: PagedBatch, states: Sequence[SequenceStates], pool: KVPool
-    ) -> AbstractContextManager[None]:
-        """The context in which the recurrent layers of a step run."""
-        return nullcontext()
+        return self.compute(pool, plan, states=states)
 
     @torch.inference_mode()
     def compute(
-        self, pool: KVPool, plan: AttentionPlan, out: torch.Tensor | None = None
+        self,
+        pool: KVPool,
+        plan: AttentionPlan,
+        out: torch.Tensor | None = None,
+        states: Sequence[SequenceStates] = (),
     ) -> torch.Tensor:
         """`forward` of a planned step, whose arrays are token ids, positions and logit rows; the
         logits go into `out` if it is given."""
-        logits = self._logits(pool, plan)
+        logits = self._logits(pool, plan, states)
         return logits.float() if out is None else out.copy_(logits)
 
     def threads(self) -> AbstractContextManager[None]:
@@ -198,5 +205,7 @@ class PagedModel(ABC):
         return nullcontext()
 
     @abstractmethod
-    def _logits(self, pool: KVPool, plan: AttentionPlan) -> torch.Tensor:
+    def _logits(
+        self, pool: KVPool, plan: AttentionPlan, states: Sequence[SequenceStates]
+    ) -> torch.Tensor:
         """[R, vocab_size] of the planned step in any dtype."""

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
+from radixcache.kernels.attention import PagedBatch
 from radixcache.runtime.model.state_pool import StateName, StatePool, StateShapes
 from radixcache.states import SequenceStates
 
@@ -41,13 +42,10 @@ _step: ContextVar[_Step | None] = ContextVar("recurrent_step", default=None)
 
 @contextmanager
 def recurrent_step(
-    qo_indptr: NDArray[np.int32],
-    num_decodes: int,
-    states: Sequence[SequenceStates],
-    pool: StatePool,
+    batch: PagedBatch, states: Sequence[SequenceStates], pool: StatePool
 ) -> Iterator[None]:
     """Makes the recurrent layers of a forward pass inside run this step."""
-    token = _step.set(_Step(qo_indptr, num_decodes, states, pool))
+    token = _step.set(_Step(batch.qo_indptr, batch.num_decodes, states, pool))
     try:
         yield
     finally:
@@ -156,7 +154,7 @@ def find_states(model: PreTrainedModel) -> StateShapes:
     cache = DynamicCache(config=model.config)
     two = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     model(input_ids=two, use_cache=True, **{_cache_argument(model): cache})
-    shapes: StateShapes = {}
+    shapes: dict[StateName, tuple[tuple[int, ...], torch.dtype]] = {}
     for number, layer in enumerate(cache.layers):
         for kind, name in (("conv", "conv_states"), ("recurrent", "recurrent_states")):
             for index, state in (getattr(layer, name, None) or {}).items():

@@ -39,12 +39,11 @@ def rounded_logits(
     tokens: torch.Tensor,
     weights: ModelWeights,
     dtype: torch.dtype,
-    rows: torch.Tensor | None = None,
+    rows: torch.Tensor,
 ) -> torch.Tensor:
-    """[T, vocab_size] float32 logits, with the hidden states between layers rounded to `dtype`.
+    """[T, n] float32 logits of the n tokens `rows`, with what layers give rounded to `dtype`.
 
     Their distance from those of `run_layer` alone is that of a loop that rounds nothing else.
-    `rows` as in `logits`.
     """
     embedding = weights.embedding()
     hidden = embed(architecture, tokens, embedding)
@@ -52,12 +51,12 @@ def rounded_logits(
         hidden = run_layer(architecture, number, hidden, weights.layer(number)).to(dtype).float()
     head = embedding if architecture.tied else weights.head()
     assert head is not None
-    return logits(architecture, hidden, weights.last_norm(), head, rows)
+    return logits(architecture, hidden, weights.last_norm(), dense_rows(head, rows))
 
 
 def embed(architecture: Architecture, tokens: torch.Tensor, embedding: Weight) -> torch.Tensor:
     """[T, hidden_size] float32."""
-    return _rows(embedding, tokens) * architecture.embed_scale
+    return dense_rows(embedding, tokens) * architecture.embed_scale
 
 
 def logits(
@@ -65,11 +64,8 @@ def logits(
     hidden: torch.Tensor,
     last_norm: torch.Tensor,
     head: Weight,
-    rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[T, vocab_size] float32, or [T, n] of the n tokens `rows` only."""
-    if rows is not None:
-        head = _rows(head, rows)
+    """[T, n] float32, by the output layer's weights [n, hidden_size] of some or all tokens."""
     out = product(_norm(architecture, hidden, last_norm), head) * architecture.logit_scale
     return _softcap(out, architecture.logit_softcap)
 
@@ -105,7 +101,7 @@ def product(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     return torch.cat([x @ part.T for part in parts], 1)
 
 
-def _rows(weight: Weight, numbers: torch.Tensor) -> torch.Tensor:
+def dense_rows(weight: Weight, numbers: torch.Tensor) -> torch.Tensor:
     """[T, in] float32."""
     if isinstance(weight, Quantized):
         return weight.rows(numbers).dense()

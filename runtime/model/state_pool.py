@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 
 StateName = tuple[str, int, int]
 """A state: "conv" or "recurrent", the layer's number, and the state's number in the layer."""
 
-StateShapes = dict[StateName, tuple[tuple[int, ...], torch.dtype]]
+StateShapes = Mapping[StateName, tuple[tuple[int, ...], torch.dtype]]
 
 
 class StatePool:

@@ -37,14 +37,13 @@ from radixcache.runtime.model.compatibility import (
     refusal,
 )
 from radixcache.runtime.model.kv_pool import KVPool
-from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.model.paged_model import PagedModel, Unread
 from radixcache.runtime.model.recurrent import (
     find_states,
     recurrent_step,
     replace_recurrent_layers,
 )
 from radixcache.runtime.model.rope_scaling import fix_frequencies
-from radixcache.runtime.model.state_pool import StatePool, bytes_per_state
 from radixcache.runtime.model.transformers_patches.mla import AbsorbedProjection
 from radixcache.states import SequenceStates
 
@@ -153,7 +152,9 @@ class TransformersModel(PagedModel):
         is_packed = isinstance(self.attention, NativeBackend) and not self.bytes_per_state
         return quiet_torch() if is_packed else nullcontext()
 
-    def _logits(self, pool: KVPool, plan: AttentionPlan) -> torch.Tensor:
+    def _logits(
+        self, pool: KVPool, plan: AttentionPlan, states: Sequence[SequenceStates]
+    ) -> torch.Tensor:
         def serve(
             call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             sinks: torch.Tensor | None,
@@ -168,31 +169,30 @@ class TransformersModel(PagedModel):
         """Make the recurrent layers run over slots."""
         model_type = self.config.model_type
         try:
-            self._state_shapes = find_states(self._model)
+            self.state_shapes = find_states(self._model)
             count = replace_recurrent_layers(self._model)
         except Exception as error:  # whatever foreign modelling code raises
             reason = f"a trial run with a cache failed ({first_sentence(error)})"
             raise refusal(model_type, reason) from error
-        if count != len({layer for _, layer, _ in self._state_shapes}):
+        if count != len({layer for _, layer, _ in self.state_shapes}):
             raise refusal(
                 model_type,
                 "its recurrent layers keep their states otherwise than in transformers 5.23 and "
                 "newer (as Mamba 1 does, and any in older ones)",
             )
-        self.bytes_per_state = bytes_per_state(self._state_shapes)
 
-    def allocate(self, num_pages: int, page_size: int, num_states: int = 0) -> KVPool:
-        pool = super().allocate(num_pages, page_size)
-        if self.bytes_per_state:
-            pool.states = StatePool(self._state_shapes, num_states, self.device)
-        return pool
-
-    def _with_states(
-        self, batch: PagedBatch, states: Sequence[SequenceStates], pool: KVPool
-    ) -> AbstractContextManager[None]:
-        if pool.states is None:
-            return nullcontext()
-        return recurrent_step(batch.qo_indptr, batch.num_decodes, states, pool.states)
+    def forward(
+        self,
+        token_ids: NDArray[np.integer],
+        batch: PagedBatch,
+        logit_rows: NDArray[np.integer],
+        pool: KVPool,
+        states: Sequence[SequenceStates] = (),
+        unread: Unread | None = None,
+    ) -> torch.Tensor:
+        step = nullcontext() if pool.states is None else recurrent_step(batch, states, pool.states)
+        with step:
+            return super().forward(token_ids, batch, logit_rows, pool, states, unread)
 
     @torch.inference_mode()
     def stock_logits(self, token_ids: NDArray[np.integer]) -> torch.Tensor:

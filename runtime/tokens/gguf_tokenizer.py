@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from radixcache.errors import ModelError
+from radixcache.kernels.native.library import problem
+from radixcache.kernels.native.merges import find_merges
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # types of tokens; 1 is any other
@@ -17,13 +19,21 @@ _LONGEST_PIECE = 256
 
 _END = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA_3 = rf"{_SHORT}|\p{{N}}{{1,3}}|{_END}"
 _QWEN_2 = rf"{_SHORT}|\p{{N}}|{_END}"
+_QWEN_35 = _QWEN_2.replace(r"]?\p{L}+", r"]?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
+_SEED = rf"{_SHORT}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_ENDING}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_ENDING}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -45,17 +55,25 @@ class _Cut(NamedTuple):
     bos: bool = False
 
 
-_CUTS = {
-    **dict.fromkeys(("default", "gpt-2"), _Cut(_GPT_2)),
-    **dict.fromkeys(("smollm", "starcoder", "refact"), _Cut(_GPT_2, digits=True)),
-    **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3"), _Cut(_LLAMA_3, whole=True, bos=True)
+_RULES: list[tuple[_Cut, str]] = [
+    (_Cut(_GPT_2), "default gpt-2 exaone4 granite-docling trillion"),
+    (_Cut(_GPT_2, composed=True), "olmo"),
+    (_Cut(_GPT_2, digits=True), "smollm starcoder refact exaone codeshell"),
+    (_Cut(_GPT_2, digits=True, composed=True), "command-r"),
+    (
+        _Cut(_LLAMA_3, whole=True, bos=True),
+        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 lfm2 midm-2.0 pixtral",
     ),
-    **dict.fromkeys(("smaug-bpe", "dbrx"), _Cut(_LLAMA_3)),
-    "qwen2": _Cut(_QWEN_2, composed=True),
-    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2"), _Cut(_QWEN_2)),
-    "tekken": _Cut(_TEKKEN, whole=True, bos=True),
-}
+    (_Cut(_LLAMA_3), "smaug-bpe dbrx chatglm-bpe"),
+    (_Cut(_LLAMA_3, whole=True), "glm4"),
+    (_Cut(_QWEN_2, composed=True), "qwen2"),
+    (_Cut(_QWEN_2), "deepseek-r1-qwen stablelm2"),
+    (_Cut(_QWEN_35, composed=True), "qwen35"),
+    (_Cut(_SEED), "seed-coder"),
+    (_Cut(_TEKKEN, whole=True, bos=True), "tekken"),
+    (_Cut(_O200K), "gpt-4o llama4 kanana2 minimax-m2"),
+]
+_CUTS = {name: cut for cut, names in _RULES for name in names.split()}
 """By llama.cpp's names."""
 
 
@@ -77,6 +95,8 @@ def read_tokenizer(file: GGUFFile) -> Any:
         backend, bos = _byte_level(file, tokens)
     elif model == "llama":
         backend, bos = _sentencepiece(file, tokens, types, named), True
+    elif model == "gemma4":
+        backend, bos = _gemma4(file, tokens, named), True
     else:
         raise ModelError(f"the GGUF file has a tokenizer of model {model!r}, which is not read")
     added = [
@@ -97,11 +117,21 @@ def read_tokenizer(file: GGUFFile) -> Any:
             single=text, pair=[*text, *text[:-1], "$B"], special_tokens=pieces
         )
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
+        tokenizer_object=_Uncopied(backend),
         chat_template=_templates(file),
         clean_up_tokenization_spaces=False,
         **{name: AddedToken(token, normalized=False) for name, token in named.items()},
     )
+
+
+class _Uncopied:
+    """Gives `PreTrainedTokenizerFast` a backend that nothing else uses, where it copies one."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._backend
 
 
 def _named(file: GGUFFile, tokens: list[str]) -> dict[str, str]:
@@ -128,12 +158,8 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> tuple[Any, bool]:
     name = file.get("tokenizer.ggml.pre", str, "")
     if (cut := _CUTS.get(name)) is None:
         raise ModelError(f"the GGUF file cuts text by the rule {name!r}, which is not known here")
-    pairs = [merge.split(" ") for merge in file.array("tokenizer.ggml.merges", str)]
-    merges = [(pair[0], pair[-1]) for pair in pairs if len(pair) == 2]
-    if len(merges) < len(pairs) or not merges:
-        raise ModelError("the GGUF file has merges that are no pairs, or none")
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=cut.whole))
+    backend = Tokenizer(models.BPE(vocabulary, _pairs(file), ignore_merges=cut.whole))
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if cut.digits else []
     steps.append(pre_tokenizers.Split(Regex(cut.pattern), "isolated"))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
@@ -147,9 +173,7 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> tuple[Any, bool]:
 def _sentencepiece(
     file: GGUFFile, tokens: list[str], types: list[int], named: dict[str, str]
 ) -> Any:
-    """A BPE of characters with byte fallback; U+2581 stands for a space."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
-
+    """A BPE of characters, whose merges follow from the scores of tokens."""
     scores = file.array("tokenizer.ggml.scores", float)
     if len(scores) != len(tokens):
         raise ModelError(f"the GGUF file has {len(tokens)} tokens and {len(scores)} scores")
@@ -159,16 +183,35 @@ def _sentencepiece(
         for token, score, kind in zip(tokens, scores, types, strict=True)
         if kind not in (_UNKNOWN, _CONTROL, _BYTE)
     }
-    backend = Tokenizer(
-        models.BPE(
-            vocabulary,
-            _merges(pieces, vocabulary),
-            unk_token=named.get("unk_token"),
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
     prefix = file.get("tokenizer.ggml.add_space_prefix", bool, True)
+    return _of_characters(vocabulary, _merges(pieces, vocabulary), named, prefix)
+
+
+def _gemma4(file: GGUFFile, tokens: list[str], named: dict[str, str]) -> Any:
+    """Like SentencePiece's, with merges of its own."""
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    return _of_characters(vocabulary, _pairs(file), named, False)
+
+
+def _pairs(file: GGUFFile) -> list[tuple[str, str]]:
+    """The merges that the file has."""
+    pairs = [merge.split(" ") for merge in file.array("tokenizer.ggml.merges", str)]
+    merges = [(pair[0], pair[-1]) for pair in pairs if len(pair) == 2]
+    if len(merges) < len(pairs) or not merges:
+        raise ModelError("the GGUF file has merges that are no pairs, or none")
+    return merges
+
+
+def _of_characters(
+    vocabulary: dict[str, int], merges: list[tuple[str, str]], named: dict[str, str], prefix: bool
+) -> Any:
+    """A BPE of characters with byte fallback; U+2581 stands for a space, also before a text."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    unknown = named.get("unk_token")
+    backend = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
     spaces: list[Any] = [normalizers.Prepend(_SPACE)] if prefix else []
     backend.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", _SPACE)])
     steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -183,6 +226,8 @@ def _merges(pieces: dict[str, float], ids: dict[str, int]) -> list[tuple[str, st
     """
     if max(map(len, pieces), default=0) > _LONGEST_PIECE:
         raise ModelError(f"the GGUF file has a token of over {_LONGEST_PIECE} characters")
+    if problem() is None:
+        return find_merges(pieces, [text for text in ids if text not in pieces])
     found = [
         (score, at, len(piece) - at, piece[:at], piece[at:])
         for piece, score in pieces.items()

@@ -31,6 +31,7 @@ HALVES: dict[str, dict[int, float]] = {
     "Q6_K": {208: 0.00005},
     "IQ4_NL": {0: 0.0008},
     "IQ4_XS": {0: 0.00005},
+    "MXFP4": {},
 }
 
 
@@ -94,6 +95,8 @@ def random_blocks(
     width, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     count = weights // width
     blocks = rng.integers(0, 256, (count, size), dtype=np.uint8)
+    if kind == "MXFP4":  # a power of two
+        blocks[:, 0] = rng.integers(0, 150, count) if wild else rng.integers(121, 124, count)
     for at, usual in HALVES[kind].items():
         scale = usual * rng.uniform(0.5, 1.5, count)
         if wild:

@@ -181,6 +181,15 @@ class Kernels:
         mixed = (v.double() * own + v_other.double() * other).to(v.dtype)
         v[merged], s[merged] = mixed[merged], total.float()[merged]
 
+    def gemma_rmsnorm(self, out: Any, x: Any, weight: Any, eps: float, pdl: bool) -> None:
+        assert x.ndim == 2  # norm.cu
+        self.rmsnorm(out, x, weight.double().add(1).to(x.dtype), eps, pdl)
+
+    def gemma_fused_add_rmsnorm(
+        self, x: Any, residual: Any, weight: Any, eps: float, pdl: bool
+    ) -> None:
+        self.fused_add_rmsnorm(x, residual, weight.double().add(1).to(x.dtype), eps, pdl)
+
     def rmsnorm(self, out: Any, x: Any, weight: Any, eps: float, pdl: bool) -> None:
         assert x.ndim in (2, 3) and weight.shape == x.shape[-1:] and out.shape == x.shape  # norm.cu
         assert x.stride(-1) == out.stride(-1) == 1 and x.dtype == weight.dtype == out.dtype
@@ -210,18 +219,28 @@ class Kernels:
 
         self.device.launch(silu_and_mul, out, x)
 
+    def gelu_tanh_and_mul(self, out: Any, x: Any, pdl: bool) -> None:
+        self.check(out=out, input=x)
+        assert x.dtype == out.dtype
+
+        def gelu_tanh_and_mul(out: Any, x: Any) -> None:
+            gate, up = x.double().chunk(2, -1)
+            out.copy_(torch.nn.functional.gelu(gate, approximate="tanh") * up)
+
+        self.device.launch(gelu_tanh_and_mul, out, x)
+
     def apply_rope_pos_ids_cos_sin_cache(
         self, q: Any, k: Any, q_rope: Any, k_rope: Any, table: Any, positions: Any, interleave: bool
     ) -> None:
         self.check(cos_sin_cache=table, pos_ids=positions)  # rope.cu
         assert q.ndim == k.ndim == 3 and len(q) == len(k) == len(positions) and not interleave
         assert q.data_ptr() == q_rope.data_ptr() and k.data_ptr() == k_rope.data_ptr()
-        assert table.dtype == torch.float32 and table.shape[1] == q.shape[2] == k.shape[2]
+        assert table.dtype == torch.float32 and table.shape[1] <= q.shape[2] == k.shape[2]
 
         def rope(q: Any, k: Any, table: Any, positions: Any) -> None:
             assert ((positions >= 0) & (positions < len(table))).all(), "it reads past its table"
             cos, sin = table.double()[positions.long()][:, None].chunk(2, -1)
-            for heads in (q, k):
+            for heads in (q[..., : table.shape[1]], k[..., : table.shape[1]]):
                 low, high = heads.double().chunk(2, -1)
                 heads.copy_(torch.cat([low * cos - high * sin, high * cos + low * sin], -1))
 

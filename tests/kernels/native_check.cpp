@@ -187,7 +187,7 @@ struct Trial {
         Tokens<T> queries{some_q.data(), (int64_t)q}, keys{some_k.data(), (int64_t)k};
         Tokens<T> values{some_v.data(), (int64_t)v};
         write_kv(batch, heads(), queries, keys, values, Rope{some_cos.data(), some_sin.data(), c.half},
-                 HeadNorms<T>{}, k_pages.data(), v_pages.data(), threads);
+                 HeadNorms{}, k_pages.data(), v_pages.data(), threads);
         Plan plan(batch, heads());
         Attention<T>{plan, queries, k_pages.data(), v_pages.data(), part.data()}.run(threads);
         for (size_t i = 0; i < rows.size(); i++) {
@@ -304,52 +304,70 @@ void check_attention(const Case& c, uint64_t seed) {
 
 // ---- Row by row.
 
+// A block's result normed or not, added to the residual, and the sum normed.
 template <class T>
-void check_norms(int rows, int width) {
-    std::string name = type<T>() + " add_norm of " + std::to_string(width);
+void check_joints(int rows, int width, bool centred, bool after) {
+    std::string name = type<T>() + " join of " + std::to_string(width);
+    if (centred) name += ", centred";
+    if (after) name += ", normed before it is added";
     Random random(width);
-    const auto y = random.numbers<float>(rows * width, 3);
+    const auto result = random.numbers<float>(rows * width, 3);
     const auto residual = random.numbers<float>(rows * width, 3);
-    const auto weight = random.numbers<T>(width, 1);
+    const auto weight = random.numbers<float>(width, 1);
+    const Joint joint{after ? weight.data() : nullptr, weight.data(), 0.7f, 1.5f, false};
+    auto run = [&](int step, int threads, std::vector<float>& sum, std::vector<T>& out) {
+        auto y = result;
+        for (int r = 0; r < rows; r += step)
+            join(&y[r * width], &sum[r * width], &out[r * width], step, width, joint, 1e-3f, centred,
+                 threads);
+    };
+    auto normed = [&](const double* row, double* to) {
+        double mean = 0, squares = 0;
+        for (int d = 0; d < width && centred; d++) mean += row[d] / width;
+        for (int d = 0; d < width; d++) squares += (row[d] - mean) * (row[d] - mean);
+        double factor = 1 / std::sqrt(squares / width + (double)1e-3f);
+        for (int d = 0; d < width; d++) to[d] = (row[d] - mean) * factor * weight[d];
+    };
     auto sum = residual;
     std::vector<T> out(rows * width);
-    add_norm(y.data(), sum.data(), weight.data(), out.data(), rows, width, 1e-3f, 1);
-    std::vector<double> sums, expected;
-    for (int r = 0; r < rows; r++) {
-        double squares = 0;
-        for (int d = r * width; d < (r + 1) * width; d++) {
-            sums.push_back((double)y[d] + residual[d]);
-            squares += (double)sum[d] * sum[d];
-        }
-        double factor = 1 / std::sqrt(squares / width + 1e-3f);
-        for (int d = 0; d < width; d++)
-            expected.push_back(sum[r * width + d] * factor * number(weight[d]));
-    }
-    check_near(sum, sums, name + ", residual");
-    check_near(out, expected, name);
+    run(rows, 1, sum, out);
+    std::vector<double> y(result.begin(), result.end()), expected(rows * width);
+    for (int r = 0; r < rows && after; r++) normed(&y[r * width], &y[r * width]);
+    for (int i = 0; i < rows * width; i++) y[i] = ((double)0.7f * y[i] + residual[i]) * 1.5;
+    check_near(sum, y, name + ", residual", 1e-5);
+    std::vector<double> sums(sum.begin(), sum.end());
+    for (int r = 0; r < rows; r++) normed(&sums[r * width], &expected[r * width]);
+    check_near(out, expected, name, sizeof(T) == 4 ? 1e-5 : 8e-3);
     for (int threads : THREADS)
         for (int step : {rows, 1}) {
             auto other_sum = residual;
             std::vector<T> other(out.size());
-            for (int r = 0; r < rows; r += step)
-                add_norm(&y[r * width], &other_sum[r * width], weight.data(), &other[r * width],
-                         step, width, 1e-3f, threads);
+            run(step, threads, other_sum, other);
             check(same(out, other) && same(sum, other_sum),
                   name + " by " + std::to_string(threads) + " threads, rows at once "
                       + std::to_string(step));
         }
 }
 
+double activation(Activation kind, double x, double u) {
+    double z = 2 * std::sqrt(2 / std::acos(-1.0)) * (x + 0.044715 * x * x * x);
+    if (kind == GELU) return x * std::erfc(-x / std::sqrt(2.0)) / 2 * u;
+    if (kind == RELU2) return x > 0 ? x * x * u : 0;
+    if (kind != CLAMPED) return x / (1 + std::exp(-(kind == GELU_TANH ? z : x))) * u;
+    x = std::min(x, 7.0), u = std::clamp(u, -7.0, 7.0);
+    return x / (1 + std::exp(-1.702 * x)) * (u + 1);
+}
+
 template <class T>
 void check_gates(int rows, int width) {
     std::string name = type<T>() + " gated of " + std::to_string(width);
-    for (bool gelu : {false, true}) {
+    for (Activation kind : {SILU, GELU_TANH, GELU, RELU2, CLAMPED}) {
         Random random(width);
         const auto both = random.numbers<T>(rows * 2 * width, 8);  // gate and up, as one product
         auto run = [&](int begin, int end, int threads, std::vector<T>& out) {
             const T* from = &both[begin * 2 * width];
             gated<T>(from, from + width, &out[begin * width], end - begin, width, 2 * width,
-                     2 * width, gelu, threads);
+                     2 * width, kind, threads);
         };
         std::vector<T> out(rows * width);
         run(0, rows, 1, out);
@@ -358,10 +376,9 @@ void check_gates(int rows, int width) {
             for (int d = 0; d < width; d++) {
                 double x = number(both[r * 2 * width + d]);
                 double y = number(both[r * 2 * width + width + d]);
-                double z = 2 * std::sqrt(2 / std::acos(-1.0)) * (x + 0.044715 * x * x * x);
-                expected.push_back(x / (1 + std::exp(-(gelu ? z : x))) * y);
+                expected.push_back(activation(kind, x, y));
             }
-        check_near(out, expected, name + (gelu ? " by GELU" : " by SiLU"));
+        check_near(out, expected, name + ", activation " + std::to_string(kind));
         for (int threads : THREADS)
             for (int step : {rows, 1}) {
                 std::vector<T> other(out.size());
@@ -458,7 +475,12 @@ void check_all() {
              {3, 2, 1, 33, 33, 16, 17, 0, false, {{300, 0}, {1, 511}, {1, 512}}},
          })
         check_attention<T>(c, ++seed);
-    for (int width : {1, 7, 16, 60, 100, 1536}) check_norms<T>(50, width), check_gates<T>(50, width);
+    for (int width : {1, 7, 16, 60, 100, 1536}) {
+        for (bool centred : {false, true})  // a single number, centred, is 0
+            for (bool after : {false, true})
+                if (width > 1 || !centred) check_joints<T>(50, width, centred, after);
+        check_gates<T>(50, width);
+    }
     for (int format = FLOAT32; format <= BITS4; format++) {
         check_products<T>((Format)format, 33, 576), check_products<T>((Format)format, 100, 96);
         if (format <= BFLOAT16) check_products<T>((Format)format, 50, 77);

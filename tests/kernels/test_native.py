@@ -161,7 +161,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
     with pytest.raises(ValueError, match="expected"):
         gated(randn(0, 2, 8), randn(0, 2, 9), "silu")
     with pytest.raises(ValueError, match="no activation"):
-        gated(randn(0, 2, 8), randn(0, 2, 8), "relu")  # type: ignore[arg-type]
+        gated(randn(0, 2, 8), randn(0, 2, 8), "relu")
 
 
 @pytest.mark.parametrize(("fields", "match"), [

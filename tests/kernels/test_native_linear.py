@@ -43,7 +43,9 @@ def make(kind: str, outer: int, inner: int, seed: int = 0) -> torch.Tensor | Qua
 def dense(weight: torch.Tensor | Quantized) -> torch.Tensor:
     if isinstance(weight, torch.Tensor):
         return weight.double()
-    scales, minimums = (table.double().repeat_interleave(weight.block, 1) for table in weight[1:3])
+    scales, minimums = (
+        table.double().repeat_interleave(weight.block, 1) for table in weight.tables()[1:]
+    )
     return weight.numbers.double() * scales + minimums
 
 
@@ -131,14 +133,15 @@ def test_what_does_not_fit_is_refused() -> None:
             product(x)
     good = make("4 bits of 32", 6, 64)
     assert isinstance(good, Quantized)
+    numbers, scales, minimums = good.tables()
     for weight, match in (
         (torch.ones(4, 8).double(), "no panels"),
         (torch.ones(4, 8, dtype=torch.float16), "no panels"),
         (torch.ones(8, 4).mT, "contiguous"),
-        (good._replace(bits=5), "no panels of 5 bits"),
-        (good._replace(scales=good.scales[:, :1]), "no panels of 4 bits in blocks of 64"),
-        (good._replace(minimums=good.minimums[:5]), "expected"),
-        (good._replace(numbers=good.numbers.int()), "expected"),
+        (Quantized(*good.tables(), 5), "no panels of 5 bits"),
+        (Quantized(numbers, scales[:, :1], minimums, 4), "no panels of 4 bits in blocks of 64"),
+        (Quantized(numbers, scales, minimums[:5], 4), "expected"),
+        (Quantized(numbers.int(), scales, minimums, 4), "expected"),
     ):
         with pytest.raises(ValueError, match=match):
             PackedLinear(weight)

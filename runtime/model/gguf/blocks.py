@@ -7,22 +7,21 @@ them. A scale is a float16 times at most 7 bits, which float32 holds.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
 from radixcache.errors import ModelError
-from radixcache.kernels.quantized import Quantized
-from radixcache.runtime.checkpoints.gguf_file import GGUFTensor
+from radixcache.kernels.quantized import Layout, Quantized, Stored, Tables
+from radixcache.runtime.checkpoints.gguf_file import KINDS, GGUFTensor
 
 _log = logging.getLogger("radixcache")
 
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
-_WEIGHTS_AT_ONCE = 1 << 21  # intermediate results stay in the caches
 _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
-_Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
+
+_Parts = Tables
 """Numbers [N, ...], scales and minimums [N, blocks], of N stored blocks."""
 
 
@@ -41,34 +40,17 @@ def read_tensor(
         ModelError: it is of a kind that takes the package `gguf`, which is not installed.
     """
     kind, shape = tensor.kind, tensor.shape
-    rows = torch.frombuffer(tensor.data, dtype=torch.uint8).view(*shape[:-1], -1)
+    stored = torch.frombuffer(tensor.data, dtype=torch.uint8)
+    rows = stored.view(*shape[: max(len(shape) - 1, 1)], -1)  # a vector's elements are its rows
     if order is not None:
         rows = rows[order]
     if kind.name in _DENSE:
         dense = rows.clone() if rows.data_ptr() % 8 else rows
-        dense = dense.view(_DENSE[kind.name])
+        dense = dense.view(_DENSE[kind.name]).view(len(dense), *shape[1:])
         return dense if kind.name == "BF16" else dense.float()
     if (layout := _LAYOUTS.get(kind.name)) is None or len(shape) != 2:
         return _by_gguf(name, tensor, rows)
-    return _quantized(rows.view(-1, kind.size), layout, kind.block, shape)
-
-
-def _quantized(
-    stored: torch.Tensor, layout: _Layout, size: int, shape: tuple[int, ...]
-) -> Quantized:
-    """Blocks [N, bytes] of `size` weights each, decoded some at a time."""
-    count, parts = len(stored), size // layout.block
-    numbers = torch.empty(count, size, dtype=torch.uint8)
-    scales, minimums = torch.empty(2, count, parts)
-    step = _WEIGHTS_AT_ONCE // size
-    for at in range(0, count, step):
-        part = slice(at, at + step)
-        found, scales[part], minimums[part] = layout.decode(stored[part])
-        numbers[part] = found.view(-1, size)
-    rows = shape[0]
-    return Quantized(
-        numbers.view(shape), scales.view(rows, -1), minimums.view(rows, -1), layout.bits
-    )
+    return Stored([(layout, rows)])
 
 
 def _by_gguf(name: str, tensor: GGUFTensor, rows: torch.Tensor) -> torch.Tensor:
@@ -192,25 +174,23 @@ def _q6_k(stored: torch.Tensor) -> _Parts:
     return _symmetric(low.flatten(1) | high.flatten(1) << 4, scales, 32)
 
 
-class _Layout(NamedTuple):
-    """A decoder of stored blocks, and the count of numbers that then share a scale."""
-
-    decode: Callable[[torch.Tensor], _Parts]
-    bits: int
-    block: int
+def _mxfp4(stored: torch.Tensor) -> _Parts:
+    """Numbers are twice the values, from -12 on; a scale is a power of two, of 8 bits."""
+    exponents = stored[:, :1].int()
+    scales = torch.where(exponents < 2, 1 << 21 << exponents, exponents - 1 << 23)
+    numbers = torch.tensor(_E2M1, dtype=torch.uint8)[_fields(stored[:, 1:], 4, 16).int()]
+    return _symmetric(numbers, scales.view(torch.float32), 12)
 
 
 _LAYOUTS = {
-    "Q4_0": _Layout(_q4_0, 4, 32),
-    "Q4_1": _Layout(_q4_1, 4, 32),
-    "Q5_0": _Layout(_q5_0, 8, 32),
-    "Q5_1": _Layout(_q5_1, 8, 32),
-    "Q8_0": _Layout(_q8_0, 8, 32),
-    "Q2_K": _Layout(_q2_k, 8, 16),
-    "Q3_K": _Layout(_q3_k, 8, 16),
-    "Q4_K": _Layout(_q4_k, 4, 32),
-    "Q5_K": _Layout(_q5_k, 8, 32),
-    "Q6_K": _Layout(_q6_k, 8, 16),
-    "IQ4_NL": _Layout(_iq4_nl, 8, 32),
-    "IQ4_XS": _Layout(_iq4_xs, 8, 32),
+    name: Layout(name, decode, bits, block, kind.block, kind.size)
+    for name, decode, bits, block in (
+        *(("Q4_0", _q4_0, 4, 32), ("Q4_1", _q4_1, 4, 32), ("Q5_0", _q5_0, 8, 32)),
+        *(("Q5_1", _q5_1, 8, 32), ("Q8_0", _q8_0, 8, 32), ("Q2_K", _q2_k, 8, 16)),
+        *(("Q3_K", _q3_k, 8, 16), ("Q4_K", _q4_k, 4, 32), ("Q5_K", _q5_k, 8, 32)),
+        *(("Q6_K", _q6_k, 8, 16), ("IQ4_NL", _iq4_nl, 8, 32), ("IQ4_XS", _iq4_xs, 8, 32)),
+        ("MXFP4", _mxfp4, 8, 32),
+    )
+    for kind in KINDS.values()
+    if kind.name == name
 }

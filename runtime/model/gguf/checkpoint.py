@@ -12,7 +12,8 @@ from radixcache.kernels.quantized import Quantized
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
 from radixcache.runtime.checkpoints.model_files import find_gguf
 from radixcache.runtime.model.gguf.blocks import read_tensor
-from radixcache.runtime.model.gguf.config import FAMILIES
+
+FAMILIES = ("llama", "qwen2", "qwen3")
 
 _PARTS = {
     "attn_norm": "input_layernorm",

@@ -1,19 +1,21 @@
 """The decoder loop's operations with FlashInfer's fused kernels, on NVIDIA GPUs.
 
 A layer of a Llama is 10 launches: two norms that add, four products, RoPE, an append, attention, an
-activation; Qwen3 normalises heads with two more. Attention is `kernels/flashinfer_backend.py`'s.
+activation; norms of heads take two more. Attention is `kernels/flashinfer_backend.py`'s. For what
+FlashInfer has no kernel, torch's operations stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from radixcache.kernels.load_flashinfer import load_flashinfer
-from radixcache.runtime.model.architecture import Architecture
-from radixcache.runtime.model.operations.base import Layer, Operations, Weight
+from radixcache.runtime.model.description import MLP, Architecture, Attention, Layer
+from radixcache.runtime.model.operations.base import LoadedLayer, Operations, Part
+
+_ACTIVATIONS = {"silu": "silu_and_mul", "gelu_tanh": "gelu_tanh_and_mul", "gelu": "gelu_and_mul"}
 
 
 class FusedOperations(Operations):
@@ -22,89 +24,123 @@ class FusedOperations(Operations):
     def __init__(self, architecture: Architecture, dtype: torch.dtype) -> None:
         flashinfer = load_flashinfer()
         super().__init__(architecture, dtype)
-        self._kernels: Any = flashinfer
         self.name = f"FlashInfer {flashinfer.__version__}"
-        at = torch.arange(architecture.max_context, device=self._frequencies.device)
-        angles = at[:, None] * self._frequencies
-        table = torch.cat([angles.cos(), angles.sin()], -1)  # float32, as the kernel wants it
-        self._table = table.mul_(architecture.rope_scale)
+        self._kernels: Any = flashinfer
+        offset = "gemma_" if architecture.norm_offset else ""  # the kernel adds 1, in float32
+        self._rmsnorm = getattr(flashinfer, f"{offset}rmsnorm")
+        self._fused_add_rmsnorm = getattr(flashinfer, f"{offset}fused_add_rmsnorm")
+        self._tables = []
+        for rope in architecture.ropes:
+            at = torch.arange(architecture.max_context, device=rope.frequencies.device)
+            angles = at[:, None] * rope.frequencies
+            table = torch.cat([angles.cos(), angles.sin()], -1)  # float32, as the kernel wants it
+            self._tables.append(table.mul_(rope.scale))
 
-    def gate_up(self, gate: Weight, up: Weight) -> Any:
+    def gate_up(self, gate: Part, up: Part) -> Any:
         return self.product(gate, up)
 
-    def rotation(self, positions: torch.Tensor) -> torch.Tensor:
-        return positions.long()
+    def norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        return (weight - self.architecture.norm_offset).to(self._dtype)
+
+    def rotations(self, positions: torch.Tensor) -> list[Any]:
+        places = positions.long()
+        return [(places, table) for table in self._tables]
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        normed: torch.Tensor = self._kernels.rmsnorm(x, weight, self.eps)
+        if self.architecture.centred:
+            return super().norm(x, weight)
+        normed: torch.Tensor = self._rmsnorm(x, weight, self.eps)
         return normed
 
-    def project(
+    def join(
         self,
-        x: torch.Tensor,
-        product: Callable[[torch.Tensor], torch.Tensor],
+        y: torch.Tensor,
         residual: torch.Tensor,
-        norm: torch.Tensor,
+        spec: Layer,
+        norm_after: torch.Tensor | None,
+        next_norm: torch.Tensor | None,
+        scale: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x = product(x)
-        self._kernels.fused_add_rmsnorm(x, residual, norm, self.eps)
-        return residual, x
+        if next_norm is None or scale is not None or self.architecture.centred:
+            return super().join(y, residual, spec, norm_after, next_norm, scale)
+        if norm_after is not None:
+            y = self.norm(y, norm_after)
+        if spec.residual_scale != 1:
+            y = y * spec.residual_scale
+        self._fused_add_rmsnorm(y, residual, next_norm, self.eps)
+        return residual, y
 
-    def gated(self, x: torch.Tensor, gate_up: Any) -> torch.Tensor:
+    def gated(self, mlp: MLP, x: torch.Tensor, gate_up: Any) -> torch.Tensor:
+        if not mlp.gated:
+            return super().gated(mlp, x, gate_up)
         both = gate_up(x)
+        if (kernel := _ACTIVATIONS.get(mlp.activation)) is None:
+            gate, up = both.chunk(2, -1)
+            return super().gated(mlp, x, (lambda _: gate, lambda _: up))
         out = both.new_empty(len(both), both.shape[1] // 2)
-        self._kernels.silu_and_mul(both, out=out)
+        getattr(self._kernels, kernel)(both, out=out)
         return out
 
-    def mlp(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = layer.down(self.gated(x, layer.gate_up))
-        return out
+    def head_norms(
+        self, layer: LoadedLayer, query: torch.Tensor, key: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert isinstance(layer.spec.mixer, Attention)
+        each = layer.spec.mixer.head_norms == "head"
+        for heads, name in ((query, "query_norm"), (key, "key_norm")):
+            if each:
+                heads = heads.unflatten(-1, (-1, layer.spec.mixer.kind.head_dim))
+            if each and self.architecture.norm_offset:  # a kernel for two dimensions alone
+                heads.copy_(self.norm(heads.flatten(0, 1), layer.norms[name]).view_as(heads))
+            else:
+                self._rmsnorm(heads, layer.norms[name], self.eps, out=heads)
+        return query, key
 
     def turn(
-        self, qkv: torch.Tensor, rotation: Any, layer: Layer
+        self, query: torch.Tensor, key: torch.Tensor, rotation: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        queries, turned = layer.kind.query_heads, layer.kind.query_heads + layer.kind.kv_heads
-        query, key = qkv[:, :queries], qkv[:, queries:turned]
-        for heads, norm in ((query, layer.query_norm), (key, layer.key_norm)):
-            if norm is not None:
-                self._kernels.rmsnorm(heads, norm, self.eps, out=heads)
-        dim = layer.kind.head_dim
-        flat = qkv.flatten(1)
+        places, table = rotation
         self._kernels.apply_rope_with_cos_sin_cache_inplace(
-            rotation, flat[:, : queries * dim], flat[:, queries * dim : turned * dim], dim,
-            self._table,
-        )  # fmt: skip
+            places, query.flatten(1), key.flatten(1), query.shape[-1], table
+        )
         return query, key
 
 
 @torch.inference_mode()
-def tried(architecture: Architecture, dtype: torch.dtype) -> FusedOperations:
+def tried(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> FusedOperations:
     """The operations after each kernel has run once, which loads or compiles it."""
     operations = FusedOperations(architecture, dtype)
-    kind, device = architecture.kinds[0], architecture.inverse_frequencies.device
 
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    hidden, heads = architecture.hidden_size, kind.query_heads + kind.kv_heads
-    inner, norm = zeros(2 * architecture.intermediate_size, hidden), zeros(hidden)
-    layer = Layer(
-        kind=kind,
-        qkv=operations.product((inner, None)),
-        query_norm=zeros(kind.head_dim),
-        key_norm=zeros(kind.head_dim),
-        out=operations.product((zeros(hidden, hidden), None)),
-        mlp_norm=norm,
-        gate_up=operations.product((inner, None)),
-        down=operations.product((zeros(hidden, architecture.intermediate_size), None)),
-        norm_after=norm,
-    )
-    x = operations.norm(zeros(2, hidden), norm)
-    qkv = zeros(2, heads + kind.kv_heads, kind.head_dim)
-    places = torch.arange(2, device=device)
-    query, key = operations.turn(qkv, operations.rotation(places), layer)
-    residual, x = operations.project(x, layer.out, zeros(2, hidden), norm)
-    x = operations.gated(x, layer.gate_up)
-    if any(t.any() for t in (query, key, residual, x)):  # copies to the host: a failed launch shows
+    hidden = architecture.hidden_size
+    norm = zeros(hidden)
+    found = [operations.norm(zeros(2, hidden), norm)]
+    for layer in dict.fromkeys(architecture.layers):
+        found += operations.join(zeros(2, hidden), zeros(2, hidden), layer, None, norm)
+        if isinstance(mlp := layer.mlp, MLP):
+            both = zeros(2, mlp.inner * (1 + mlp.gated))
+            found.append(operations.gated(mlp, zeros(2, hidden), lambda _, both=both: both))
+        if isinstance(spec := layer.mixer, Attention):
+            kind = spec.kind
+            query, key = (
+                zeros(2, kind.query_heads, kind.head_dim),
+                zeros(2, kind.kv_heads, kind.head_dim),
+            )
+            if spec.head_norms is not None:
+                each = spec.head_norms == "head"
+                norms = {
+                    name: zeros(kind.head_dim if each else heads * kind.head_dim)
+                    for name, heads in (
+                        ("query_norm", kind.query_heads),
+                        ("key_norm", kind.kv_heads),
+                    )
+                }
+                operations.head_norms(LoadedLayer(layer, norms), query.flatten(1), key.flatten(1))
+            if spec.rope is not None:
+                rotations = operations.rotations(torch.arange(2, device=device))
+                operations.turn(query, key, rotations[spec.rope])
+            found += [query, key]
+    if any(tensor.any() for tensor in found):  # copies to the host: a failed launch shows
         raise RuntimeError("its kernels give wrong results")
     return operations

@@ -2,83 +2,229 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
 import torch
 
 from radixcache.kernels.attention import AttentionPlan
-from radixcache.kernels.native.attention import NativeBackend, NativePlan
+from radixcache.kernels.native import model as native
+from radixcache.kernels.native.activations import ACTIVATIONS
+from radixcache.kernels.native.attention import NativeBackend, NativePlan, heads_of
 from radixcache.kernels.native.linear import PackedLinear
-from radixcache.kernels.native.model import Linears, NativeLayer, NativeModel
+from radixcache.kernels.native.linear import Weight as WeightStruct
 from radixcache.kernels.quantized import Quantized
-from radixcache.runtime.model.architecture import Architecture
+from radixcache.runtime.model.description import (
+    MLP,
+    Architecture,
+    Attention,
+    DeltaNet,
+    Experts,
+    Mixer,
+    ShortConv,
+    Weight,
+    Weights,
+)
 from radixcache.runtime.model.kv_pool import KVPool
-from radixcache.runtime.model.operations.base import Loaded, Operations, Weight, join
+from radixcache.runtime.model.operations.base import Operations, join
 from radixcache.runtime.model.system_memory import use_huge_pages
+from radixcache.states import SequenceStates
 
 
 class NativeOperations(Operations):
-    """Exact: a row's results depend, to the bit, on that row alone."""
+    """Exact: a row's results depend, to the bit, on its own tokens alone."""
 
     name = NativeBackend.name
 
     def __init__(self, architecture: Architecture, dtype: torch.dtype) -> None:
         super().__init__(architecture, dtype)
         self._packed: list[PackedLinear] = []
+        self._held: list[object] = []  # what the structures' addresses point to
+        self._sublayers: list[tuple[native.Layer, native.Joint]] = []
+        self._norms: list[int | None] = []  # the address of the norm before each sublayer
+        self._pool: KVPool | None = None
 
-    def product(self, *parts: Weight) -> PackedLinear:
-        (packed,) = self._pack(parts)
-        return packed
+    def embedding(self, embedding: Weight, head: Weight | None) -> None:
+        self._table = self._pack([embedding])
+        self._head = self._table if head is None else self._pack([head])
 
-    def qkv(self, *parts: Weight) -> Linears:
-        return self._pack(parts)
+    def layer(self, number: int, weights: Weights) -> None:
+        """At load: take the weights of the next layer, by the names of `layer_shapes`.
 
-    def gate_up(self, gate: Weight, up: Weight) -> Linears:
-        return self._pack((gate, up))
+        Raises:
+            ValueError: they have other shapes, or the layer's numbers contradict each other.
+        """
+        layer = self.architecture.layers[number]
+        _check_shapes(weights, self.architecture.layer_shapes(number))
 
-    def _pack(self, parts: tuple[Weight, ...]) -> Linears:
-        """Join parts of one format into one product: threads wait once per product."""
-        packed = []
-        for _, same in groupby(parts, key=lambda part: _format(part[0])):
-            weights, biases = zip(*same, strict=True)
-            bias = None if biases[0] is None else torch.cat([b for b in biases if b is not None])
-            packed.append(PackedLinear(_join(list(weights), self._dtype), bias))
-        self._packed += packed
-        return tuple(packed)
+        def add(sublayer: native.Layer, before: str, after: str, parallel: bool) -> None:
+            self._norms.append(self._vector(weights.get(before)))
+            norm = self._vector(weights.get(after))
+            joint = native.Joint(norm, None, layer.residual_scale, 1.0, parallel)
+            self._sublayers.append((sublayer, joint))
 
-    def embedding(
-        self, embedding: torch.Tensor | Quantized, head: torch.Tensor | Quantized | None
-    ) -> tuple[PackedLinear, PackedLinear]:
-        table = self.product((embedding, None))
-        return table, table if head is None else self.product((head, None))
+        if layer.mixer is not None:
+            add(self._mixer(layer.mixer, weights), "input_norm", "attended_norm", layer.parallel)
+        if isinstance(layer.mlp, MLP):
+            add(self._mlp(layer.mlp, weights), "mlp_norm", "after_norm", False)
+        elif layer.mlp is not None:
+            add(self._experts(layer.mlp, weights), "mlp_norm", "after_norm", False)
+        if layer.layer_scale:
+            self._sublayers[-1][1].sum_scale = float(weights["layer_scale"])
 
-    def loaded(self, weights: Loaded) -> None:
-        layers = [NativeLayer(*layer) for layer in weights.layers]
-        self._model = NativeModel(
-            weights.embedding,
-            weights.first_norm,
-            layers,
-            weights.head,
-            self._frequencies,
-            self._rope_scale,
-            self.eps,
+    def loaded(self, last_norm: torch.Tensor) -> None:
+        a = self.architecture
+        _check_shapes({"last_norm": last_norm}, {"last_norm": (a.hidden_size,)})
+        first, *following = *self._norms, self._vector(last_norm)
+        for (_, joint), norm in zip(self._sublayers, following, strict=True):
+            joint.before = norm
+        ropes = [
+            native.RopeTable(self._vector(rope.frequencies), rope.scale, len(rope.frequencies))
+            for rope in a.ropes
+        ]
+        self._model = native.NativeModel(
+            *(self._sublayers, ropes, first, self._table, self._head, self._dtype, self._held),
+            eps=a.eps,
+            centred=a.centred,
+            embed_scale=a.embed_scale,
+            logit_scale=a.logit_scale,
+            logit_softcap=a.logit_softcap or 0.0,
         )
         use_huge_pages(packed.block for packed in self._packed)
 
-    def run(self, pool: KVPool, plan: AttentionPlan) -> torch.Tensor:
+    def run(
+        self, pool: KVPool, plan: AttentionPlan, states: Sequence[SequenceStates] = ()
+    ) -> torch.Tensor:
         assert isinstance(plan, NativePlan)
+        if pool is not self._pool:
+            tensors = {} if pool.states is None else pool.states.tensors
+            self._pool = pool
+            self._states = [tensors[name] for name in self.architecture.state_shapes]
         tables = (table.long().contiguous() for table in plan.arrays)
-        return self._model.forward(plan, pool.layers, *tables)
+        return self._model.forward(plan, pool.layers, self._states, states, *tables)
+
+    # ---- Structures of one layer.
+
+    def _mixer(self, mixer: Mixer, w: Weights) -> native.Layer:
+        if isinstance(mixer, Attention):
+            return self._attention(mixer, w)
+        conv = self._vector(w["conv"]), self._vector(w.get("conv.bias"))
+        vectors = [self._vector(w.get(n)) for n in ("rate", "rate_bias", "skip", "mixer_norm")]
+        out = self._product(w, "o").struct
+        if isinstance(mixer, ShortConv):
+            sizes, names, limits = (0, 0, 0, 0, 1), ["in"], (0.0, 0.0)
+        elif isinstance(mixer, DeltaNet):
+            sizes = mixer.key_heads, mixer.heads, mixer.key, mixer.value, 1
+            names, limits = ["in", "z", "ba"], (0.0, float("inf"))
+        else:
+            sizes = mixer.groups, mixer.heads, mixer.state, mixer.value, mixer.norm_groups
+            names, limits = ["in"], (mixer.least, mixer.most)
+        if sizes[1] % (sizes[0] or 1) or mixer.out_width % sizes[4]:
+            raise ValueError(f"{mixer} cuts its heads into parts of different sizes")
+        kind = native.RECURRENCES.index(type(mixer).__name__)
+        inputs = self._structs(3, self._products(w, *names))
+        shape = kind, mixer.width, mixer.channels
+        return native.RecurrentLayer(inputs, out, *conv, *vectors, *limits, *shape, *sizes)
+
+    def _attention(self, attention: Attention, w: Weights) -> native.AttentionLayer:
+        kind, rope = attention.kind, -1 if attention.rope is None else attention.rope
+        if not -1 <= rope < len(self.architecture.ropes) or (
+            rope >= 0 and 2 * len(self.architecture.ropes[rope].frequencies) > kind.head_dim
+        ):
+            raise ValueError(f"no RoPE number {rope} for heads of {kind.head_dim}")
+        names = ["q", "q_gate", "k", "v"] if attention.gated else ["q", "k", "v"]
+        scaling, length = attention.query_scaling or (0.0, 0)
+        return native.AttentionLayer(
+            *(heads_of(kind), self._structs(4, self._products(w, *names))),
+            self._product(w, "o").struct,
+            *(self._vector(w.get(name)) for name in ("query_norm", "key_norm", "sinks")),
+            *(rope, attention.gated, attention.head_norms == "whole", attention.value_norm),
+            *(length, scaling),
+        )
+
+    def _mlp(self, mlp: MLP, w: Weights, prefix: str = "") -> native.MLP:
+        names = [f"{prefix}gate", f"{prefix}up"] if mlp.gated else [f"{prefix}up"]
+        return native.MLP(
+            self._structs(2, self._products(w, *names)),
+            self._product(w, f"{prefix}down").struct,
+            *(mlp.inner, mlp.gated, ACTIVATIONS.index(mlp.activation)),
+        )
+
+    def _experts(self, experts: Experts, w: Weights) -> native.Experts:
+        size, groups = experts.count // experts.groups, experts.groups
+        fits = size * groups == experts.count and 0 < experts.kept_groups <= groups
+        if not fits or not 0 < experts.active <= size * experts.kept_groups:
+            raise ValueError(f"{experts.active} experts cannot be chosen as {experts} says")
+        names = [name for name in w if name.startswith("experts.")]
+        each = (native.MLP * experts.count)(
+            *(
+                self._mlp(experts.each, {name: w[name][i] for name in names}, "experts.")
+                for i in range(experts.count)
+            )
+        )
+        shared = None if experts.shared is None else self._mlp(experts.shared, w, "shared.")
+        self._held += [each, shared]
+        gate = self._router(w, "shared.router").struct if experts.shared_gate else ()
+        return native.Experts(
+            ctypes.addressof(each),
+            None if shared is None else ctypes.addressof(shared),
+            *(self._router(w, "router").struct, gate, self._vector(w.get("correction"))),
+            *(native.SCORES.index(experts.scores), experts.count, experts.active, groups),
+            *(experts.kept_groups, experts.renormalise, experts.epsilon, experts.scale),
+        )
+
+    # ---- Weights.
+
+    def _vector(self, weight: torch.Tensor | None) -> int | None:
+        """The address of a float32 copy of a weight that is no product; None for None."""
+        if weight is None:
+            return None
+        kept = weight.detach().float().contiguous()
+        self._held.append(kept)
+        return kept.data_ptr()
+
+    def _product(self, w: Weights, name: str) -> PackedLinear:
+        return self._pack([w[name]], w.get(f"{name}.bias"))
+
+    def _router(self, w: Weights, name: str) -> PackedLinear:
+        """A product with a weight that is not rounded: scores are float32."""
+        self._packed.append(PackedLinear(w[name], w.get(f"{name}.bias")))
+        return self._packed[-1]
+
+    def _products(self, w: Weights, *names: str) -> list[PackedLinear]:
+        """Products side by side; those of one format are one: threads wait once per product."""
+        packed = []
+        for _, same in groupby(names, key=lambda name: _format(w[name])):
+            group = list(same)
+            biases = [w[f"{name}.bias"].float() for name in group if f"{name}.bias" in w]
+            bias = torch.cat(biases) if biases else None
+            packed.append(self._pack([w[name] for name in group], bias))
+        return packed
+
+    def _structs(self, most: int, products: list[PackedLinear]) -> Any:
+        return (WeightStruct * most)(*(product.struct for product in products))
+
+    def _pack(self, weights: list[Any], bias: torch.Tensor | None = None) -> PackedLinear:
+        """The product of joined weights of one format, in the step's dtype or fewer bits."""
+        if isinstance(weights[0], Quantized):
+            joined: Weight = Quantized.join(weights)
+        else:
+            joined = join(weights)
+            joined = joined if joined.itemsize <= self._dtype.itemsize else joined.to(self._dtype)
+        self._packed.append(PackedLinear(joined, bias))
+        return self._packed[-1]
 
 
-def _format(weight: torch.Tensor | Quantized) -> Any:
+def _format(weight: Weight) -> Any:
     return (weight.bits, weight.block) if isinstance(weight, Quantized) else weight.dtype
 
 
-def _join(weights: list[Any], dtype: torch.dtype) -> torch.Tensor | Quantized:
-    """One weight from several of one format, in `dtype` or fewer bits."""
-    if isinstance(weights[0], Quantized):
-        return Quantized.join(weights)
-    joined = join(weights)
-    return joined if joined.itemsize <= dtype.itemsize else joined.to(dtype)
+def _check_shapes(weights: Weights, shapes: dict[str, tuple[int, ...]]) -> None:
+    for name, shape in shapes.items():
+        found = weights.get(name)
+        for weight in found if isinstance(found, list) else [found]:
+            if weight is None or tuple(weight.shape) != shape:
+                given = "nothing" if weight is None else list(weight.shape)
+                raise ValueError(f"{name} should be {list(shape)}, and is {given}")

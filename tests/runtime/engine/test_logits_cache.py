@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.logits_cache import (
     PromptLogitsCache,
 )
+from radixcache.runtime.request import PromptKey
 from tests.helpers.engines import assert_no_page_is_lost, generated, run
 from tests.helpers.hash_model import VOCAB, greedy, hash_engine
 
@@ -141,3 +143,13 @@ def test_the_other_modes_keep_no_logits_and_compute_the_last_token(cache: str) -
     assert computed == (4 if cache == "hash-block" else 16)
     engine.reset_cache()
     assert engine.scheduler.logits_cache is None and engine.match(prompt) == 0
+
+
+def test_prompts_of_one_length_and_end_are_told_apart() -> None:
+    ours = np.arange(100, dtype=np.int32)
+    other = ours.copy()
+    other[3] = 7
+    key = PromptKey(ours, "a")
+    assert key == PromptKey(ours.copy(), "a") and key != PromptKey(other, "a")
+    assert key != PromptKey(ours, "b") and key != PromptKey(ours[:99], "a")
+    assert key in {PromptKey(ours.copy(), "a")} and key not in {PromptKey(other, "a")}

@@ -27,28 +27,50 @@ from radixcache.kernels.attention import PagedBatch
 from radixcache.runtime.engine.chunk import Chunk
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.engine.state_planner import StatePlanner
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.request import Request, Sequence
+from radixcache.states import SequenceStates, StateIndex
 from tests.helpers.engines import logits_cache
 from tests.helpers.gguf_files import write_model
 from tests.helpers.models import VOCAB_SIZE, tiny_model
 from tests.runtime.kv_offload.disk_engine import MemoryStore, attach
 
+_WINDOW = {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]}
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"intermediate_size": 4224},  # products that are packed: one row has other bits
     "qwen3": {"intermediate_size": 60, "head_dim": 24},
     "mistral": {"intermediate_size": 100, "attention_bias": None},
     "gemma2": {"intermediate_size": 100},
     "gemma3_text": {"intermediate_size": 60},
-}
+    "olmo3": _WINDOW,
+    "glm4": {"intermediate_size": 100},
+    "cohere2": _WINDOW,
+    "qwen3_moe": _EXPERTS,
+    "gpt_oss": {**_WINDOW, "num_local_experts": 5, "num_experts_per_tok": 2},
+    "glm4_moe": {
+        "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+        "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1,
+    },
+    "qwen3_5_text": {},
+    "qwen3_next": {},
+    "lfm2": {"intermediate_size": 100},
+    "granitemoehybrid": {},
+    "nemotron_h": {},
+    # Of those without a description: linear layers, norms and activations are replaced one by one.
+    "starcoder2": {"intermediate_size": 100},
+    "stablelm": {"intermediate_size": 60},
+}  # fmt: skip
 GGUFS = {
     "llama of 4 bits": ("Q4_1",),
     "llama of mixed bits": ("Q4_1", "Q4_K", "Q6_K", "Q8_0", "BF16"),
 }
 """Files of these kinds of blocks, matrix by matrix in turn."""
-LOOPED = ("llama", "qwen3", "mistral")
+TRANSFORMERS = ("starcoder2", "stablelm")
+"""Whose layers are transformers'."""
 DTYPES = ("float32", "bfloat16")
 
 
@@ -130,9 +152,11 @@ def gather(pool: KVPool, table: Any, count: int) -> list[torch.Tensor]:
 def run_alone(model: PagedModel, tokens: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Logits and KV of all tokens, from one forward pass with nothing cached."""
     count = len(tokens)
-    pool, table = model.allocate(1, count), np.zeros(1, np.int32)
+    pool, table = model.allocate(1, count, 1), np.zeros(1, np.int32)
     batch = PagedBatch.of([table], [count], [count], count)
-    return model.forward(tokens, batch, np.arange(count), pool), gather(pool, table, count)
+    states = [SequenceStates(-1, 0)] if model.state_shapes else []
+    logits = model.forward(tokens, batch, np.arange(count), pool, states)
+    return logits, gather(pool, table, count)
 
 
 def differing(one: torch.Tensor, other: torch.Tensor) -> int:
@@ -151,13 +175,14 @@ class Schedule:
         room = rng.choice([80, 80, 110, 1000]) * scale
         pool = PagePool(room // page_size + 2, page_size)
         self.cache: PrefixCache = rng.choice([RadixCache, RadixCache, HashBlockCache])(pool)
-        scheduler = Scheduler(
-            self.cache, rng.choice([3, 7, 24, 300]) * scale, rng.choice([1, 3, 16]),
-            logits_cache=logits_cache(self.cache, model.vocab_size),
-        )  # fmt: skip
-        kv_pool = model.allocate(pool.num_pages, page_size)
+        most, num_states = rng.choice([1, 3, 16]), rng.choice([20, 60]) * bool(model.state_shapes)
+        states = StatePlanner(StateIndex(num_states), True) if num_states else None
+        kept = None if num_states else logits_cache(self.cache, model.vocab_size)
+        step = rng.choice([3, 7, 24, 300]) * scale
+        scheduler = Scheduler(self.cache, step, most, states=states, logits_cache=kept)
+        kv_pool = model.allocate(pool.num_pages, page_size, num_states)
         self.engine = Engine(model, kv_pool, self.cache, scheduler)
-        if isinstance(self.cache, RadixCache) and rng.random() < 0.5:
+        if isinstance(self.cache, RadixCache) and not num_states and rng.random() < 0.5:
             attach(self.engine, MemoryStore(kv_pool), rng.choice([9, 200]))
         self.stems = [self.text(25 * scale) for _ in range(2)]
 

@@ -18,8 +18,9 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from radixcache.errors import ModelError
-from radixcache.runtime.model.architecture import Architecture, Unknown, understand
 from radixcache.runtime.model.decoder import Decoder
+from radixcache.runtime.model.description import Architecture, Unknown
+from radixcache.runtime.model.families.describe import describe
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from tests.helpers.models import make_peaky
@@ -34,6 +35,14 @@ PROMPT = 45
 NONSENSE: tuple[Any, ...] = (
     None, 0, -1, 3, 4.0, "2", True, False, [], {}, [2, 2], {"full_attention": 1},
 )  # fmt: skip
+
+
+NAMES = {
+    "input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
+    "query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm",
+    **{name: f"self_attn.{name}_proj" for name in "qkvo"},
+    **{name: f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+}  # fmt: skip
 
 
 def draw(rng: Random) -> Settings:
@@ -162,7 +171,7 @@ def other_weights(settings: Settings) -> bool:
 
 def understood(settings: Settings) -> Architecture | None:
     try:
-        return understand(settings)
+        return describe(settings)
     except Unknown:
         return None
 
@@ -205,7 +214,18 @@ def weightless(folder: Path, settings: Settings) -> None:
     """What transformers does not run, with the weights that the loop would ask for, if it does."""
     architecture = understood(settings)
     if architecture is not None:
-        weights = {name: torch.randn(shape) for name, shape in architecture.shapes().items()}
+        vocab, hidden = architecture.vocab_size, architecture.hidden_size
+        shapes = {"model.embed_tokens": (vocab, hidden), "model.norm": (hidden,)}
+        if not architecture.tied:
+            shapes["lm_head"] = (vocab, hidden)
+        for number in range(len(architecture.layers)):
+            for name, shape in architecture.layer_shapes(number).items():
+                stem, _, end = name.partition(".")
+                shapes[f"model.layers.{number}.{NAMES[stem]}.{end or 'weight'}"] = shape
+        weights = {
+            name if name.endswith(("weight", "bias")) else f"{name}.weight": torch.randn(shape)
+            for name, shape in shapes.items()
+        }
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     for dtype in ("float32", "bfloat16"):
         load(folder, dtype)

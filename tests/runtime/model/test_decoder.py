@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,14 +20,14 @@ from radixcache.kernels.native.attention import NativeBackend
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.torch_backend import TorchBackend, TorchPlan
 from radixcache.runtime.model import decoder
-from radixcache.runtime.model import old_reference as reference
-from radixcache.runtime.model.architecture import Unknown, understand
 from radixcache.runtime.model.decoder import Decoder
+from radixcache.runtime.model.description import Architecture, Attention, Unknown, Weights
+from radixcache.runtime.model.families.describe import describe
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.operations import base as operations
-from radixcache.runtime.model.operations.base import Loaded, Operations, PlainProduct
-from radixcache.runtime.model.operations.native import NativeOperations
+from radixcache.runtime.model.operations.base import Operations, PlainProduct
+from radixcache.runtime.model.operations.selector import choose_operations
 from radixcache.runtime.model.transformers_model import TransformersModel
 from tests.helpers.models import NUM_LAYERS, tiny_model
 from tests.runtime.model.test_paged_model import (
@@ -88,28 +89,10 @@ def test_settings_of_the_known_families(family, options, tmp_path) -> None:
     assert relative_error(run_steps(model, sequences, STEPS[2], 4), plain) < 1e-4
 
 
-def test_the_reference_is_transformers_forward_pass(tmp_path) -> None:
-    """Which it stands for at load: with windows, biases, and norms of heads."""
-    options = {"max_window_layers": 1, "sliding_window": 5, "use_sliding_window": True}
-    for family, more in (("qwen3", options), ("llama", {"attention_bias": True, "mlp_bias": True})):
-        folder = tiny_model(family, tmp_path / family, tokenizer=False, **more)
-        architecture = understand(settings_of(folder))
-        weights = load_file(folder / "model.safetensors")
-        tokens = np.random.default_rng(3).integers(0, 256, 20)
-        hidden = weights["model.embed_tokens.weight"][tokens]
-        for layer in range(len(architecture.kinds)):
-            names = architecture.layer_shapes(layer)
-            of_layer = {name: weights[f"model.layers.{layer}.{name}"] for name in names}
-            hidden = reference.run_layer(architecture, layer, hidden, of_layer)
-        hidden = reference.rms_norm(hidden, weights["model.norm.weight"], architecture.eps)
-        logits = [hidden @ weights["lm_head.weight"].T]
-        assert relative_error(logits, plain_logits(folder, [tokens])) < 1e-5
-
-
 @pytest.mark.parametrize(
     ("family", "options", "reason"),
     [
-        ("gemma", {}, "no loop for gemma"),
+        ("starcoder2", {}, "no loop for starcoder2"),
         ("llama", {"hidden_act": "gelu"}, "its activation is gelu"),
         ("llama", {"attention_magic": 2.0}, "its config has attention_magic"),
         ("llama", rope("default", partial_rotary_factor=0.5), "its RoPE is default"),
@@ -154,7 +137,7 @@ def test_transformers_layers_run_what_the_loop_does_not_know(
 )
 def test_what_makes_no_sense_is_left_to_transformers(qwen, settings) -> None:
     with pytest.raises(Unknown):
-        understand({**settings_of(qwen), **settings})
+        describe({**settings_of(qwen), **settings})
 
 
 def test_a_checkpoint_in_several_files_gives_the_same_model(qwen, tmp_path) -> None:
@@ -208,9 +191,9 @@ def refuses_wrong_scale(
 @pytest.mark.parametrize(
     ("owner", "operation"),
     [
-        (Operations, "norm"), (Operations, "rotation"), (Operations, "turn"),
-        (Operations, "attend"), (Operations, "project"), (Operations, "gated"),
-        (PlainProduct, "__call__"), (PlainProduct, "silu"), (TorchPlan, "run"),
+        (Operations, "norm"), (Operations, "turn"), (Operations, "attend"),
+        (Operations, "head_norms"), (Operations, "join"), (Operations, "gated"),
+        (PlainProduct, "__call__"), (TorchPlan, "run"),
     ],
 )  # fmt: skip
 def test_a_wrong_scale_in_any_operation_is_refused_at_load(
@@ -221,47 +204,67 @@ def test_a_wrong_scale_in_any_operation_is_refused_at_load(
     )
 
 
-def scale_scores(_: NativeOperations, weights: Loaded, by: float) -> None:
-    layers = weights.layers
-    layers[0] = layers[0]._replace(kind=layers[0].kind._replace(scale=by))
+def swap_products(weights: list[Weights], _: float) -> None:
+    weights[0]["down"], weights[1]["down"] = weights[1]["down"], weights[0]["down"]
 
 
-def swap_products(_: NativeOperations, weights: Loaded, by: float) -> None:
-    first, second = weights.layers[:2]
-    weights.layers[:2] = first._replace(down=second.down), second._replace(down=first.down)
+def scale_scores(architecture: Architecture, by: float) -> Architecture:
+    first, *rest = architecture.layers
+    assert isinstance(first.mixer, Attention)
+    mixer = replace(first.mixer, kind=first.mixer.kind._replace(scale=by))
+    return replace(architecture, layers=(replace(first, mixer=mixer), *rest))
 
 
-FAULTS: dict[str, Callable[[NativeOperations, Loaded, float], object]] = {
-    "norm": lambda _, weights, by: weights.layers[1].mlp_norm.mul_(by),
-    "last norm": lambda _, weights, by: weights.layers[-1].norm_after.mul_(by),
-    "norm of keys": lambda _, weights, by: cast(torch.Tensor, weights.layers[0].key_norm).mul_(by),
-    "scale of RoPE": lambda ops, _, by: setattr(ops, "_rope_scale", ops._rope_scale * by),
-    "frequencies": lambda ops, _, by: setattr(ops, "_frequencies", ops._frequencies * by),
-    "scores": scale_scores,
+def scale_rope(architecture: Architecture, by: float) -> Architecture:
+    return replace(architecture, ropes=(replace(architecture.ropes[0], scale=by),))
+
+
+def scale_frequencies(architecture: Architecture, by: float) -> Architecture:
+    (rope,) = architecture.ropes
+    return replace(architecture, ropes=(replace(rope, frequencies=rope.frequencies * by),))
+
+
+WRONG_WEIGHTS: dict[str, Callable[[list[Weights], float], object]] = {
+    "norm": lambda weights, by: weights[1]["mlp_norm"].mul_(by),
+    "norm of keys": lambda weights, by: weights[0]["key_norm"].mul_(by),
     "products": swap_products,
 }
+WRONG_DESCRIPTIONS = {
+    "scores": scale_scores, "scale of RoPE": scale_rope, "frequencies": scale_frequencies,
+}  # fmt: skip
 
 
-def refuses_fault(folder: Path, fault: Any, scale: float, dtype: str, patch: Any, log: Any) -> None:
-    right = NativeOperations.loaded
+def refuses_fault(folder: Path, fault: str, scale: float, dtype: str, patch: Any, log: Any) -> None:
+    """The operations get other weights, or another description, than the reference."""
 
-    def wrong(self: NativeOperations, weights: Loaded) -> None:
-        fault(self, weights, scale)
-        right(self, weights)
+    def choose(architecture: Architecture, *rest: Any) -> Any:
+        change = WRONG_DESCRIPTIONS.get(fault, lambda same, _: same)
+        operations: Any = choose_operations(change(architecture, scale), *rest)
+        load_layer, load_last, weights = operations.layer, operations.loaded, list[Weights]()
+
+        def loaded(last_norm: torch.Tensor) -> None:
+            WRONG_WEIGHTS.get(fault, lambda *_: None)(weights, scale)
+            for number, of_layer in enumerate(weights):
+                load_layer(number, of_layer)
+            load_last(last_norm)
+
+        operations.layer = lambda _, of_layer: weights.append(dict(of_layer))
+        operations.loaded = loaded
+        return operations
 
     log.set_level("INFO", "radixcache")
-    patch.setattr(NativeOperations, "loaded", wrong)
+    patch.setattr(decoder, "choose_operations", choose)
     assert isinstance(load_model(folder, device="cpu", dtype=dtype), TransformersModel)
     assert "come out wrong" in log.text
 
 
 @needs_native
 @pytest.mark.parametrize(("dtype", "scale"), [("float32", 1.05), ("bfloat16", 1.5)])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [*WRONG_WEIGHTS, *WRONG_DESCRIPTIONS])
 def test_a_fault_in_what_the_native_step_is_given_is_refused_at_load(
     qwen, fault, dtype, scale, monkeypatch, caplog
 ) -> None:
-    refuses_fault(qwen, FAULTS[fault], scale, dtype, monkeypatch, caplog)
+    refuses_fault(qwen, fault, scale, dtype, monkeypatch, caplog)
 
 
 @needs_native
@@ -274,7 +277,7 @@ def test_a_deep_model_may_round_more_and_is_refused_all_the_same(
     with monkeypatch.context() as patch:
         patch.setattr(decoder, "_ROUNDINGS", 0)
         assert isinstance(load_model(deep, device="cpu", dtype="bfloat16"), TransformersModel)
-    refuses_fault(deep, FAULTS["norm"], 2, "bfloat16", monkeypatch, caplog)
+    refuses_fault(deep, "norm", 2, "bfloat16", monkeypatch, caplog)
 
 
 def test_weights_that_are_not_numbers_are_refused_at_load(qwen, tmp_path, caplog) -> None:

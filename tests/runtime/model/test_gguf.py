@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from radixcache import LLM, ModelError
+from radixcache.kernels import quantized
+from radixcache.kernels.native.library import problem
+from radixcache.kernels.native.linear import PackedLinear
 from radixcache.kernels.quantized import Quantized
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
 from radixcache.runtime.checkpoints.model_files import check_model, split_gguf
 from radixcache.runtime.model import load
-from radixcache.runtime.model.gguf import blocks as gguf_blocks
 from radixcache.runtime.model.gguf.blocks import read_tensor
 from radixcache.runtime.model.gguf.checkpoint import GGUFCheckpoint, open_gguf
 from radixcache.runtime.model.gguf.config import settings_of
@@ -36,7 +38,7 @@ CPU = torch.device("cpu")
 STEPS = [(9, 0), (1, 6), (8, 5)]
 BITS = {"Q4_0": (4, 32), "Q4_1": (4, 32), "Q5_0": (8, 32), "Q5_1": (8, 32), "Q8_0": (8, 32)}
 BITS |= {"Q2_K": (8, 16), "Q3_K": (8, 16), "Q4_K": (4, 32), "Q5_K": (8, 32), "Q6_K": (8, 16)}
-BITS |= {"IQ4_NL": (8, 32), "IQ4_XS": (8, 32)}
+BITS |= {"IQ4_NL": (8, 32), "IQ4_XS": (8, 32), "MXFP4": (8, 32)}
 
 
 def opened(path: Path, data: bytes) -> GGUFFile:
@@ -57,7 +59,7 @@ def sequences() -> list[np.ndarray]:
 
 @pytest.mark.parametrize("kind", BITS)
 def test_blocks_of_each_kind_are_decoded_to_the_bit(path, monkeypatch, kind):
-    monkeypatch.setattr(gguf_blocks, "_WEIGHTS_AT_ONCE", 1024)  # in many chunks
+    monkeypatch.setattr(quantized, "_WEIGHTS_AT_ONCE", 1024)  # in many chunks
     rows, columns = 9, 512
     blocks = random_blocks(kind, rows * columns, np.random.default_rng(0), wild=True)
     file = opened(path, gguf_bytes({}, {"a": Stored(kind, (rows, columns), blocks.tobytes())}))
@@ -72,6 +74,11 @@ def test_blocks_of_each_kind_are_decoded_to_the_bit(path, monkeypatch, kind):
     assert np.isfinite(wanted).all()
     np.testing.assert_array_equal(found.dense().numpy(), wanted)
     np.testing.assert_array_equal(turned.dense().numpy(), wanted[::-1])
+    joined = Quantized.join([found, turned])
+    np.testing.assert_array_equal(joined.dense().numpy(), [*wanted, *wanted[::-1]])
+    if problem() is None:  # and the panels are made of the stored blocks
+        packed = PackedLinear(joined).weight.numpy()
+        np.testing.assert_array_equal(packed.view(np.int32), joined.dense().numpy().view(np.int32))
 
 
 @pytest.mark.parametrize(

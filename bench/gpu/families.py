@@ -1,0 +1,51 @@
+"""Families that differ from Llama, in FlashInfer's operations: their greedy tokens are those of
+plain transformers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from transformers import AutoConfig
+
+from radixcache.bench.gpu.equality import NEAR, Judge, compare, make_prompts
+from radixcache.bench.gpu.models import free_memory, random_model
+from radixcache.bench.gpu.place import Place
+from radixcache.bench.gpu.report import Report
+
+_LAYERS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 128}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "olmo3": {"head_dim": 128, **_LAYERS},
+    "cohere2": {"head_dim": 128, **_LAYERS},
+    "glm4": {"head_dim": 128, "partial_rotary_factor": 0.5},
+    "granite": {},
+    "gemma3_text": {"head_dim": 256, "query_pre_attn_scalar": 256, **_LAYERS},
+    "qwen3_moe": {"head_dim": 128, **_EXPERTS},
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, **_LAYERS},
+    "glm4_moe": {
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
+        "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
+"""Beside the sizes of the model of `equality`: norms, windows, gates and experts of all kinds."""
+
+
+def run(place: Place, report: Report) -> None:
+    for family in FAMILIES:
+        report.check(f"{family} = plain transformers", _family, place, family)
+
+
+def _family(place: Place, family: str) -> str:
+    settings = {**place.sizes.small, "tie_word_embeddings": False, **FAMILIES[family]}
+    if "layer_types" in settings:
+        settings["layer_types"] = settings["layer_types"][: settings["num_hidden_layers"]]
+    config = AutoConfig.for_model(family, **settings)
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
+    model = random_model(place, config)
+    judge = Judge(copy.deepcopy(model).float(), NEAR)
+    try:
+        return compare(place, model, judge, make_prompts(place.sizes))
+    finally:
+        del model, judge
+        free_memory()

@@ -1,0 +1,42 @@
+"""Packs quantized weights into panels: as they are stored, where blocks.h decodes their formats."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int64, c_void_p
+
+import torch
+
+from radixcache.kernels.native.library import check, kernel
+from radixcache.kernels.quantized import Quantized, Stored
+
+_STORED = (  # in the order of blocks.h
+    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
+    "IQ4_XS", "MXFP4",
+)  # fmt: skip
+
+
+class _Rows(ctypes.Structure):
+    """`StoredRows` of blocks.h."""
+
+    _fields_ = [("data", c_void_p), ("rows", c_int64), ("format", c_int64)]
+
+
+def pack_quantized(weight: Quantized, panels: torch.Tensor) -> None:
+    """Write a weight [out, in] to int32 panels, which are large enough."""
+    (rows, depth), bits, block = weight.shape, weight.bits, weight.block
+    sizes = bits, block, rows, depth, panels.data_ptr()
+    if isinstance(weight, Stored):
+        parts = [(layout, data.contiguous()) for layout, data in weight.parts]
+        for layout, data in parts:
+            check(data, torch.uint8, (len(data), depth // layout.size * layout.stored))
+        of = [_Rows(x.data_ptr(), len(x), _STORED.index(layout.name)) for layout, x in parts]
+        array = (_Rows * len(of))(*of)
+        kernel("pack_stored")(ctypes.addressof(array), *sizes)
+        return
+    numbers, scales, minimums = weight.tables()
+    check(numbers, torch.uint8, (rows, depth))
+    for table in (scales, minimums):
+        check(table, torch.float32, (rows, depth // block))
+    tables = numbers.data_ptr(), scales.data_ptr(), minimums.data_ptr()
+    kernel("pack_blocks")(*tables, *sizes)

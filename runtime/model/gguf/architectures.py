@@ -1,0 +1,258 @@
+"""How the GGUF files of each architecture differ from a config.json and its checkpoint.
+
+llama.cpp's converters write what its own code does not know already: patterns of layers and factors
+that only that code has are `implied` here, for files that do not say them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+_Names = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """An architecture by llama.cpp's name.
+
+    Attributes:
+        family: transformers' name of the model type.
+        keys: settings by the keys, behind the architecture's name, that say them.
+        sizes: settings by the tensors whose rows are counted for them.
+        flags: settings by the tensors that are there if they are true.
+        implied: settings that no file says, or some do not.
+        full_every: every n-th layer has no window, unless the file says another pattern.
+        gating: how experts are scored: 1 softmax, 2 sigmoid, 3 softmax of the chosen ones.
+        pairs: whether RoPE's pairs stand side by side in the file: "converted" if its converter
+            put them so in all layers, "stored" if they stand so in the checkpoint, too.
+        tiled: whether a delta net's value heads are ordered by their place within a key head first.
+    """
+
+    family: str
+    keys: _Names = field(default_factory=dict)
+    sizes: _Names = field(default_factory=dict)
+    flags: _Names = field(default_factory=dict)
+    implied: Mapping[str, Any] = field(default_factory=dict)
+    full_every: int = 0
+    gating: int = 1
+    pairs: Literal["converted", "stored"] | None = None
+    tiled: bool = False
+
+
+COMMON = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+}
+_SILU = {"hidden_act": "silu"}
+_BIAS = {"attention_bias": "attn_q.bias"}
+_OUT_BIAS = {"attention_out_bias": "attn_output.bias"}
+_MLP_BIAS = {"mlp_bias": "ffn_up.bias"}
+
+
+def _experts(
+    count: str, used: str = "num_experts_per_tok", inner: str = "intermediate_size"
+) -> _Names:
+    sizes = {"expert_feed_forward_length": inner}
+    return {"expert_count": count, "expert_used_count": used, **sizes}
+
+
+_MOE_INNER = ("num_experts_per_tok", "moe_intermediate_size")
+_INNER = {"moe_intermediate_size": "ffn_up_exps.weight"}
+_SHARED = {"shared_expert_intermediate_size": "ffn_up_shexp.weight"}
+_SCORED = {
+    **_experts("n_routed_experts", *_MOE_INNER),
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+_ALL_SCORED = {
+    "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": False,
+    "first_k_dense_replace": 0,
+}  # fmt: skip
+_SOFTCAPS = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+_MULTIPLIERS = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+_ONES = dict.fromkeys(_MULTIPLIERS.values(), 1.0)
+_GELU = {"hidden_activation": "gelu_pytorch_tanh"}
+_DELTA = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+_MAMBA = {
+    "ssm.conv_kernel": "mamba_d_conv",
+    "ssm.group_count": "mamba_n_groups",
+    "ssm.state_size": "mamba_d_state",
+    "ssm.time_step_rank": "mamba_n_heads",
+}
+_NEMOTRON = {
+    "ssm.conv_kernel": "conv_kernel",
+    "ssm.group_count": "n_groups",
+    "ssm.state_size": "ssm_state_size",
+    "ssm.time_step_rank": "mamba_num_heads",
+}
+_NEMOTRON_FLAGS = {**_BIAS, **_MLP_BIAS, "use_conv_bias": "ssm_conv1d.bias"}
+_NEMOTRON_SAYS = {"mlp_hidden_act": "relu2", "intermediate_size": None}
+_SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+
+ROWS: dict[str, Row] = {
+    "llama": Row("llama", implied=_SILU, flags={**_BIAS, **_MLP_BIAS}, pairs="converted"),
+    "mistral3": Row("ministral3", implied={"sliding_window": None}, pairs="converted"),
+    "qwen2": Row("qwen2", implied=_SILU),
+    "qwen3": Row("qwen3", implied=_SILU, flags=_BIAS),
+    "qwen2moe": Row(
+        "qwen2_moe",
+        keys=_experts("num_experts", *_MOE_INNER),
+        sizes={**_INNER, **_SHARED},
+        flags={"qkv_bias": "attn_q.bias"},
+        implied={"norm_topk_prob": False, **_SPARSE},
+    ),
+    "qwen3moe": Row(
+        "qwen3_moe",
+        keys=_experts("num_experts", *_MOE_INNER),
+        sizes=_INNER,
+        flags=_BIAS,
+        implied={"norm_topk_prob": True, **_SPARSE},
+    ),
+    "gemma": Row("gemma", implied={"hidden_act": "gelu_pytorch_tanh"}),
+    "gemma2": Row(
+        "gemma2",
+        keys=_SOFTCAPS,
+        implied={**_GELU, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        full_every=2,
+    ),
+    "gemma3": Row(
+        "gemma3_text",
+        keys={"final_logit_softcapping": "final_logit_softcapping"},
+        implied={**_GELU, "sliding_window": None, "final_logit_softcapping": None},
+        full_every=6,
+    ),
+    "gemma4": Row(
+        "gemma4_text", keys={"final_logit_softcapping": "final_logit_softcapping"},
+        implied={**_GELU, "final_logit_softcapping": None, "hidden_size_per_layer_input": 0},
+    ),
+    "phi3": Row("phi3", implied={"sliding_window": None}),
+    "olmo2": Row("olmo2", full_every=4),
+    "exaone4": Row("exaone4", implied={"sliding_window": None}, full_every=4),
+    "glm4": Row("glm4", flags=_BIAS, pairs="stored"),
+    "cohere2": Row(
+        "cohere2",
+        keys={"logit_scale": "logit_scale", "attention.layer_norm_epsilon": "layer_norm_eps"},
+        full_every=4,
+        pairs="stored",
+    ),
+    "granite": Row(
+        "granite",
+        keys=_MULTIPLIERS,
+        flags={**_BIAS, **_MLP_BIAS},
+        implied=_ONES,
+        pairs="converted",
+    ),
+    "granitemoe": Row(
+        "granitemoe",
+        keys={**_MULTIPLIERS, **_experts("num_local_experts")},
+        flags=_BIAS,
+        implied=_ONES,
+        pairs="converted",
+    ),
+    "granitehybrid": Row(
+        "granitemoehybrid",
+        keys={**_MULTIPLIERS, **_MAMBA, **_experts("num_local_experts")},
+        flags={**_BIAS, "mamba_conv_bias": "ssm_conv1d.bias"},
+        implied={**_ONES, "num_local_experts": 0, "num_experts_per_tok": 1},
+        pairs="converted",
+    ),
+    "smollm3": Row("smollm3", flags={**_BIAS, **_MLP_BIAS}, pairs="converted"),
+    "ernie4_5": Row("ernie4_5", flags={"use_bias": "attn_output.bias"}, pairs="stored"),
+    "ernie4_5-moe": Row(
+        "ernie4_5_moe",
+        keys={
+            **_experts("moe_num_experts", "moe_k", "moe_intermediate_size"),
+            "expert_shared_count": "moe_num_shared_experts",
+            "interleave_moe_layer_step": "moe_layer_interval",
+            "leading_dense_block_count": "moe_layer_start_index",
+        },
+        sizes=_INNER,
+        flags={"use_bias": "attn_output.bias"},
+        implied={"moe_num_shared_experts": 0, "moe_layer_start_index": 0},
+        pairs="stored",
+    ),
+    "seed_oss": Row("seed_oss", flags={**_BIAS, **_OUT_BIAS, **_MLP_BIAS}),
+    "gpt-oss": Row(
+        "gpt_oss",
+        keys=_experts("num_local_experts"),
+        implied={"attention_bias": True},
+        full_every=2,
+        gating=3,
+    ),
+    "glm4moe": Row(
+        "glm4_moe",
+        keys=_SCORED,
+        sizes=_INNER,
+        flags={**_BIAS, "use_qk_norm": "attn_q_norm.weight"},
+        implied=_ALL_SCORED,
+        gating=2,
+    ),
+    "dots1": Row(
+        "dots1", keys=_SCORED, sizes=_INNER, flags=_BIAS, implied=_ALL_SCORED, gating=2
+    ),
+    "minimax-m2": Row("minimax_m2", keys=_experts("num_local_experts"), gating=2),
+    "olmoe": Row(
+        "olmoe",
+        keys=_experts("num_experts"),
+        flags=_BIAS,
+        implied={"norm_topk_prob": False},
+    ),
+    "qwen3next": Row(
+        "qwen3_next",
+        keys={**_DELTA, **_experts("num_experts", *_MOE_INNER)},
+        sizes={**_INNER, **_SHARED},
+        flags=_BIAS,
+        implied={"norm_topk_prob": True, **_SPARSE},
+    ),
+    "qwen35": Row("qwen3_5_text", keys=_DELTA, flags=_BIAS, tiled=True),
+    "qwen35moe": Row(
+        "qwen3_5_moe_text",
+        keys={**_DELTA, **_experts("num_experts", *_MOE_INNER)},
+        sizes={**_INNER, **_SHARED},
+        flags=_BIAS,
+        tiled=True,
+    ),
+    "lfm2": Row("lfm2", implied={"block_auto_adjust_ff_dim": False, "conv_bias": False}),
+    "lfm2moe": Row(
+        "lfm2_moe",
+        keys={
+            **_experts("num_experts", *_MOE_INNER),
+            "leading_dense_block_count": "num_dense_layers",
+        },
+        sizes=_INNER,
+        flags={"use_expert_bias": "exp_probs_b.bias"},
+        implied={"num_dense_layers": 0, "norm_topk_prob": True, "conv_bias": False},
+        gating=2,
+    ),
+    "nemotron_h": Row("nemotron_h", keys=_NEMOTRON, flags=_NEMOTRON_FLAGS, implied=_NEMOTRON_SAYS, pairs="converted"),
+    "nemotron_h_moe": Row(
+        "nemotron_h",
+        keys={**_NEMOTRON, **_SCORED},
+        sizes={**_INNER, "moe_shared_expert_intermediate_size": "ffn_up_shexp.weight"},
+        flags=_NEMOTRON_FLAGS,
+        implied={**_NEMOTRON_SAYS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
+        pairs="converted",
+        gating=2,
+    ),
+}  # fmt: skip
+"""By llama.cpp's names."""

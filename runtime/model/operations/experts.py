@@ -1,0 +1,134 @@
+"""A mixture of experts by grouped products in torch: rows are sorted by expert, without waiting for
+a GPU, so that CUDA graphs can capture it."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from radixcache.kernels.quantized import Quantized
+from radixcache.runtime.model.description import Activation, Experts, Weight, Weights
+
+
+class GroupedExperts:
+    """The experts of one layer; x [T, hidden] to their weighted sum [T, hidden].
+
+    Args:
+        weights: of the layer, by the names of `layer_shapes`.
+    """
+
+    def __init__(self, spec: Experts, weights: Weights, dtype: torch.dtype) -> None:
+        self._spec = spec
+        self._router = _dense(weights["router"]).float()
+        self._router_bias, self._correction = weights.get("router.bias"), weights.get("correction")
+
+        def stacked(*names: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+            """[count, in, out] and [count, out] of all experts, parts side by side."""
+            each = zip(*(weights[f"experts.{name}"] for name in names), strict=True)
+            found = [torch.cat([_dense(w).to(dtype) for w in parts]) for parts in each]
+            bias = None
+            if spec.each.bias:
+                rows = zip(*(weights[f"experts.{name}.bias"] for name in names), strict=True)
+                bias = torch.stack([torch.cat(parts).to(dtype) for parts in rows])
+            return torch.stack(found).transpose(1, 2), bias
+
+        self._up = stacked(*["gate"] * spec.each.gated, "up")
+        self._down = stacked("down")
+        self._shared = {
+            name.removeprefix("shared."): _dense(weight).to(dtype)
+            for name, weight in weights.items()
+            if name.startswith("shared.")
+        }
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        spec = self._spec
+        factors, chosen = choose(
+            spec, F.linear(x.float(), self._router, self._router_bias), self._correction
+        )
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)
+        experts = torch.arange(spec.count, device=x.device)
+        ends = (flat[:, None] <= experts).sum(0, dtype=torch.int32)
+        rows = x.index_select(0, order // spec.active)
+        sorted_by = flat[order]
+        both = _grouped(rows, *self._up, ends, sorted_by)
+        if spec.each.gated:
+            gate, up = both.chunk(2, -1)
+            inner = activate(spec.each.activation, gate, up)
+        else:
+            inner = activate(spec.each.activation, both)
+        found = torch.empty_like(rows)
+        found.index_copy_(0, order, _grouped(inner, *self._down, ends, sorted_by))
+        found = found.view(*chosen.shape, -1).float()
+        out = (found * factors[..., None]).sum(1).to(x.dtype)
+        return out if spec.shared is None else out.add_(self._of_shared(x))
+
+    def _of_shared(self, x: torch.Tensor) -> torch.Tensor:
+        spec, weights = self._spec.shared, self._shared
+        assert spec is not None
+        up = F.linear(x, weights["up"], weights.get("up.bias"))
+        gate = F.linear(x, weights["gate"], weights.get("gate.bias")) if spec.gated else None
+        inner = activate(spec.activation, *([up] if gate is None else [gate, up]))
+        out = F.linear(inner, weights["down"], weights.get("down.bias"))
+        return out * F.linear(x, weights["router"]).sigmoid() if self._spec.shared_gate else out
+
+
+def choose(
+    spec: Experts, logits: torch.Tensor, correction: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factors and numbers [T, active] of each row's experts, by router logits [T, count]."""
+    scores = logits
+    if spec.scores != "softmax of chosen":
+        scores = logits.softmax(-1) if spec.scores == "softmax" else logits.sigmoid()
+    by = scores if correction is None else scores + correction
+    if spec.groups > 1:
+        groups = by.unflatten(1, (spec.groups, -1))
+        kept = groups.topk(2, -1)[0].sum(-1).topk(spec.kept_groups, -1)[1]
+        mask = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(1, kept, True)
+        by = groups.masked_fill(~mask[..., None], -torch.inf).flatten(1)
+    chosen = by.topk(spec.active, -1)[1]
+    factors = scores.gather(1, chosen)
+    if spec.scores == "softmax of chosen":
+        factors = factors.softmax(-1)
+    elif spec.renormalise:
+        factors = factors / (factors.sum(-1, keepdim=True) + spec.epsilon)
+    return factors * spec.scale, chosen
+
+
+def activate(kind: Activation, gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+    """act(gate) * up, or act(gate) alone; `gate` may be overwritten."""
+    if kind == "clamped":
+        assert up is not None
+        gate = gate.clamp(max=7.0)
+        return gate * (1.702 * gate).sigmoid() * (up.clamp(-7.0, 7.0) + 1)
+    if kind == "silu":
+        found = F.silu(gate)
+    elif kind == "relu2":
+        found = F.relu(gate).square()
+    else:
+        found = F.gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none")
+    return found if up is None else found.mul_(up)
+
+
+def _grouped(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    ends: torch.Tensor,
+    experts: torch.Tensor,
+) -> torch.Tensor:
+    """x [N, in], sorted by expert, times each row's expert of `weight` [count, in, out].
+
+    Args:
+        ends: [count] int32, where the rows of each expert end.
+        experts: [N] the rows' experts.
+    """
+    if x.dtype == torch.bfloat16 or x.is_cpu:
+        out = F.grouped_mm(x, weight, offs=ends)
+    else:  # which has no kernel on a GPU: each row reads its expert's weight
+        out = torch.bmm(x[:, None], weight[experts])[:, 0]
+    return out if bias is None else out + bias[experts]
+
+
+def _dense(weight: Weight) -> torch.Tensor:
+    return weight.dense() if isinstance(weight, Quantized) else weight
