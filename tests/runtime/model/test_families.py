@@ -277,7 +277,8 @@ def test_a_complete_config_is_read_without_transformers_classes(tmp_path, monkey
         describe({"model_type": "llama"})
 
 
-def test_long_rope_is_that_of_the_longest_sequence() -> None:
+def test_long_rope_is_that_of_the_longest_sequence(caplog) -> None:
+    caplog.set_level("INFO", "radixcache")
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     settings = AutoConfig.for_model(
         "phi3", hidden_size=64, num_attention_heads=4, original_max_position_embeddings=32,
@@ -285,6 +286,7 @@ def test_long_rope_is_that_of_the_longest_sequence() -> None:
     ).to_dict()  # fmt: skip
     short, long = (describe(settings, length) for length in (32, 33))
     assert (short.max_context, long.max_context) == (32, 128)
+    assert caplog.text.count("32 tokens at most") == 1
     assert torch.equal(short.ropes[0].frequencies, 2 * long.ropes[0].frequencies)
     assert short.ropes[0].scale > 1
 
