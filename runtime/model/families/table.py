@@ -143,6 +143,7 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5": _row(_USE_BIAS, pairs=True),
     "seed_oss": _row(_MLP_BIAS, out_bias="attention_out_bias"),
     "helium": _row(_MLP_BIAS, out_bias=False, pairs=True),
+    "cwm": _row(_NO_BIAS, _MLP_BIAS, types=by_type),
     "arcee": _row(_MLP_BIAS, gated_mlp=False, activation=("hidden_act", "relu2")),
     "qwen2_moe": Family(bias="qkv_bias", out_bias=False, types=qwen_windows, mlp=parts.qwen),
     "qwen3_moe": Family(

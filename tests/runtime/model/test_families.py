@@ -85,6 +85,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "ernie4_5": {"use_bias": True},
     "seed_oss": {"attention_out_bias": True},
     "helium": {"attention_bias": True, "mlp_bias": True},
+    "cwm": _WINDOWS,
     "arcee": {"mlp_bias": True},
     "qwen2_moe": {
         **_EXPERTS, "shared_expert_intermediate_size": 48, "num_hidden_layers": 3,
