@@ -158,7 +158,7 @@ FAMILIES: dict[str, Family] = {
         ignored="experts_per_token initial_context_length",
     ),
     "flex_olmo": Family(norms=_POST, head_norms="whole", mlp=parts.olmoe),
-    "solar_open": Family(mlp=parts.deepseek),
+    "solar_open": Family(out_bias=False, mlp=parts.deepseek),
     "glm4_moe": _row(
         _GLM, head_norms="use_qk_norm", mlp=parts.deepseek, spare_layers=True,
         ignored="num_nextn_predict_layers",

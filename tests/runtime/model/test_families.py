@@ -98,7 +98,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "granitemoeshared": {**_LOCAL, "shared_intermediate_size": 48},
     "gpt_oss": {**_LOCAL, **_WINDOWS, "rope_parameters": {**_YARN, "truncate": False}},
     "flex_olmo": _EXPERTS | {"moe_intermediate_size": None},
-    "solar_open": _GROUPS | {"first_k_dense_replace": None},
+    "solar_open": {**_GROUPS, "first_k_dense_replace": None, "attention_bias": True},
     "glm4_moe": {**_GROUPS, "use_qk_norm": True, "attention_bias": True},
     "dots1": {**_GROUPS, **_WINDOWS, "norm_topk_prob": True},
     "minimax_m2": {**_LOCAL, "rotary_dim": 8},
