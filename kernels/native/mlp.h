@@ -62,8 +62,8 @@ struct Chosen {
     float weight;
 };
 
-// Moves the best `most` of `order` to its front; of equal ones, those with the lower numbers. A heap,
-// unlike std::sort, stays within bounds where scores are NaNs.
+// Moves the best `most` of `order` to its front; of equal ones, those with the lower numbers. Unlike
+// std::sort, a heap stays within bounds if scores are NaNs.
 inline void best_first(const float* by, std::vector<int>& order, int most) {
     for (size_t i = 0; i < order.size(); i++) order[i] = i;
     std::partial_sort(order.begin(), order.begin() + most, order.end(), [by](int a, int b) {

@@ -41,11 +41,11 @@ struct RopeTable {
 struct Model {
     const Sublayer* sublayers;
     const RopeTable* ropes;
-    const float* first_norm;  // or null
     int32_t count, rope_count, last_mixer, hidden;
     int32_t mixer_in, mixer_out, inner;  // the most columns before and behind a mixer, in an MLP
     int32_t centred;
-    float eps, embed_scale, logit_scale, logit_softcap;  // softcap: 0 for none
+    float eps, logit_scale, logit_softcap;  // softcap: 0 for none
+    Joint first;                            // behind the embedding
     Weight embedding, head;
 };
 
@@ -77,7 +77,12 @@ struct Step {
         T *x = (T*)places[3], *a = (T*)places[4], *b = (T*)places[5];
 
         std::vector<Rope> ropes = turns(positions, rows, places[0]);
-        embed(ids, rows, residual, x);
+        auto add = [&](const Joint& joint) {
+            join(y, residual, x, rows, hidden, joint, model.eps, model.centred, threads);
+        };
+        rows_of(model.embedding, ids, rows, y, threads);
+        std::fill(residual, residual + rows * hidden, 0.0f);
+        add(model.first);
         std::list<Plan> plans;
         T* const* kv = pages;
         float* const* state = states.tensors;
@@ -107,7 +112,7 @@ struct Step {
             if (out) multiply(b, out->depth, *out, y, hidden, rows, threads);
             else if (sublayer.kind == DENSE) ((const MLP*)mlp)->run(x, a, b, y, rows, threads);
             else mix(*(const Experts*)mlp, x, y, rows, threads);
-            join(y, residual, x, rows, hidden, sublayer.joint, model.eps, model.centred, threads);
+            add(sublayer.joint);
         }
         multiply(x, hidden, model.head, logits, model.head.columns, rows, threads);
         if (model.logit_softcap != 0 || model.logit_scale != 1) scale_logits(logits, rows);
@@ -132,17 +137,6 @@ struct Step {
             ropes.push_back({cos, sin, half});
         }
         return ropes;
-    }
-
-    void embed(const int64_t* ids, int64_t rows, float* residual, T* x) const {
-        int hidden = model.hidden;
-        rows_of(model.embedding, ids, rows, residual, threads);
-        parallel_rows(rows, hidden, threads, [&](int64_t row) {
-            float* from = residual + row * hidden;
-            for (int d = 0; d < hidden && model.embed_scale != 1; d += W)
-                store(from + d, load(from + d, hidden - d) * model.embed_scale, hidden - d);
-            enter(from, model.first_norm, x + row * hidden, hidden, model.eps, model.centred);
-        });
     }
 
     // The plan for these heads, which all layers of the step with such heads share.

@@ -2,8 +2,8 @@
 // that a row's bits do not depend on how its sequence is cut.
 //
 // A token's convolution reads the inputs of a few tokens, so tokens are computed in parallel. A
-// recurrent state's columns do not depend on each other: a task is some columns of a sequence's head,
-// which stay in L1 over all new tokens.
+// recurrent state's columns do not depend on each other: a task is some columns of a head in one
+// sequence, which stay in L1 over all new tokens.
 
 #pragma once
 

@@ -38,13 +38,6 @@ struct Joint {
     int32_t parallel;             // the next sublayer has the same input: it stays as it is
 };
 
-// A sublayer's input: the residual, normed or copied.
-template <class T>
-void enter(const float* from, const float* weight, T* to, int width, float eps, bool centred) {
-    if (weight) return norm(from, weight, to, width, eps, centred);
-    for (int d = 0; d < width; d += W) store(to + d, load(from + d, width - d), width - d);
-}
-
 // The residual is float32, so that bfloat16 rounds each sublayer's result, and not their sum.
 template <class T>
 void join(float* y, float* residual, T* x, int64_t rows, int width, const Joint& joint, float eps,
@@ -58,7 +51,9 @@ void join(float* y, float* residual, T* x, int64_t rows, int width, const Joint&
             store(sum_to + d, total * joint.sum_scale, n);
         }
         if (joint.parallel) return;
-        enter(sum_to, joint.before, x + row * width, width, eps, centred);
+        T* to = x + row * width;
+        if (joint.before) return norm(sum_to, joint.before, to, width, eps, centred);
+        for (int d = 0; d < width; d += W) store(to + d, load(sum_to + d, width - d), width - d);
     });
 }
 
