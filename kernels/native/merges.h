@@ -31,12 +31,14 @@ class Texts {
         return whole - before * power;
     }
 
-    bool has(uint64_t hash, const char* from, int64_t bytes) const {
-        for (uint64_t slot = hash >> 16 & mask; table[slot] >= 0; slot = (slot + 1) & mask) {
+    // The number of a text; -1 if it is none of these.
+    int32_t find(uint64_t hash, const char* from, int64_t bytes) const {
+        uint64_t slot = hash >> 16 & mask;
+        for (; table[slot] >= 0; slot = (slot + 1) & mask) {
             int64_t at = start(table[slot]);
-            if (ends[table[slot]] - at == bytes && !memcmp(text + at, from, bytes)) return true;
+            if (ends[table[slot]] - at == bytes && !memcmp(text + at, from, bytes)) break;
         }
-        return false;
+        return table[slot];
     }
 
     int64_t start(int64_t i) const { return i ? ends[i - 1] : 0; }
@@ -50,43 +52,49 @@ class Texts {
     std::vector<int32_t> table;
 };
 
-// Finds every cut of a piece into two texts, and writes the number of the piece and the characters
-// before the cut: the best score first, then the longest left part.
+bool begins(char byte) { return ((uint8_t)byte & 0xc0) != 0x80; }  // a character
+
+// Finds every cut of a piece into two texts, and writes their numbers: the best score first, then
+// the longest left part.
 //
-// `text` is UTF-8 of `count` texts up to their `ends`, of which the first `pieces` are cut.
-int64_t find_merges(const char* text, const int64_t* ends, const double* scores, int64_t pieces,
-                    int64_t count, int32_t* piece, int32_t* cut) {
+// `text` is UTF-8 of `count` texts of so many characters each, of which the first `pieces` are cut.
+int64_t find_merges(const char* text, const int64_t* characters, const double* scores,
+                    int64_t pieces, int64_t count, int32_t* left, int32_t* right) {
     struct Merge {
         double score;
-        int32_t piece, left, right;
+        int32_t left, right, before, behind;  // numbers, then characters
     };
-    Texts known(text, ends, count);
+    std::vector<int64_t> ends(count);
+    for (int64_t i = 0, at = 0; i < count; ends[i++] = at)
+        for (int64_t left = characters[i]; left > 0; left--)
+            do at++;
+            while (!begins(text[at]));
+    Texts known(text, ends.data(), count);
     std::vector<Merge> found;
     std::vector<uint64_t> hashes, powers{1};
     for (int64_t i = 0; i < pieces; i++) {
         const char* from = text + known.start(i);
         int64_t bytes = ends[i] - known.start(i);
-        auto begins = [&](int64_t byte) { return ((uint8_t)from[byte] & 0xc0) != 0x80; };
-        int32_t characters = 0, left = 0;
+        int32_t before = 0, all = characters[i];
         hashes.assign(1, 0);
-        for (int64_t byte = 0; byte < bytes; byte++) {
-            characters += begins(byte);
+        for (int64_t byte = 0; byte < bytes; byte++)
             hashes.push_back(Texts::next(hashes[byte], from[byte]));
-        }
         while ((int64_t)powers.size() <= bytes) powers.push_back(powers.back() * Texts::BASE);
         for (int64_t byte = 1; byte < bytes; byte++) {
-            if (!begins(byte)) continue;
-            left++;
+            if (!begins(from[byte])) continue;
+            before++;
+            int32_t first = known.find(hashes[byte], from, byte);
+            if (first < 0) continue;
             uint64_t rest = Texts::behind(hashes[bytes], hashes[byte], powers[bytes - byte]);
-            if (known.has(hashes[byte], from, byte) && known.has(rest, from + byte, bytes - byte))
-                found.push_back({scores[i], (int32_t)i, left, characters - left});
+            int32_t second = known.find(rest, from + byte, bytes - byte);
+            if (second >= 0) found.push_back({scores[i], first, second, before, all - before});
         }
     }
     std::stable_sort(found.begin(), found.end(), [](const Merge& a, const Merge& b) {
         if (a.score != b.score) return a.score > b.score;
-        return a.left != b.left ? a.left > b.left : a.right > b.right;
+        return a.before != b.before ? a.before > b.before : a.behind > b.behind;
     });
-    for (size_t i = 0; i < found.size(); i++) piece[i] = found[i].piece, cut[i] = found[i].left;
+    for (size_t i = 0; i < found.size(); i++) left[i] = found[i].left, right[i] = found[i].right;
     return found.size();
 }
 

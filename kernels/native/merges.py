@@ -16,15 +16,13 @@ def find_merges(pieces: Mapping[str, float], others: list[str]) -> list[tuple[st
         pieces: scores by the texts that are made.
         others: texts that pieces may be made of, beside the pieces.
     """
-    texts = [*pieces]
-    stored = [text.encode() for text in texts + others]
-    ends = np.fromiter(map(len, stored), np.int64, len(stored)).cumsum()
-    scores = np.fromiter(pieces.values(), np.float64, len(texts))
-    room = int(ends[len(texts) - 1]) if texts else 0
-    found, cuts = np.empty((2, room), np.int32)
-    count, text = np.zeros(1, np.int64), b"".join(stored)
-    arrays = (array.ctypes.data for array in (ends, scores))
-    sizes = len(texts), len(stored), found.ctypes.data, cuts.ctypes.data, count.ctypes.data
+    texts = [*pieces, *others]
+    counts = np.fromiter(map(len, texts), np.int64, len(texts))
+    scores = np.fromiter(pieces.values(), np.float64, len(pieces))
+    left, right = np.empty((2, int(counts[: len(pieces)].sum())), np.int32)
+    found, text = np.zeros(1, np.int64), "".join(texts).encode()
+    arrays = (array.ctypes.data for array in (counts, scores))
+    sizes = len(pieces), len(texts), left.ctypes.data, right.ctypes.data, found.ctypes.data
     kernel("find_merges")(text, *arrays, *sizes)
-    numbers = found[: count[0]].tolist(), cuts[: count[0]].tolist()
-    return [(texts[i][:cut], texts[i][cut:]) for i, cut in zip(*numbers, strict=True)]
+    numbers = (side[: found[0]].tolist() for side in (left, right))
+    return list(zip(*(map(texts.__getitem__, side) for side in numbers), strict=True))

@@ -88,11 +88,11 @@ int32_t radixcache_pack_stored(const StoredRows* parts, int bits, int block, int
     });
 }
 
-int32_t radixcache_find_merges(const char* text, const int64_t* ends, const double* scores,
-                               int64_t pieces, int64_t count, int32_t* piece, int32_t* cut,
+int32_t radixcache_find_merges(const char* text, const int64_t* characters, const double* scores,
+                               int64_t pieces, int64_t count, int32_t* left, int32_t* right,
                                int64_t* found, int) {
     return enough_memory([&] {
-        *found = find_merges(text, ends, scores, pieces, count, piece, cut);
+        *found = find_merges(text, characters, scores, pieces, count, left, right);
     });
 }
 }

@@ -132,6 +132,14 @@ class GGUFFile:
             self._fail(f"its {key} is no array of type {kind.__name__}")
         return values
 
+    def let_go(self) -> None:
+        """Give the memory of what has been read back; whatever is read again comes from the file.
+
+        Nothing that was written to tensors' data stays.
+        """
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
     def _fail(self, reason: str) -> NoReturn:
         raise ModelError(f"the GGUF file {self._path} does not make sense: {reason}")
 

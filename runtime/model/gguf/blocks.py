@@ -39,7 +39,7 @@ def read_tensor(
     Raises:
         ModelError: it is of a kind that takes the package `gguf`, which is not installed.
     """
-    kind, shape = tensor.kind, tensor.shape
+    kind, shape = tensor.kind, tensor.shape or (1,)
     stored = torch.frombuffer(tensor.data, dtype=torch.uint8)
     rows = stored.view(*shape[: max(len(shape) - 1, 1)], -1)  # a vector's elements are its rows
     if order is not None:

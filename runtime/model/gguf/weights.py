@@ -119,12 +119,14 @@ class GGUFWeights:
         return self._matrix(self._head) if self._head else None
 
     def last_norm(self) -> torch.Tensor:
+        self._file.let_go()
         return self._vector(self._last)
 
     def layer(self, number: int) -> Weights:
         """The weights of a layer, by the names of `Architecture.layer_shapes`."""
         shapes, mlp = self._architecture.layer_shapes(number), self._architecture.layers[number].mlp
         weights: Weights = {}
+        self._file.let_go()  # the layer before is packed
         for name, pieces in self._layers[number].items():
             shape, one = shapes[name], len(shapes[name]) == 1
             if name.startswith("experts."):

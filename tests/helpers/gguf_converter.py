@@ -1,0 +1,290 @@
+"""Writes a tiny model as GGUF as llama.cpp's converter does: names, orders of rows, added ones.
+
+The names are those of the package `gguf`, which the converter uses, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gguf
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from tests.helpers.gguf_files import Stored, gguf_bytes
+
+_TURNS = ["sliding_attention", "full_attention"]
+_THREE_OF_FOUR = {
+    "num_hidden_layers": 4, "layer_types": [_TURNS[0]] * 3 + _TURNS[1:], "sliding_window": 11,
+}  # fmt: skip
+_YARN = {
+    "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32,
+    "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_GROUPS = {
+    "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48, "n_shared_experts": 2, "first_k_dense_replace": 1,
+}  # fmt: skip
+_SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 40}
+_SCALES = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3,
+    "logits_scaling": 0.5,
+}  # fmt: skip
+_TIED = {"tie_word_embeddings": True}
+
+# llama.cpp's names by ours, and what the tiny models have beside `tests.helpers.models`.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mixtral": ("llama", _LOCAL),
+    "ministral3": ("mistral3", {"sliding_window": None, "rope_parameters": {
+        **_YARN, "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0,
+    }}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"rope_parameters": _YARN}),
+    "qwen2_moe": ("qwen2moe", _SHARED),
+    "qwen3_moe": ("qwen3moe", {**_EXPERTS, "norm_topk_prob": True}),
+    "gemma": ("gemma", _TIED),
+    "gemma2": ("gemma2", {**_TIED, "query_pre_attn_scalar": 16, "num_hidden_layers": 3,
+               "layer_types": [*_TURNS, _TURNS[0]]}),
+    "gemma3_text": ("gemma3", {**_TIED, "num_hidden_layers": 7, "query_pre_attn_scalar": 16,
+        "layer_types": [_TURNS[0]] * 5 + [*_TURNS[1:], _TURNS[0]], "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    }}),
+    "gemma4_text": ("gemma4", {**_TIED, "sliding_window": 11, "layer_types": _TURNS,
+        "hidden_size_per_layer_input": 0, "global_head_dim": 32, "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1, "final_logit_softcapping": 30.0,
+    }),
+    "phi3": ("phi3", {"sliding_window": 9, "partial_rotary_factor": 0.5}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo2", {**_THREE_OF_FOUR, "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": _YARN,
+    }}),
+    "exaone4": ("exaone4", _THREE_OF_FOUR),
+    "glm4": ("glm4", {"attention_bias": True}),
+    "cohere2": ("cohere2", {**_TIED, **_THREE_OF_FOUR, "logit_scale": 0.25}),
+    "granite": ("granite", _SCALES),
+    "granitemoe": ("granitemoe", {**_LOCAL, **_SCALES}),
+    "granitemoehybrid": ("granitehybrid", _SCALES),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5, "use_sliding_window": False}),
+    "ernie4_5": ("ernie4_5", {"use_bias": True}),
+    "ernie4_5_moe": ("ernie4_5-moe", {"moe_num_experts": 4, "moe_k": 2, "num_hidden_layers": 3,
+        "moe_intermediate_size": 48, "moe_layer_start_index": 1, "moe_layer_end_index": 2}),
+    "seed_oss": ("seed_oss", {"attention_out_bias": True}),
+    "gpt_oss": ("gpt-oss", {**_LOCAL, "sliding_window": 11, "layer_types": _TURNS,
+                "rope_parameters": {**_YARN, "truncate": False}}),
+    "glm4_moe": ("glm4moe", {**_GROUPS, "use_qk_norm": True, "routed_scaling_factor": 1.7}),
+    "dots1": ("dots1", _GROUPS),
+    "minimax_m2": ("minimax-m2", {**_LOCAL, "rotary_dim": 8}),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_next": ("qwen3next", {"norm_topk_prob": True}),
+    "qwen3_5_text": ("qwen35", {}),
+    "qwen3_5_moe_text": ("qwen35moe", {}),
+    "lfm2": ("lfm2", {"block_auto_adjust_ff_dim": False}),
+    "lfm2_moe": ("lfm2moe", {**_TIED, "shared_expert_intermediate_size": None}),
+    "nemotron_h": ("nemotron_h", {}),
+}  # fmt: skip
+_CONVERTED = {"llama", "mixtral", "ministral3", "granite", "granitemoe", "granitemoehybrid"}
+_CONVERTED |= {"smollm3", "nemotron_h"}
+_ONE_ADDED = ("gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_SAYS_PATTERN = ("gemma4_text", "olmo3", "exaone4")
+_SIGMOID = ("glm4_moe", "dots1", "lfm2_moe", "minimax_m2")
+
+# Keys by settings; of several settings, a config has one.
+_KEYS = {
+    "max_position_embeddings": "context_length", "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv", "sliding_window": "attention.sliding_window",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon", "num_hidden_layers": "block_count",
+    "norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "layer_norm_epsilon": "attention.layer_norm_rms_epsilon", "num_experts": "expert_count",
+    "num_local_experts": "expert_count", "moe_num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count", "moe_k": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length", "logit_scale": "logit_scale",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "moe_layer_start_index": "leading_dense_block_count", "num_dense_layers":
+    "leading_dense_block_count", "moe_layer_interval": "interleave_moe_layer_step",
+    "moe_num_shared_experts": "expert_shared_count", "conv_L_cache": "shortconv.l_cache",
+    "attn_logit_softcapping": "attn_logit_softcapping", "logits_scaling": "logit_scale",
+    "final_logit_softcapping": "final_logit_softcapping", "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
+    "linear_conv_kernel_dim": "ssm.conv_kernel", "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count", "linear_num_value_heads": "ssm.time_step_rank",
+    "mamba_d_conv": "ssm.conv_kernel", "mamba_d_state": "ssm.state_size",
+    "mamba_n_groups": "ssm.group_count", "mamba_n_heads": "ssm.time_step_rank",
+    "conv_kernel": "ssm.conv_kernel", "ssm_state_size": "ssm.state_size",
+    "n_groups": "ssm.group_count", "mamba_num_heads": "ssm.time_step_rank",
+}  # fmt: skip
+_SCORED_KEYS = {
+    "n_routed_experts": "expert_count", "n_shared_experts": "expert_shared_count",
+    "norm_topk_prob": "expert_weights_norm", "routed_scaling_factor": "expert_weights_scale",
+    "n_group": "expert_group_count", "topk_group": "expert_group_used_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+}  # fmt: skip
+
+
+def convert(folder: Path, path: Path, **changes: Any) -> Path:
+    """Write the model of a folder to `path`; `changes` are keys, or None to leave them out."""
+    config = SimpleNamespace(**AutoConfig.from_pretrained(folder).to_dict())
+    family = config.model_type
+    name = FAMILIES[family][0]
+    keys = {f"{name}.{key}": value for key, value in _metadata(family, config).items()}
+    metadata = {"general.architecture": name, "tokenizer.ggml.eos_token_id": 257, **keys, **changes}
+    names = gguf.get_tensor_name_map(
+        next(arch for arch, text in gguf.MODEL_ARCH_NAMES.items() if text == name),
+        16,
+    )
+    tensors = {}
+    for stored, weight in _weights(family, config, load_file(folder / "model.safetensors")):
+        found = names.get_name(stored, (".weight", ".bias"))
+        found = found or names.get_name(stored.removeprefix("model."), (".weight",))
+        assert found, stored
+        data = weight.float().contiguous()
+        tensors[found] = Stored("F32", tuple(data.shape), data.numpy().tobytes())
+    if family == "gemma4_text":
+        divisors = torch.tensor([1.0] * 4 + [1e30] * 12)
+        tensors["rope_freqs.weight"] = Stored("F32", (16,), divisors.numpy().tobytes())
+    said = {key: value for key, value in metadata.items() if value is not None}
+    path.write_bytes(gguf_bytes(said, tensors))
+    return path
+
+
+def _metadata(family: str, config: Any) -> dict[str, Any]:
+    scored = family in ("glm4_moe", "dots1")
+    found: dict[str, Any] = {}
+    for setting, key in (_KEYS | _SCORED_KEYS if scored else _KEYS).items():
+        if (value := getattr(config, setting, None)) is not None:
+            found[key] = value
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    full = {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "sliding_attention" in rope:
+        found["rope.freq_base_swa"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    found["rope.freq_base"] = rope.get("rope_theta", 10_000.0)
+    if rope.get("rope_type") in ("linear", "yarn"):
+        found |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
+    if rope.get("rope_type") == "yarn":
+        original = rope["original_max_position_embeddings"]
+        found["rope.scaling.original_context_length"] = original
+        found |= {f"rope.scaling.yarn_{n}": rope[n] for n in ("beta_fast", "beta_slow")}
+    if "llama_4_scaling_beta" in rope:
+        found["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+        found["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+    turned = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    types = getattr(config, "layer_types", None) or []
+    if family == "gemma4_text":
+        full = {"attention.key_length": 32, "attention.value_length": 32}
+        found |= {"attention.key_length_swa": head_dim, "attention.value_length_swa": head_dim}
+        heads = [config.num_key_value_heads if t == _TURNS[0] else 1 for t in types]
+        found |= {"attention.head_count_kv": heads, "rope.dimension_count_swa": head_dim}
+        turned = 32
+    if family in _SAYS_PATTERN:
+        found["attention.sliding_window_pattern"] = [t == _TURNS[0] for t in types]
+    if family in _SIGMOID:
+        found["expert_gating_func"] = 2
+    if family in ("minimax_m2", "gpt_oss"):
+        found["expert_feed_forward_length"] = config.intermediate_size
+    if "linear_attention" in types and family != "granitemoehybrid":
+        found["attention.recurrent_layers"] = [t == "linear_attention" for t in types]
+        inner = config.linear_value_head_dim * config.linear_num_value_heads
+        found |= {"ssm.inner_size": inner, "rope.dimension_sections": [1, 1, 0, 0]}
+    if family in ("lfm2", "lfm2_moe", "granitemoehybrid"):
+        attends = [n if t == "full_attention" else 0 for t in types for n in [2]]
+        found["attention.head_count_kv"] = attends
+    if family == "granitemoehybrid":
+        found |= {"ssm.inner_size": 128, "rope.scaling.finetuned": False}
+    if family == "nemotron_h":
+        blocks = config.layers_block_type
+        found["attention.head_count_kv"] = [
+            2 * (b in ("attention", "full_attention")) for b in blocks
+        ]
+        found["feed_forward_length"] = [config.intermediate_size * (b == "mlp") for b in blocks]
+        found = {k: v for k, v in found.items() if not k.startswith("expert")}
+        found |= {"block_count": len(blocks)} | {
+            "ssm.inner_size": 128,
+            "rope.scaling.finetuned": False,
+        }
+    return {**found, **full, "rope.dimension_count": turned}
+
+
+def _weights(
+    family: str, config: Any, stored: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names of checkpoints or, where several become one or one becomes several, of files."""
+    experts: dict[str, list[torch.Tensor]] = {}
+    for name in sorted(stored, key=lambda n: [int(x) if x.isdigit() else x for x in n.split(".")]):
+        weight = stored[name]
+        block = f"blk.{match[1]}." if (match := re.search(r"layers\.(\d+)\.", name)) else ""
+        if family in _ONE_ADDED and re.search(r"norm\.weight$", name):
+            weight = weight + ("linear_attn.norm" not in name)
+        if family in _CONVERTED and (match := re.search(r"\.([qk])_proj\.", name)):
+            heads = config.num_attention_heads if match[1] == "q" else config.num_key_value_heads
+            weight = _swap(weight, 0, heads, 2)
+        if family.startswith("qwen3_5") and "linear_attn." in name:
+            weight = _tiled(name, weight, config)
+        if name.endswith("A_log"):
+            weight = -weight.exp()
+        if re.search(r"\.experts\.\d+\.", name):
+            experts.setdefault(re.sub(r"experts\.\d+", "experts", name), []).append(weight)
+        elif match := re.search(r"\.in_proj_qkvz", name):
+            each = config.linear_num_value_heads // config.linear_num_key_heads
+            sizes = [16, 16, 16 * each, 16 * each]
+            parts = weight.unflatten(0, (config.linear_num_key_heads, -1)).split(sizes, 1)
+            flat = [part.flatten(0, 1) for part in parts]
+            yield f"{block}attn_qkv.weight", torch.cat(flat[:3])
+            yield f"{block}attn_gate.weight", flat[3]
+        elif match := re.search(r"experts\.(gate_up|down)_proj(_bias)?$", name):
+            end, gpt_oss = "bias" if match[2] else "weight", family == "gpt_oss"
+            weight = weight.mT if gpt_oss and end == "weight" else weight
+            half = weight.shape[1] // 2
+            if match[1] == "down":
+                yield f"{block}ffn_down_exps.{end}", weight
+                continue
+            yield f"{block}ffn_gate_exps.{end}", weight[:, ::2] if gpt_oss else weight[:, :half]
+            yield f"{block}ffn_up_exps.{end}", weight[:, 1::2] if gpt_oss else weight[:, half:]
+        elif match := re.search(r"(block_sparse_moe|shared_mlp)\.input_linear", name):
+            end = "_exps" if match[1] == "block_sparse_moe" else ""
+            gate, up = weight.chunk(2, -2)
+            yield f"{block}ffn_gate{end}.weight", gate
+            yield f"{block}ffn_up{end}.weight", up
+        elif "shared_mlp.output_linear" in name:
+            yield f"{block}ffn_down.weight", weight
+        else:
+            name = re.sub(r"\.dt_bias$", ".dt_proj.bias", name)
+            name = re.sub(r"(e_score_correction)_bias$", r"\1.bias", name)
+            name = re.sub(r"(expert_bias)$", r"\1.bias", name)
+            name = re.sub(r"(sinks|layer_scalar)$", r"\1.weight", name)
+            if ".mixer." in name or family == "nemotron_h":
+                name = name.replace("model.layers.", "backbone.layers.")
+            yield name, weight.squeeze()
+    for name, parts in experts.items():
+        if family == "mixtral":
+            name = re.sub(r"model\.(layers\.\d+)\.block_sparse_moe", r"\1.feed_forward", name)
+        yield name, torch.stack(parts)
+
+
+def _swap(weight: torch.Tensor, dim: int, *sizes: int) -> torch.Tensor:
+    """With the last two of `sizes` and what remains of a dimension in the other order."""
+    at = dim + len(sizes) - 1
+    return weight.unflatten(dim, (*sizes, -1)).transpose(at, at + 1).flatten(dim, at + 1)
+
+
+def _tiled(name: str, weight: torch.Tensor, config: Any) -> torch.Tensor:
+    """Value heads ordered by their place within a key head first."""
+    keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    dim = 1 if "out_proj" in name else 0
+    before = 2 * keys * 16 if "in_proj_qkv." in name or "conv1d" in name else 0
+    if not re.search(r"in_proj|conv1d|A_log|dt_bias|out_proj", name):
+        return weight
+    start, values = weight.split([before, weight.shape[dim] - before], dim)
+    tiled = values.unflatten(dim, (keys, heads // keys, -1)).transpose(dim, dim + 1)
+    return torch.cat([start, tiled.flatten(dim, dim + 2)], dim)
