@@ -76,7 +76,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "use_sliding_window": False}),
     "ernie4_5": ("ernie4_5", {}),
     "ernie4_5_moe": ("ernie4_5-moe", {"moe_num_experts": 4, "moe_k": 2, "num_hidden_layers": 3,
-        "moe_intermediate_size": 48, "moe_layer_start_index": 1, "moe_layer_end_index": 2}),
+        "moe_intermediate_size": 48, "moe_layer_start_index": 1, "moe_layer_end_index": 2,
+        "moe_num_shared_experts": 1}),
     "seed_oss": ("seed_oss", {}),
     "gpt_oss": ("gpt-oss", {**_LOCAL, "sliding_window": 11, "layer_types": _TURNS,
                 "rope_parameters": {**_YARN, "truncate": False}}),
@@ -195,6 +196,8 @@ def _metadata(family: str, config: Any) -> dict[str, Any]:
         turned = 32
     if family in _SAYS_PATTERN:
         found["attention.sliding_window_pattern"] = [t == _TURNS[0] for t in types]
+    if family == "ernie4_5_moe":
+        found["expert_shared_feed_forward_length"] = config.moe_intermediate_size
     if family == "dots1":  # its config has a window that no layer uses
         del found["attention.sliding_window"]
     if family in _SIGMOID:

@@ -123,6 +123,7 @@ def test_weights_are_given_without_loss(path):
     assert found.keys() == dense.keys()
     seen = set()
     for name, weight in found.items():
+        assert weight is not None
         whole = weight.dense() if isinstance(weight, Quantized) else weight
         assert torch.equal(whole.float(), dense[name]), name
         seen.add("quantized" if isinstance(weight, Quantized) else weight.dtype)

@@ -38,12 +38,11 @@ def made(family: str, folder: Path, **changes: Any) -> tuple[Architecture, GGUFF
 
 def differences(one: Any, other: Any, at: str = "") -> Iterator[str]:
     if is_dataclass(one) and type(one) is type(other):
-        for field in fields(one):
-            parts = (getattr(each, field.name) for each in (one, other))
-            yield from differences(*parts, f"{at}.{field.name}")
+        for name in (field.name for field in fields(one)):
+            yield from differences(getattr(one, name), getattr(other, name), f"{at}.{name}")
     elif isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
-        for number, parts in enumerate(zip(one, other, strict=True)):
-            yield from differences(*parts, f"{at}.{number}")
+        for number, part in enumerate(one):
+            yield from differences(part, other[number], f"{at}.{number}")
     elif not (torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other):
         yield f"{at}: {one} and {other}"
 
@@ -108,23 +107,23 @@ def test_tensors_that_other_files_have_joined(family, tmp_path) -> None:
     described, file = made(family, tmp_path)
     wanted = GGUFWeights(file, described, CPU, torch.float32).layer(0)
     for end in (".weight", ".bias"):
-        parts = [file.tensors.pop(f"blk.0.ffn_{n}_exps{end}", None) for n in ("gate", "up")]
-        if parts[0] is not None:
-            file.tensors[f"blk.0.ffn_gate_up_exps{end}"] = joined(*parts, 1)
+        if f"blk.0.ffn_up_exps{end}" in file.tensors:
+            parts = [file.tensors.pop(f"blk.0.ffn_{n}_exps{end}") for n in ("gate", "up")]
+            file.tensors[f"blk.0.ffn_gate_up_exps{end}"] = joined(parts, 1)
     if "ba" in wanted:
         name, order = "blk.0.ssm_in.weight", torch.arange(192).split([32, 32, 64, 64])
         by_head = torch.cat([part.view(2, -1) for part in order], 1).flatten()
         both = [file.tensors.pop(f"blk.0.attn_{part}.weight") for part in ("qkv", "gate")]
-        file.tensors[name] = joined(*both, 0, by_head)
+        file.tensors[name] = joined(both, 0, by_head)
     found = GGUFWeights(file, described, CPU, torch.float32).layer(0)
     assert not [name for name in wanted if not equal(found[name], wanted[name])]
 
 
-def joined(one: Any, other: Any, dim: int, order: torch.Tensor | None = None) -> GGUFTensor:
-    dense = torch.cat([read_tensor("", tensor).float() for tensor in (one, other)], dim)
+def joined(parts: list[GGUFTensor], dim: int, order: torch.Tensor | None = None) -> GGUFTensor:
+    dense: Any = torch.cat([torch.as_tensor(read_tensor("", part)) for part in parts], dim)
     dense = (dense if order is None else dense[order]).contiguous()
     data = memoryview(bytearray(dense.numpy().tobytes()))
-    return one._replace(shape=tuple(dense.shape), data=data)
+    return parts[0]._replace(shape=tuple(dense.shape), data=data)
 
 
 # What llama.cpp computes in its own way, or for models of another size only.
