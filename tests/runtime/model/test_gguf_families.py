@@ -75,6 +75,8 @@ def test_a_file_is_described_as_its_checkpoint_and_has_its_weights(family, tmp_p
 
 
 def test_what_a_newer_file_says_comes_before_what_llama_cpp_knows(tmp_path) -> None:
+    described, file = made("gemma3_text", tmp_path, **{"gemma3.rope.freq_base_swa": None})
+    assert not [*differences(described, describe_gguf(file))]
     keys = {"attention.sliding_window_pattern": 3, "rope.freq_base_swa": 5e3}
     _, file = made("gemma3_text", tmp_path, **{f"gemma3.{key}": keys[key] for key in keys})
     described = describe_gguf(file)
