@@ -1,4 +1,5 @@
-"""Which families of models run, as a table for the docs: `python -m tests.families [FAMILY ...]`.
+"""Which families of models run, and by what, as a table for the docs:
+`python -m tests.families [FAMILY ...]`.
 
 A tiny random model of each: a text is asked, then texts that part from it at random places, so that
 they are hits. Each answer must be that of transformers' own `generate`.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import defaultdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,6 +17,8 @@ from typing import Any
 import transformers
 
 from radixcache import LLM, ModelError, SamplingParams
+from radixcache.runtime.model.decoder import Decoder
+from radixcache.runtime.model.gguf.architectures import ROWS
 from tests.helpers.engines import plain_greedy
 from tests.helpers.models import FAMILIES, HYBRIDS, MLA, MULTIMODAL, tiny_model
 
@@ -36,12 +40,14 @@ OTHERS: dict[str, dict[str, Any]] = {
 CUTS = 6
 
 
-def tried(family: str, folder: Path) -> int:
-    """How many of the hits' answers are right."""
+def tried(family: str, folder: Path) -> tuple[int, str]:
+    """How many of the hits' answers are right, and by what the family runs."""
     path = tiny_model(family, folder, tokenizer=False, **OTHERS.get(family, {}))
     rng, params = random.Random(1), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     stem, right = [rng.randrange(250) for _ in range(90)], 0
     with LLM(path, kv_cache_memory_bytes="4MB", page_size=4, device="cpu") as llm:
+        model = llm.engine.model
+        looped = isinstance(model, Decoder)
         llm.generate([stem], params)
         for _ in range(CUTS):
             cut = rng.randint(30, 89)
@@ -50,36 +56,35 @@ def tried(family: str, folder: Path) -> int:
             (output,) = llm.generate([text], params)
             answer = plain_greedy(path, text, 8, ignore_eos=True)
             right += output.outputs[0].token_ids == answer and output.num_cached_tokens >= cut
-    return right
+    if not looped:
+        return right, "transformers' layers"
+    kind = "loop, native" if model.state_shapes else "loop, native and GPU"
+    return right, f"{kind}, exact" + ("" if family in IN_GGUF else "; no GGUF")
 
 
-GROUPS: dict[str, dict[str, Any]] = {
-    "compared with transformers' logits by the tests": FAMILIES,
-    "others with transformers' layers": OTHERS,
-    "MLA, over latents": MLA,
-    "hybrids": HYBRIDS,
-    "text of models that take images": MULTIMODAL,
-}
+IN_GGUF = {row.family for row in ROWS.values()} | {"mistral"}
+"""Families whose GGUF files are read."""
 
 
 def main(chosen: list[str]) -> int:
     transformers.logging.set_verbosity_error()
-    failed = []
-    print(f"| models | {CUTS} of {CUTS} hits gave transformers' tokens |\n|---|---|")
-    for name, group in GROUPS.items():
-        right = []
-        for family in [one for one in group if one in chosen or not chosen]:
-            with TemporaryDirectory() as folder:
-                try:
-                    count = tried(family, Path(folder))
-                except ModelError as error:
-                    failed.append(f"{family}: {error}")
-                    continue
-            if count == CUTS:
-                right.append(family)
-            else:
-                failed.append(f"{family}: {count} of {CUTS}")
-        print(f"| {name} | {', '.join(right)} |", flush=True)
+    failed, found = [], defaultdict[str, list[str]](list)
+    for family in [*FAMILIES, *OTHERS, *MLA, *HYBRIDS, *MULTIMODAL]:
+        if chosen and family not in chosen:
+            continue
+        with TemporaryDirectory() as folder:
+            try:
+                count, by = tried(family, Path(folder))
+            except ModelError as error:
+                failed.append(f"{family}: {error}")
+                continue
+        if count == CUTS:
+            found[by].append(family)
+        else:
+            failed.append(f"{family}: {count} of {CUTS}, by {by}")
+    print(f"| run by | {CUTS} of {CUTS} hits gave transformers' tokens |\n|---|---|")
+    for by, families in sorted(found.items()):
+        print(f"| {by} | {', '.join(sorted(families))} |")
     print(*failed, sep="\n")
     return bool(failed)
 

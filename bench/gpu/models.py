@@ -19,6 +19,7 @@ from radixcache.bench.gpu.report import NotRun
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.logits_cache import PromptLogitsCache
 from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.model.checkpoint import Checkpoint
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.families.describe import describe
 from radixcache.runtime.model.paged_model import PagedModel
@@ -77,7 +78,7 @@ def _join(linears: Sequence[torch.nn.Linear]) -> None:
         linear.weight = torch.nn.Parameter(part, requires_grad=False)
 
 
-class _Memory:
+class _Memory(Checkpoint):
     """A checkpoint that is a model's own memory."""
 
     def __init__(self, model: PreTrainedModel) -> None:

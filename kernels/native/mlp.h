@@ -62,8 +62,8 @@ struct Chosen {
     float weight;
 };
 
-// Moves the best `most` of `order` to its front; of equal ones, those with the lower numbers. A heap:
-// it stays within bounds even where scores are NaNs.
+// Moves the best `most` of `order` to its front; of equal ones, those with the lower numbers. Unlike
+// std::sort, a heap stays within bounds if scores are NaNs.
 inline void best_first(const float* by, std::vector<int>& order, int most) {
     for (size_t i = 0; i < order.size(); i++) order[i] = i;
     std::partial_sort(order.begin(), order.begin() + most, order.end(), [by](int a, int b) {
@@ -135,8 +135,8 @@ inline Weight part_of(const Weight& weight, int first, int panels) {
     return part;
 }
 
-// The chosen experts of up to MLP_ROWS rows. Pairs of a row and an expert are sorted by expert: those
-// of expert i stand at [starts[i], starts[i + 1]).
+// The chosen experts of up to MLP_ROWS rows. Pairs of a row and an expert are sorted by expert: the
+// places [starts[i], starts[i + 1]) are those of expert i.
 template <class T>
 struct Mixture {
     const Experts& e;
@@ -192,7 +192,7 @@ struct Mixture {
         for (int64_t i = 0; i < pairs; i++) places[i] = next[chosen[i].expert]++;
     }
 
-    // The products of all experts in two rounds: each is cut by columns, and by rows if it has many.
+    // The products of all experts in two rounds; each is cut by columns, and by rows if many.
     void compute() const {
         std::vector<Task> in, down;
         for (int i = 0; i < e.count; i++)
@@ -214,7 +214,8 @@ struct Mixture {
     }
 
     template <class U>
-    void run(const std::vector<Task>& tasks, const T* from, int64_t depth, U* to, int64_t width) const {
+    void run(const std::vector<Task>& tasks, const T* from, int64_t depth, U* to,
+             int64_t width) const {
         parallel(tasks.size(), threads, [&](int64_t i) {
             const Task& t = tasks[i];
             multiply(from + t.at * depth, depth, part_of(*t.weight, t.panel, PANELS),

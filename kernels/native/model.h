@@ -20,8 +20,8 @@ struct AttentionLayer {
     const float* sinks;                  // [heads]; or null
     int32_t rope;                        // the number of its table; -1 for none
     int32_t gated, whole_norms, value_norm;
-    int32_t scaled_length;  // queries at p are multiplied by 1 + scaling * log(1 + p / length); or 0
-    float scaling;
+    int32_t scaled_length;               // 0, or queries at position p are multiplied by
+    float scaling;                       // 1 + scaling * log(1 + p / scaled_length)
 };
 
 enum SublayerKind : int32_t { ATTENTION, RECURRENT, DENSE, EXPERTS };
@@ -41,11 +41,11 @@ struct RopeTable {
 struct Model {
     const Sublayer* sublayers;
     const RopeTable* ropes;
-    const float* first_norm;  // or null
     int32_t count, rope_count, last_mixer, hidden;
-    int32_t mixer_in, mixer_out, inner;  // the most columns before and behind a mixer, and of an MLP
+    int32_t mixer_in, mixer_out, inner;  // the most columns before and behind a mixer, in an MLP
     int32_t centred;
-    float eps, embed_scale, logit_scale, logit_softcap;  // softcap: 0 for none
+    float eps, logit_scale, logit_softcap;  // softcap: 0 for none
+    Joint first;                            // behind the embedding
     Weight embedding, head;
 };
 
@@ -77,7 +77,12 @@ struct Step {
         T *x = (T*)places[3], *a = (T*)places[4], *b = (T*)places[5];
 
         std::vector<Rope> ropes = turns(positions, rows, places[0]);
-        embed(ids, rows, residual, x);
+        auto add = [&](const Joint& joint) {
+            join(y, residual, x, rows, hidden, joint, model.eps, model.centred, threads);
+        };
+        rows_of(model.embedding, ids, rows, y, threads);
+        std::fill(residual, residual + rows * hidden, 0.0f);
+        add(model.first);
         std::list<Plan> plans;
         T* const* kv = pages;
         float* const* state = states.tensors;
@@ -86,15 +91,15 @@ struct Step {
             const Weight* out = nullptr;  // of a mixer
             if (sublayer.kind == ATTENTION) {
                 auto& layer = *(const AttentionLayer*)sublayer.layer;
-                attend(layer, ropes[layer.rope + 1], plan_of(plans, layer.heads), kv, positions, x, a, b);
+                const Plan& plan = plan_of(plans, layer.heads);
+                attend(layer, ropes[layer.rope + 1], plan, kv, positions, x, a, b);
                 kv += 2, out = &layer.out;
             } else if (sublayer.kind == RECURRENT) {
                 auto& layer = *(const RecurrentLayer*)sublayer.layer;
                 int64_t stride = 0;
                 for (const Weight& weight : layer.in) stride += weight.columns;
                 several(layer.in, 3, x, hidden, a, stride, rows, threads);
-                Recurrent<T>{layer, batch, states, state[0], state[1], a, stride, model.eps, threads}
-                    .run(b);
+                Recurrent<T>{layer, batch, states, state, a, stride, model.eps, threads}.run(b);
                 state += 2, out = &layer.out;
             }
             if (i == model.last_mixer) {  // K/V and states are written: the rest is for the logits
@@ -103,10 +108,11 @@ struct Step {
                 if (sublayer.joint.parallel) pick(wanted, count, hidden, x);
                 rows = count;
             }
+            const void* mlp = sublayer.layer;
             if (out) multiply(b, out->depth, *out, y, hidden, rows, threads);
-            else if (sublayer.kind == DENSE) ((const MLP*)sublayer.layer)->run(x, a, b, y, rows, threads);
-            else mix(*(const Experts*)sublayer.layer, x, y, rows, threads);
-            join(y, residual, x, rows, hidden, sublayer.joint, model.eps, model.centred, threads);
+            else if (sublayer.kind == DENSE) ((const MLP*)mlp)->run(x, a, b, y, rows, threads);
+            else mix(*(const Experts*)mlp, x, y, rows, threads);
+            add(sublayer.joint);
         }
         multiply(x, hidden, model.head, logits, model.head.columns, rows, threads);
         if (model.logit_softcap != 0 || model.logit_scale != 1) scale_logits(logits, rows);
@@ -131,20 +137,6 @@ struct Step {
             ropes.push_back({cos, sin, half});
         }
         return ropes;
-    }
-
-    void embed(const int64_t* ids, int64_t rows, float* residual, T* x) const {
-        int hidden = model.hidden;
-        rows_of(model.embedding, ids, rows, residual, threads);
-        parallel_rows(rows, hidden, threads, [&](int64_t row) {
-            float* from = residual + row * hidden;
-            for (int d = 0; d < hidden && model.embed_scale != 1; d += W)
-                store(from + d, load(from + d, hidden - d) * model.embed_scale, hidden - d);
-            T* to = x + row * hidden;
-            if (model.first_norm)
-                return norm(from, model.first_norm, to, hidden, model.eps, model.centred);
-            for (int d = 0; d < hidden; d += W) store(to + d, load(from + d, hidden - d), hidden - d);
-        });
     }
 
     // The plan for these heads, which all layers of the step with such heads share.

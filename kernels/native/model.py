@@ -17,8 +17,8 @@ from radixcache.kernels.native.library import check, kernel
 from radixcache.kernels.native.linear import PackedLinear, Weight
 
 SlotUse = tuple[int, int, Sequence[tuple[int, int]]]
-"""A sequence's state slots, as `SequenceStates`: the one that a step reads (-1: zeros), the one that
-it writes, and (n, slot), ascending, for the state after the first n new tokens."""
+"""A sequence's state slots, as `SequenceStates`: the one that a step reads (-1: zeros), the one
+that it writes, and (n, slot), ascending, for the state after the first n new tokens."""
 
 SCORES = ("softmax", "sigmoid", "softmax of chosen")  # in the order of mlp.h
 RECURRENCES = ("ShortConv", "DeltaNet", "Mamba2")  # in the order of recurrent.h
@@ -95,9 +95,10 @@ class _Sublayer(ctypes.Structure):
 
 class _Model(ctypes.Structure):
     _fields_ = [
-        *_fields(c_void_p, "sublayers ropes first_norm"),
+        *_fields(c_void_p, "sublayers ropes"),
         *_fields(c_int32, "count rope_count last_mixer hidden mixer_in mixer_out inner centred"),
-        *_fields(c_float, "eps embed_scale logit_scale logit_softcap"),
+        *_fields(c_float, "eps logit_scale logit_softcap"),
+        ("first", Joint),
         *_fields(Weight, "embedding head"),
     ]
 
@@ -111,27 +112,25 @@ _KINDS = (AttentionLayer, RecurrentLayer, MLP, Experts)  # in the order of model
 
 
 class NativeModel:
-    """A model of sublayers that were made of weights of the right shapes.
+    """A model of sublayers that were made of weights of the right shapes, which outlive it.
 
     Args:
         sublayers: with the joint behind each; at least one attends.
         ropes: the tables that `AttentionLayer.rope` counts.
-        first_norm: the address of the first sublayer's norm [hidden] float32; None for none.
+        first: the joint behind the embedding.
         embedding, head: [vocab_size, hidden] each; one object if they are tied.
         dtype: of the step: float32 or bfloat16.
-        held: what the sublayers' addresses point into.
-        settings: `eps`, `centred`, `embed_scale`, `logit_scale` and `logit_softcap` (0 for none).
+        settings: `eps`, `centred`, `logit_scale` and `logit_softcap` (0 for none).
     """
 
     def __init__(
         self,
         sublayers: Sequence[tuple[Layer, Joint]],
         ropes: Sequence[RopeTable],
-        first_norm: int | None,
+        first: Joint,
         embedding: PackedLinear,
         head: PackedLinear,
         dtype: torch.dtype,
-        held: object,
         **settings: float,
     ) -> None:
         self._dtype, self._vocab_size = dtype, head.out_features
@@ -141,21 +140,20 @@ class NativeModel:
         self._recurs = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
         if not self._attends:
             raise ValueError("no layer attends")
-        kinds = [_KINDS.index(type(layer)) for layer in layers]
         made = [
-            _Sublayer(ctypes.addressof(x), j, k) for (x, j), k in zip(sublayers, kinds, strict=True)
+            _Sublayer(ctypes.addressof(layer), joint, _KINDS.index(type(layer)))
+            for layer, joint in sublayers
         ]
-        self._sublayers, self._ropes = (
-            (_Sublayer * len(made))(*made),
-            (RopeTable * len(ropes))(*ropes),
-        )
-        self._held = layers, embedding, head, held
+        self._sublayers = (_Sublayer * len(made))(*made)
+        self._ropes = (RopeTable * len(ropes))(*ropes)
+        self._held = layers, embedding, head
         self._model = _Model(
-            *(ctypes.addressof(self._sublayers), ctypes.addressof(self._ropes), first_norm),
+            *(ctypes.addressof(self._sublayers), ctypes.addressof(self._ropes)),
             *(len(sublayers), len(ropes), layers.index(mixers[-1]), embedding.in_features),
             mixer_in=max(sum(w.columns for w in mixer.inputs) for mixer in mixers),
             mixer_out=max(mixer.out.depth for mixer in mixers),
             inner=max((x.inner for x in layers if isinstance(x, MLP)), default=0),
+            first=first,
             embedding=embedding.struct,
             head=head.struct,
             **settings,

@@ -1,8 +1,8 @@
 // Recurrent layers: short convolutions, gated delta nets and Mamba 2, strictly token by token, so
 // that a row's bits do not depend on how its sequence is cut.
 //
-// A token's convolution reads the inputs of a few tokens, so tokens are computed in parallel. In the
-// recurrence, columns of a state do not depend on each other: a task is some columns of one head of a
+// A token's convolution reads the inputs of a few tokens, so tokens are computed in parallel. A
+// recurrent state's columns do not depend on each other: a task is some columns of a head in one
 // sequence, which stay in L1 over all new tokens.
 
 #pragma once
@@ -36,19 +36,20 @@ struct States {
     float* const* tensors;  // of each recurrent layer: conv [slots][width - 1][channels], and the
 };                          // states [slots][heads][key][value]; or null
 
-// Rows of `x` are what the layer's products give: B, C, x of SHORT_CONV; q, k, v | z | beta, alpha of
-// DELTA_NET; z | x, B, C | dt of MAMBA2.
+// Rows of `x` are what the layer's products give. SHORT_CONV: B, C, x. DELTA_NET: q, k, v, z, beta,
+// alpha. MAMBA2: z, x, B, C, dt.
 template <class T>
 struct Recurrent {
     const RecurrentLayer& m;
     const Batch& batch;
     const States& states;
-    float *conv, *state;
+    float* const* tensors;  // of this layer
     const T* x;
     int64_t stride;
     float eps;
     int threads;
     int64_t rows = batch.qo_indptr[batch.sequences], before = m.width - 1;
+    float *conv = tensors[0], *state = tensors[1];
     bool delta = m.kind == DELTA_NET, is_conv = m.kind == SHORT_CONV;
     int64_t inputs_at = m.kind == MAMBA2 ? m.values() : 0;  // of the convolution
 
@@ -102,8 +103,10 @@ struct Recurrent {
             int64_t s = std::upper_bound(starts, starts + batch.sequences, row) - starts - 1;
             for (int64_t c = 0, n = m.channels; n > 0; c += W, n -= W) {
                 vec sum = m.conv_bias ? load(m.conv_bias + c, n) : vec{};
-                for (int i = 0; i < m.width; i++)
-                    sum = fma(input(s, row - before + i, c), load(m.conv + i * m.channels + c, n), sum);
+                for (int i = 0; i < m.width; i++) {
+                    vec tap = load(m.conv + i * m.channels + c, n);
+                    sum = fma(input(s, row - before + i, c), tap, sum);
+                }
                 int64_t to = row * m.channels + c;
                 if (is_conv) store(out + to, sum * load(x + row * stride + m.channels + c, n), n);
                 else store(mixed + to, sum * sigmoid(sum), n);
@@ -121,8 +124,8 @@ struct Recurrent {
                       m.channels - c);
     }
 
-    // ---- The recurrence: of each token, the state fades, key times gained value is added to it, and
-    // the query reads it.
+    // ---- The recurrence. For each token the state fades, key times value is added to it, and the
+    // query reads it.
 
     int64_t keys() const { return (int64_t)m.key_heads * m.key; }
 
@@ -147,7 +150,8 @@ struct Recurrent {
             }
             float factor = 1 / std::sqrt(sum(squares) + 1e-6f);
             if (h < m.key_heads) factor /= std::sqrt((float)m.key);
-            for (int d = 0; d < m.key; d += W) store(at + d, load(at + d, m.key - d) * factor, m.key - d);
+            for (int d = 0, n = m.key; n > 0; d += W, n -= W)
+                store(at + d, load(at + d, n) * factor, n);
         }
     }
 
@@ -155,27 +159,37 @@ struct Recurrent {
     void recur(int64_t s, int64_t head, int64_t c, const float* mixed, const float* fades,
                const float* gains, float* y) const {
         static thread_local Scratch memory;
-        int64_t first = batch.qo_indptr[s], end = batch.qo_indptr[s + 1], kept = states.keep_starts[s];
-        int64_t group = head / (m.heads / m.key_heads) * m.key, values = m.values(), n = m.value - c;
-        int64_t key_at = (delta ? keys() : values) + group, query_at = group + (delta ? 0 : values + keys());
-        int64_t value_at = (delta ? 2 * keys() : 0) + head * m.value + c;
+        int64_t first = batch.qo_indptr[s], end = batch.qo_indptr[s + 1];
+        int64_t keep = states.keep_starts[s], last_keep = states.keep_starts[s + 1];
+        int64_t values = m.values(), of_group = head / (m.heads / m.key_heads) * m.key;
+        // `mixed` has q, k, v of a delta net, and v, k, q of Mamba 2.
+        int64_t query_at = of_group + (delta ? 0 : values + keys());
+        int64_t key_at = of_group + (delta ? keys() : values);
+        int64_t column = head * m.value + c, value_at = column + (delta ? 2 * keys() : 0);
         float* held = memory.get(m.key * COLUMNS);
-        auto place = [&](int64_t slot) { return state + ((slot * m.heads + head) * m.key) * m.value + c; };
-        auto read = [&](const float* from, int j) { return n > j * W ? load(from + j * W, n - j * W) : vec{}; };
-        auto write = [&](float* to, int j, vec v) { if (n > j * W) store(to + j * W, v, n - j * W); };
+        auto read = [&](const float* from, int j) {
+            int64_t n = m.value - c - j * W;
+            return n > 0 ? load(from + j * W, n) : vec{};
+        };
+        auto write = [&](float* to, int j, vec v) {
+            int64_t n = m.value - c - j * W;
+            if (n > 0) store(to + j * W, v, n);
+        };
+        auto place = [&](int64_t slot, int i) {
+            return state + ((slot * m.heads + head) * m.key + i) * m.value + c;
+        };
         auto save = [&](int64_t slot) {
             for (int i = 0; i < m.key; i++)
                 for (int j = 0; j < C; j++)
-                    write(place(slot) + i * m.value, j, load(held + (i * C + j) * W));
+                    write(place(slot, i), j, load(held + (i * C + j) * W));
         };
+        int64_t from = states.read[s];
         for (int i = 0; i < m.key; i++)
-            for (int j = 0; j < C; j++) {
-                bool fresh = states.read[s] < 0;
-                store(held + (i * C + j) * W, fresh ? vec{} : read(place(states.read[s]) + i * m.value, j));
-            }
+            for (int j = 0; j < C; j++)
+                store(held + (i * C + j) * W, from < 0 ? vec{} : read(place(from, i), j));
         for (int64_t t = first;; t++) {
-            for (; kept < states.keep_starts[s + 1] && states.keep_counts[kept] == t - first; kept++)
-                save(states.keep_slots[kept]);
+            for (; keep < last_keep && states.keep_counts[keep] == t - first; keep++)
+                save(states.keep_slots[keep]);
             if (t == end) break;
             const float* row = mixed + t * m.channels;
             float gain = gains[t * m.heads + head], skip = m.skip ? m.skip[head] : 0;
@@ -188,12 +202,12 @@ struct Recurrent {
             }
             for (int j = 0; j < C; j++) add[j] *= gain;
             update(held, row + key_at, row + query_at, fade, add, sums);
-            for (int j = 0; j < C; j++) write(y + t * values + head * m.value + c, j, sums[j]);
+            for (int j = 0; j < C; j++) write(y + t * values + column, j, sums[j]);
         }
         save(states.write[s]);
     }
 
-    // found = state^T key, in two sums for each vector: one chain of operations would wait for itself.
+    // found = state^T key, in two sums for each vector: a single chain would wait for itself.
     void predict(const float* held, const float* key, vec* found) const {
         vec even[C] = {}, odd[C] = {};
         int i = 0;

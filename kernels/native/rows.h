@@ -30,8 +30,8 @@ void norm(const S* from, const float* weight, T* to, int width, float eps, bool 
     }
 }
 
-// What follows a sublayer: its result is normed (or not) and scaled, and added to the residual, whose
-// sum is scaled, too. The sum is normed into the next sublayer's input, or copied.
+// What follows a sublayer: its result is normed (or not), scaled and added to the residual. The sum
+// is scaled, and normed into the next sublayer's input, or copied.
 struct Joint {
     const float *after, *before;  // weights of the two norms, [width]; null for none
     float scale, sum_scale;
@@ -59,7 +59,7 @@ void join(float* y, float* residual, T* x, int64_t rows, int width, const Joint&
 
 inline vec sigmoid(vec x) { return 1.0f / (1.0f + exp(-x)); }
 
-// Half of the complementary error function, for x >= 0, within 1e-7 (Abramowitz and Stegun, 7.1.26).
+// Half of the complementary error function for x >= 0, within 1e-7 (Abramowitz, Stegun, 7.1.26).
 inline vec half_erfc(vec x) {
     vec t = 1.0f / (1.0f + 0.3275911f * x), p = all(0.5307027145f);
     for (float c : {-0.7265760135f, 0.7107068705f, -0.142248368f, 0.127414796f})
@@ -99,8 +99,9 @@ void gated(const T* gate, const T* up, T* out, int64_t rows, int width, int64_t 
     parallel_rows(rows, width, threads, [&](int64_t row) {
         for (int d = 0; d < width; d += W) {
             int n = width - d;
+            vec x = load(gate + row * gate_stride + d, n);
             vec u = up ? load(up + row * up_stride + d, n) : all(1);
-            store(out + row * width + d, activate(kind, load(gate + row * gate_stride + d, n), u), n);
+            store(out + row * width + d, activate(kind, x, u), n);
         }
     });
 }
@@ -147,7 +148,8 @@ void write_kv(const Batch& batch, const Heads& heads, Tokens<T> query, Tokens<T>
     int dim = heads.dim, kv_heads = heads.kv_heads, value_dim = heads.value_dim;
     int width = (heads.heads + 2 * kv_heads) * dim, values = kv_heads * value_dim;
     parallel_rows(batch.qo_indptr[batch.sequences], width, threads, [&](int64_t t) {
-        T *k_to = k_pages + batch.slots[t] * kv_heads * dim, *v_to = v_pages + batch.slots[t] * values;
+        T* k_to = k_pages + batch.slots[t] * kv_heads * dim;
+        T* v_to = v_pages + batch.slots[t] * values;
         norms.apply(norms.key, key[t], kv_heads, dim);
         for (int h = 0; h < kv_heads; h++) rope.turn(key[t] + h * dim, k_to + h * dim, t, dim);
         norms.apply(norms.query, query[t], heads.heads, dim);

@@ -24,8 +24,8 @@ def check_model(name_or_path: str | None) -> None:
     """
     if name_or_path is None:
         return
-    source, more = split_gguf(name_or_path)
-    path, file = Path(source), more.get("gguf_file", "config.json")
+    source, gguf = split_gguf(name_or_path)
+    path, file = Path(source), gguf or "config.json"
     if path.is_dir():
         if not (path / file).is_file():
             either = " and no GGUF file" if file == "config.json" else ""
@@ -42,28 +42,28 @@ def check_model(name_or_path: str | None) -> None:
         )
 
 
-def split_gguf(name_or_path: str) -> tuple[str, dict[str, str]]:
-    """The folder or hub id of a model, and transformers' argument that selects a GGUF file there.
+def split_gguf(name_or_path: str) -> tuple[str, str | None]:
+    """The folder or hub id of a model, and the GGUF file there that is named.
 
     A folder without other weights that holds one such file stands for that file.
 
     >>> split_gguf("org/name/model-q8_0.gguf")
-    ('org/name', {'gguf_file': 'model-q8_0.gguf'})
+    ('org/name', 'model-q8_0.gguf')
 
     Raises:
         ModelError: a folder that holds several.
     """
     path = Path(name_or_path)
     if path.suffix.lower() == ".gguf" and not path.is_dir():
-        return str(path.parent), {"gguf_file": path.name}
+        return str(path.parent), path.name
     if not path.is_dir() or any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
-        return name_or_path, {}
+        return name_or_path, None
     found = sorted(file.name for file in path.iterdir() if file.suffix.lower() == ".gguf")
     if len(found) > 1:
         raise ModelError(
             f"the folder {name_or_path} holds several GGUF files; name one: {', '.join(found)}"
         )
-    return name_or_path, {"gguf_file": found[0]} if found else {}
+    return name_or_path, found[0] if found else None
 
 
 def find_gguf(name_or_path: str) -> str | None:
@@ -72,11 +72,11 @@ def find_gguf(name_or_path: str) -> str | None:
     Raises:
         ModelError: the file is not there, or cannot be fetched.
     """
-    source, more = split_gguf(name_or_path)
-    if not more:
+    source, gguf = split_gguf(name_or_path)
+    if gguf is None:
         return None
     try:
-        if (found := find_file(source, more["gguf_file"])) is not None:
+        if (found := find_file(source, gguf)) is not None:
             return found
         reason = "there is no such file"
     except Exception as error:  # what the hub or the network makes of the library that asks

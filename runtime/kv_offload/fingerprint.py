@@ -12,7 +12,7 @@ import xxhash
 
 from radixcache.errors import InvalidRequest
 from radixcache.kernels.attention import PagedBatch
-from radixcache.runtime.checkpoints.model_files import find_file, find_gguf, split_gguf
+from radixcache.runtime.checkpoints.model_files import find_file, find_gguf
 from radixcache.runtime.model.checkpoint import checkpoint_files
 from radixcache.runtime.model.paged_model import PagedModel
 
@@ -51,8 +51,7 @@ def fingerprint(model: PagedModel, name_or_path: str, page_size: int) -> str:
 
 
 def _files(name_or_path: str) -> list[str]:
-    gguf = find_gguf(name_or_path) if split_gguf(name_or_path)[1] else None
-    if gguf is not None:
+    if (gguf := find_gguf(name_or_path)) is not None:
         return [gguf]
     found = checkpoint_files(name_or_path)
     config = find_file(name_or_path, "config.json")

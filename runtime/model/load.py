@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from contextlib import ExitStack, nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +18,7 @@ from radixcache.kernels.attention import AttentionBackend
 from radixcache.kernels.native.library import quiet_torch
 from radixcache.kernels.upload import on_device
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
-from radixcache.runtime.checkpoints.model_files import check_model, split_gguf
+from radixcache.runtime.checkpoints.model_files import check_model
 from radixcache.runtime.model import exact as exactness
 from radixcache.runtime.model.checkpoint import open_checkpoint
 from radixcache.runtime.model.compatibility import check_sizes
@@ -80,12 +79,8 @@ def load_model(
         check_sizes(settings)
         if exact:
             exactness.require(place, kind)
-            by_transformers = file is None and split_gguf(str(name_or_path))[1]
-            if settings.get("quantization_config") or by_transformers:
-                raise ModelError(
-                    "exact mode takes no quantised checkpoint, and GGUF files only of families that "
-                    "our loop runs: no other is checked"
-                )
+            if settings.get("quantization_config"):
+                raise ModelError("exact mode takes no quantised checkpoint: none is checked")
         model: PagedModel | None = None
         try:
             model = _load_decoder(
@@ -117,12 +112,6 @@ def _settings(name_or_path: str | Path, file: GGUFFile | None) -> dict[str, Any]
             return settings_of(file)
         except Unknown as reason:
             raise _unread(name_or_path, reason) from None
-    missing = [package for package in ("gguf", "accelerate") if find_spec(package) is None]
-    if missing and split_gguf(str(name_or_path))[1]:
-        raise ModelError(
-            f"the model at {name_or_path} is a GGUF file of an architecture that transformers "
-            f"reads, with the package {' and '.join(missing)}: pip install '.[gguf]' in a checkout"
-        )
     settings, _ = call_transformers(name_or_path, PreTrainedConfig.get_config_dict)
     if not isinstance(settings, dict):
         raise ModelError(f"the model at {name_or_path} does not load: its config is no dictionary")
@@ -152,8 +141,6 @@ def _load_decoder(
     Raises:
         Unknown: the loop does not know the model, or is wrong about it.
     """
-    if file is None and split_gguf(str(name_or_path))[1]:
-        raise Unknown("its weights are in a GGUF file")
     architecture = (
         describe(settings, max_model_len) if file is None else describe_gguf(file, max_model_len)
     )

@@ -14,7 +14,6 @@ from transformers.configuration_utils import PreTrainedConfig
 from radixcache.errors import ModelError, first_sentence
 from radixcache.kernels.attention import AttentionBackend
 from radixcache.kernels.upload import on_device
-from radixcache.runtime.checkpoints.model_files import split_gguf
 from radixcache.runtime.model.compatibility import check_config, is_recurrent
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
@@ -167,14 +166,13 @@ def call_transformers(name_or_path: str | Path, read: Callable[..., Any]) -> Any
     Without `trust_remote_code`, which also holds for the generation config, transformers would ask
     on standard input.
     """
-    source, gguf = split_gguf(str(name_or_path))
     try:
-        return read(source, trust_remote_code=False, **gguf)
+        return read(name_or_path, trust_remote_code=False)
     except Exception as error:
         reason = first_sentence(error)
         # transformers raises OSError for a missing model, and for one that needs a licence.
         absent = isinstance(error, OSError) and "gated repo" not in reason
-        if absent and not Path(source).is_dir():
+        if absent and not Path(name_or_path).is_dir():
             raise ModelError(
                 f"no model at {name_or_path}: no such folder, and no model of that name in reach"
             ) from None

@@ -381,8 +381,7 @@ def _halves(rows: torch.Tensor, head_dim: int, turned: int) -> torch.Tensor:
 def _every_second(weight: Weight, first: int) -> Weight:
     if not isinstance(weight, Quantized):
         return weight[first::2].contiguous()
-    numbers, scales, minimums = (part[first::2].contiguous() for part in weight[:3])
-    return Quantized(numbers, scales, minimums, weight.bits)
+    return weight.rows(torch.arange(first, weight.shape[0], 2))
 
 
 def _mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> Quantized:

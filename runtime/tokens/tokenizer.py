@@ -15,7 +15,7 @@ from typing import Any
 
 from radixcache.errors import ContextExceeded, InvalidRequest, ModelError, first_sentence
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
-from radixcache.runtime.checkpoints.model_files import find_file, find_gguf, split_gguf
+from radixcache.runtime.checkpoints.model_files import find_file, find_gguf
 from radixcache.runtime.tokens.generic_tools import tell_tools
 from radixcache.runtime.tokens.tool_calls import check_tools, for_template
 from radixcache.runtime.tokens.tool_formats import (
@@ -101,7 +101,7 @@ class Tokenizer:
         """
         try:
             if (path := find_gguf(name_or_path)) is not None:
-                found = _read_gguf(name_or_path, path)
+                found = _read_gguf(path)
                 return None if found is None else cls(found, max_tokens)
             if any(find_file(name_or_path, file) for file in _VOCABULARIES):
                 return cls(_read(name_or_path), max_tokens)
@@ -374,19 +374,14 @@ class Tokenizer:
         return text
 
 
-def _read_gguf(name_or_path: str, path: str) -> Any:
-    """The tokenizer in a GGUF file, None if there is none; transformers reads some families'."""
+def _read_gguf(path: str) -> Any:
+    """The tokenizer in a GGUF file, None if there is none."""
     from radixcache.runtime.tokens.gguf_tokenizer import read_tokenizer
 
     file = GGUFFile(path)
     if file.get("tokenizer.ggml.model", str, "none") in ("none", "no_vocab"):
         return None
-    if file.get("general.architecture", str) in _LIGHT:
-        return read_tokenizer(file)
-    from transformers import AutoTokenizer
-
-    source, gguf = split_gguf(name_or_path)
-    return AutoTokenizer.from_pretrained(source, trust_remote_code=False, **gguf)
+    return read_tokenizer(file)
 
 
 def _read(name_or_path: str) -> Any:

@@ -120,7 +120,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
     "lfm2": _CONV,
-    "lfm2_moe": {**_CONV, **_EXPERTS, "num_dense_layers": 1},
+    "lfm2_moe": {**_CONV, **_EXPERTS, "shared_expert_intermediate_size": None,
+                 "num_dense_layers": 1},
     "lfm3": _CONV,
 }  # fmt: skip
 

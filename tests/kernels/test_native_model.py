@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from radixcache.kernels.attention import LayerKind, PagedBatch
 from radixcache.kernels.native.attention import NativeBackend
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.quantized import Quantized
+from radixcache.runtime.model import reference
 from radixcache.runtime.model.description import (
     MLP,
     Architecture,
@@ -29,7 +31,7 @@ from radixcache.runtime.model.description import (
 )
 from radixcache.runtime.model.kv_pool import KVPool, LayerShape
 from radixcache.runtime.model.operations.native import NativeOperations
-from radixcache.runtime.model.state_pool import StatePool, StateShapes
+from radixcache.runtime.model.state_pool import StatePool
 from radixcache.states import SequenceStates
 
 pytestmark = pytest.mark.skipif(problem() is not None, reason=str(problem()))
@@ -102,12 +104,14 @@ ARCHITECTURES = {
         Layer(ShortConv(3, 44), DENSE), LLAMA, Layer(ShortConv(4, 40, True, True), DENSE)
     ),
     "delta nets": architecture(
-        Layer(DELTA, FEW), Layer(Attention(PLAIN, 0, "head", gated=True), DENSE), Layer(DELTA, DENSE),
+        Layer(DELTA, FEW), Layer(Attention(PLAIN, 0, "head", gated=True), DENSE),
+        Layer(DELTA, DENSE),
         ropes=(rope(3),),
     ),
     "Mamba 2": architecture(
         Layer(MAMBA, DENSE), Layer(Attention(PLAIN), FEW, residual_scale=0.7),
-        Layer(replace(MAMBA, groups=1, norm_groups=1, conv_bias=False, bias=True), None, ("input_norm",)),
+        Layer(replace(MAMBA, groups=1, norm_groups=1, conv_bias=False, bias=True), None,
+              ("input_norm",)),
         Layer(None, MLP(80, "relu2", gated=False), ("mlp_norm",)),
         ropes=(),
     ),
@@ -145,108 +149,171 @@ def eight_bits(x: torch.Tensor) -> Quantized:
     return Quantized(numbers, scales, -128 * scales, 8)
 
 
+class Part(NamedTuple):
+    """Tokens [start, end) of a text, the text's page table and its states."""
+
+    text: np.ndarray
+    start: int
+    end: int
+    table: np.ndarray
+    states: SequenceStates
+
+
 class Model:
     """The native loop with random weights, over a pool of its own."""
 
     def __init__(self, name: str, dtype: torch.dtype = F32) -> None:
-        a = self.architecture = ARCHITECTURES[name]
+        a, self.dtype = ARCHITECTURES[name], dtype
+        self.architecture = a
         rng = torch.Generator().manual_seed(len(name))
         self.layers = [random_weights(a, i, rng, i == 1) for i in range(len(a.layers))]
         self.embedding = torch.randn(VOCAB, HIDDEN, generator=rng) / 2
         self.head = None if a.tied else torch.randn(VOCAB, HIDDEN, generator=rng) / 7
         self.last_norm = 1 + torch.randn(HIDDEN, generator=rng) / 5
-        self.operations = NativeOperations(a, dtype)
+        self.load()
+
+    def load(self) -> None:
+        self.operations = NativeOperations(self.architecture, self.dtype)
+        self.operations.embedding(self.embedding, self.head)
         for number, weights in enumerate(self.layers):
             self.operations.layer(number, weights)
-        self.operations.embedding(self.embedding, self.head)
         self.operations.loaded(self.last_norm)
-        self.dtype = dtype
 
     def pool(self, pages: int, slots: int) -> KVPool:
         kinds = [LayerShape(k.kv_heads, k.head_dim, k.value_dim) for k in self.architecture.kinds]
         pool = KVPool(kinds, pages, PAGE, self.dtype, torch.device("cpu"))
-        shapes: StateShapes = {}
-        for i, mixer in enumerate(layer.mixer for layer in self.architecture.layers):
-            if isinstance(mixer, ShortConv | DeltaNet | Mamba2):
-                shapes["conv", i, 0] = (mixer.width - 1, mixer.channels), F32
-            if isinstance(mixer, DeltaNet):
-                shapes["recurrent", i, 0] = (mixer.heads, mixer.key, mixer.value), F32
-            if isinstance(mixer, Mamba2):
-                shapes["recurrent", i, 0] = (mixer.heads, mixer.state, mixer.value), F32
-        if shapes:
+        if shapes := self.architecture.state_shapes:
             pool.states = StatePool(shapes, slots, torch.device("cpu"))
             for tensor in pool.states.tensors.values():
                 tensor.fill_(torch.nan)
         return pool
 
     @torch.inference_mode()
-    def step(
-        self, pool: KVPool, parts: list[tuple[np.ndarray, int, int, np.ndarray]],
-        states: list[SequenceStates],
-    ) -> list[torch.Tensor]:  # fmt: skip
-        """The logits of each part: (tokens of a sequence, from, to, its page table)."""
-        lens, ends = [end - start for _, start, end, _ in parts], [part[2] for part in parts]
-        batch = PagedBatch.of([part[3] for part in parts], lens, ends, PAGE)
-        tokens = np.concatenate([part[0][part[1] : part[2]] for part in parts])
+    def step(self, pool: KVPool, parts: list[Part]) -> list[torch.Tensor]:
+        """The logits of each part's tokens."""
+        lens, ends = [part.end - part.start for part in parts], [part.end for part in parts]
+        batch = PagedBatch.of([part.table for part in parts], lens, ends, PAGE)
+        tokens = np.concatenate([part.text[part.start : part.end] for part in parts])
         plan = NativeBackend().plan(batch, tokens, batch.positions(), np.arange(len(tokens)))
-        recurrent = states if pool.states is not None else []
-        return list(self.operations.run(pool, plan, recurrent).split(lens))
+        states = [part.states for part in parts] if pool.states is not None else []
+        return list(self.operations.run(pool, plan, states).split(lens))
 
-    def alone(self, tokens: np.ndarray) -> torch.Tensor:
-        """[T, vocab_size] in one step of one thread."""
-        torch.set_num_threads(1)
-        table = np.arange(-(-len(tokens) // PAGE), dtype=np.int32)
-        pool, state = self.pool(len(table), 1), SequenceStates(-1, 0, ())
-        return self.step(pool, [(tokens, 0, len(tokens), table)], [state])[0]
+    def alone(self, text: np.ndarray, *cuts: int) -> torch.Tensor:
+        """[T, vocab_size] in one step, or in several."""
+        table = np.arange(-(-len(text) // PAGE), dtype=np.int32)
+        pool, rows = self.pool(len(table), 1), []
+        for start, end in pairwise((0, *cuts, len(text))):
+            state = SequenceStates(0 if start else -1, 0)
+            rows += self.step(pool, [Part(text, start, end, table, state)])
+        return torch.cat(rows)
 
 
-def sequences(seed: int) -> list[np.ndarray]:
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, VOCAB, n) for n in (41, 13, 29, 1, 70)]
+def bits(logits: torch.Tensor) -> np.ndarray:
+    return logits.numpy().view(np.int32)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_it_computes_what_the_reference_does(name: str) -> None:
+    model, text = Model(name), np.random.default_rng(1).integers(0, VOCAB, 70)
+    hidden = reference.embed(model.architecture, torch.tensor(text), model.embedding)
+    for number, weights in enumerate(model.layers):
+        hidden = reference.run_layer(model.architecture, number, hidden, weights)
+    head = model.embedding if model.head is None else model.head
+    expected = reference.logits(model.architecture, hidden, model.last_norm, head)
+    error = (model.alone(text) - expected).abs().max() / (expected.max() - expected.min())
+    assert error < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_token_has_the_same_bits_in_any_chunks_and_company(name: str, dtype: torch.dtype) -> None:
-    """Also when a sequence goes on from a state that another has left on its way."""
+    """Texts run in random chunks, their states move between two slots, and the last text goes on
+    from a state that is kept in the middle of another's chunk."""
     rng, model = np.random.default_rng(7), Model(name, dtype)
-    texts = sequences(3)
-    texts.append(np.concatenate([texts[4][:31], texts[0]]))  # goes on from a kept state
+    texts = [rng.integers(0, VOCAB, n) for n in (41, 13, 29, 1, 70, 60)]
+    texts[5][:28] = texts[4][:28]
+    torch.set_num_threads(1)
     expected = [model.alone(text) for text in texts]
-    assert all(rows.isfinite().all() for rows in expected)
-    most, count = max(map(len, texts)), len(texts)
-    tables = rng.permutation(count * most).astype(np.int32).reshape(count, most)
-    pool, kept = model.pool(count * most, 2 * count + 1), 2 * count
-    done, slot, got = [0] * count, [-1] * count, [[] for _ in texts]  # type: ignore[var-annotated]
-    tables[5][:7], waits = tables[4][:7], True
-    while min(n - len(t) for n, t in zip(done, texts, strict=True)):
+    count, kept = len(texts), 2 * len(texts)
+    tables = rng.permutation(count * 20).astype(np.int32).reshape(count, 20)
+    tables[5][: 28 // PAGE] = tables[4][: 28 // PAGE]
+    pool = model.pool(count * 20, kept + 1)
+    done, slots, waiting = [0] * count, [-1] * count, True
+    while any(done[i] < len(text) for i, text in enumerate(texts)):
         torch.set_num_threads(int(rng.integers(1, 4)))
-        parts, states, running = [], [], []
+        parts: dict[int, Part] = {}
         for i, text in enumerate(texts):
-            left = len(text) - done[i]
-            if not left or (i == 5 and waits) or rng.random() < 0.3:
+            if done[i] == len(text) or (i == 5 and waiting) or rng.random() < 0.3:
                 continue
-            n = min(left, int(rng.choice([1, 1, 2, 5, 17, 40])))
-            keeps = []
-            if i == 4 and done[i] < 28 <= done[i] + n:
-                keeps, waits = [(28 - done[i], kept)], False
-            write = (
-                slot[i]
-                if slot[i] in (i, i + count) and rng.random() < 0.5
-                else rng.choice([i, i + count])
-            )
-            states.append(SequenceStates(slot[i], int(write), tuple(keeps)))
-            parts.append((text, done[i], done[i] + n, tables[i]))
-            running.append(i)
-        if not running:
+            end = min(len(text), done[i] + int(rng.choice([1, 1, 2, 5, 17, 40])))
+            keeps = ((28 - done[i], kept),) if i == 4 and done[i] < 28 <= end else ()
+            states = SequenceStates(slots[i], int(rng.choice([i, count + i])), keeps)
+            parts[i] = Part(text, done[i], end, tables[i], states)
+        if not parts:
             continue
-        for i, rows, state in zip(running, model.step(pool, parts, states), states, strict=True):
-            got[i].append(rows)
-            done[i], slot[i] = done[i] + len(rows), state.write
-        if 5 not in running and not waits and not done[5]:
-            done[5], slot[5] = 28, kept
-            got[5].append(expected[5][:28])
-    for rows, want in zip(got, expected, strict=True):
-        np.testing.assert_array_equal(
-            torch.cat(rows).numpy().view(np.int32), want.numpy().view(np.int32)
-        )
+        got = model.step(pool, list(parts.values()))
+        for (i, part), rows in zip(parts.items(), got, strict=True):
+            np.testing.assert_array_equal(bits(rows), bits(expected[i][part.start : part.end]))
+            done[i], slots[i] = part.end, part.states.write
+            if part.states.keeps:
+                done[5], slots[5], waiting = 28, kept, False
+
+
+@pytest.mark.parametrize("name", ["experts in groups", "experts, not renormalised", "delta nets"])
+def test_many_rows_have_the_bits_of_few(name: str) -> None:
+    """More than an MLP takes at once, and more of one expert than of a task."""
+    model, text = Model(name), np.random.default_rng(2).integers(0, VOCAB, 1200)
+    torch.set_num_threads(1)
+    expected = model.alone(text, *range(7, 1200, 7))
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        np.testing.assert_array_equal(bits(model.alone(text)), bits(expected))
+
+
+def test_equal_scores_choose_the_lower_numbers() -> None:
+    model = Model("experts, not renormalised")
+    weights = model.layers[1]
+    weights["router"].zero_()
+    for i in range(2, 6):
+        weights["experts.down"][i].fill_(torch.nan)
+    model.load()
+    assert model.alone(np.arange(40)).isfinite().all()
+
+
+@pytest.mark.parametrize(("states", "match"), [
+    ((0, 3, ()), "not in 3 slots"), ((3, 0, ()), "not in 3 slots"), ((-2, 0, ()), "not in 3 slots"),
+    ((-1, -1, ()), "not in 3 slots"), ((-1, 0, ((1, 3),)), "not in 3 slots"),
+    ((-1, 0, ((9, 1),)), "tokens that the step does not have"),
+])  # fmt: skip
+def test_slots_that_do_not_exist_are_refused(states, match) -> None:
+    model, text = Model("delta nets"), np.arange(8)
+    pool, table = model.pool(2, 3), np.arange(2, dtype=np.int32)
+    with pytest.raises(ValueError, match=match):
+        model.step(pool, [Part(text, 0, 8, table, SequenceStates(*states))])
+
+
+@pytest.mark.parametrize("change", [
+    {"q": torch.ones(64, 47)}, {"o": torch.ones(48, 65)}, {"query_norm": torch.ones(15)},
+    {"conv": torch.ones(3, 144)}, {"rate": torch.ones(3)}, {"up": None},
+])  # fmt: skip
+def test_weights_of_other_shapes_are_refused(change: Weights) -> None:
+    model = Model("delta nets")
+    for number in (1, 2):
+        weights = model.layers[number]
+        if not change.keys() & weights.keys():
+            continue
+        with pytest.raises(ValueError, match=f"{next(iter(change))} should be"):
+            NativeOperations(model.architecture, F32).layer(number, weights | change)
+
+
+@pytest.mark.parametrize("layer", [
+    Layer(Attention(PLAIN, 1), DENSE), Layer(Attention(PLAIN._replace(kv_heads=3)), DENSE),
+    Layer(replace(DELTA, key_heads=3), DENSE), Layer(replace(MAMBA, norm_groups=5), DENSE),
+    Layer(HEADS, replace(FEW, active=7)), Layer(HEADS, replace(FEW, groups=4)),
+    Layer(HEADS, replace(FEW, groups=3, kept_groups=4)),
+])  # fmt: skip
+def test_numbers_that_contradict_each_other_are_refused(layer: Layer) -> None:
+    a = architecture(layer)
+    weights = random_weights(a, 0, torch.Generator(), False)
+    with pytest.raises(ValueError, match=r"on 3|no RoPE|different sizes|cannot be chosen"):
+        NativeOperations(a, F32).layer(0, weights)

@@ -97,13 +97,22 @@ class Config:
                 raise Unknown(f"its config has {name}")
 
 
-def complete(settings: Settings) -> dict[str, Any]:
-    """The settings of a config.json with the defaults of transformers' config class.
+def complete(settings: Settings, wraps: bool) -> tuple[str, Settings]:
+    """The family and the settings of a config.json, with transformers' defaults.
 
-    The class is imported without its model.
+    Its config class is imported, without its model. If it `wraps`, the text's settings are apart.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    config = CONFIG_MAPPING[settings["model_type"]].from_dict(deepcopy({**settings}))
-    found: dict[str, Any] = config.to_dict()
-    return found
+    kind = CONFIG_MAPPING[settings["model_type"]]
+    text = settings["text_config"] if wraps else settings
+    if text.get("rope_parameters") is not None and text.get("rope_scaling"):
+        raise Unknown("its config says RoPE twice")
+    found: Settings = kind.from_dict(deepcopy({**settings})).to_dict()
+    if wraps:
+        outer = Config(settings, complete=True)
+        outer.ignore("eos_token_id", *kind().to_dict())
+        outer.finish()
+        same = {name: settings.get(name) for name in ("eos_token_id", "tie_word_embeddings")}
+        found = {**found["text_config"], **{name: each for name, each in same.items() if each}}
+    return found["model_type"], found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from radixcache.errors import first_sentence
@@ -36,11 +35,9 @@ def describe(
         Unknown: another family, or a setting that is not understood.
     """
     family = settings.get("model_type")
-    if family not in FAMILIES and family not in WRAPPERS:
+    if not isinstance(family, str) or family not in {*FAMILIES, *WRAPPERS}:
         raise Unknown(f"no loop for {family}")
     try:
-        if settings.get("rope_parameters") is not None and settings.get("rope_scaling"):
-            raise Unknown("its config says RoPE twice")
         if not whole and family in _PLAIN and all(name in settings for name in _PLAIN[family]):
             try:
                 config = Config(_FALSE | {**settings}, complete=False)
@@ -48,23 +45,14 @@ def describe(
             except (Lacks, KeyError):
                 pass
         if not whole:
-            settings = complete(settings)
-        if family in WRAPPERS:
-            family, settings = _text(settings)
+            family, settings = complete(settings, family in WRAPPERS)
+        if family not in FAMILIES:
+            raise Unknown(f"no loop for {family}")
         return _describe(family, Config(settings, complete=True), max_model_len)
     except Unknown:
         raise
     except Exception as error:  # whatever nonsense raises, here and in transformers
         raise Unknown(f"its config does not make sense ({first_sentence(error)})") from None
-
-
-def _text(settings: Settings) -> tuple[str, Settings]:
-    """The family and the settings of the text of a model that takes images, too."""
-    text: Mapping[str, Any] = settings["text_config"]
-    if (family := text["model_type"]) not in FAMILIES:
-        raise Unknown(f"no loop for {family}")
-    outer = ("eos_token_id", "tie_word_embeddings")
-    return family, {**text, **{name: settings[name] for name in outer if settings.get(name)}}
 
 
 def _describe(family: str, config: Config, max_model_len: int | None) -> Architecture:

@@ -36,15 +36,16 @@ _NOT_TURNED = torch.tensor(1e30).item()
 
 
 def open_gguf(name_or_path: str | Path) -> GGUFFile | None:
-    """The GGUF file of that name, if its architecture has a row.
+    """The GGUF file of that name; None for another kind of model.
 
     Raises:
-        ModelError: it is a GGUF file, and cannot be read.
+        ModelError: the file cannot be read, or is of an architecture that is not.
     """
-    path = find_gguf(str(name_or_path))
-    file = GGUFFile(path) if path is not None else None
-    if file is None or file.get("general.architecture", str) not in ROWS:
+    if (path := find_gguf(str(name_or_path))) is None:
         return None
+    file = GGUFFile(path)
+    if (name := file.get("general.architecture", str)) not in ROWS:
+        raise ModelError(f"the GGUF file {path} has the architecture {name}, which is not read")
     if (count := file.get("split.count", int, 1)) > 1:
         raise ModelError(
             f"{path} is one of {count} parts of a GGUF file: llama-gguf-split --merge joins them"

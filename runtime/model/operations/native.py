@@ -43,7 +43,8 @@ class NativeOperations(Operations):
         self._packed: list[PackedLinear] = []
         self._held: list[object] = []  # what the structures' addresses point to
         self._sublayers: list[tuple[native.Layer, native.Joint]] = []
-        self._norms: list[int | None] = []  # the address of the norm before each sublayer
+        self._first = native.Joint(None, None, architecture.embed_scale, 1.0, False)
+        self._joint = self._first  # behind the last sublayer so far
         self._pool: KVPool | None = None
 
     def embedding(self, embedding: Weight, head: Weight | None) -> None:
@@ -60,10 +61,10 @@ class NativeOperations(Operations):
         _check_shapes(weights, self.architecture.layer_shapes(number))
 
         def add(sublayer: native.Layer, before: str, after: str, parallel: bool) -> None:
-            self._norms.append(self._vector(weights.get(before)))
+            self._joint.before = self._vector(weights.get(before))
             norm = self._vector(weights.get(after))
-            joint = native.Joint(norm, None, layer.residual_scale, 1.0, parallel)
-            self._sublayers.append((sublayer, joint))
+            self._joint = native.Joint(norm, None, layer.residual_scale, 1.0, parallel)
+            self._sublayers.append((sublayer, self._joint))
 
         if layer.mixer is not None:
             add(self._mixer(layer.mixer, weights), "input_norm", "attended_norm", layer.parallel)
@@ -72,23 +73,20 @@ class NativeOperations(Operations):
         elif layer.mlp is not None:
             add(self._experts(layer.mlp, weights), "mlp_norm", "after_norm", False)
         if layer.layer_scale:
-            self._sublayers[-1][1].sum_scale = float(weights["layer_scale"])
+            self._joint.sum_scale = float(weights["layer_scale"])
 
     def loaded(self, last_norm: torch.Tensor) -> None:
         a = self.architecture
         _check_shapes({"last_norm": last_norm}, {"last_norm": (a.hidden_size,)})
-        first, *following = *self._norms, self._vector(last_norm)
-        for (_, joint), norm in zip(self._sublayers, following, strict=True):
-            joint.before = norm
+        self._joint.before = self._vector(last_norm)
         ropes = [
             native.RopeTable(self._vector(rope.frequencies), rope.scale, len(rope.frequencies))
             for rope in a.ropes
         ]
         self._model = native.NativeModel(
-            *(self._sublayers, ropes, first, self._table, self._head, self._dtype, self._held),
+            *(self._sublayers, ropes, self._first, self._table, self._head, self._dtype),
             eps=a.eps,
             centred=a.centred,
-            embed_scale=a.embed_scale,
             logit_scale=a.logit_scale,
             logit_softcap=a.logit_softcap or 0.0,
         )
@@ -166,11 +164,15 @@ class NativeOperations(Operations):
         )
         shared = None if experts.shared is None else self._mlp(experts.shared, w, "shared.")
         self._held += [each, shared]
-        gate = self._router(w, "shared.router").struct if experts.shared_gate else ()
+        gate = self._product(w, "shared.router").struct if experts.shared_gate else ()
         return native.Experts(
             ctypes.addressof(each),
             None if shared is None else ctypes.addressof(shared),
-            *(self._router(w, "router").struct, gate, self._vector(w.get("correction"))),
+            *(
+                self._product(w, "router", torch.float32).struct,
+                gate,
+                self._vector(w.get("correction")),
+            ),
             *(native.SCORES.index(experts.scores), experts.count, experts.active, groups),
             *(experts.kept_groups, experts.renormalise, experts.epsilon, experts.scale),
         )
@@ -185,13 +187,8 @@ class NativeOperations(Operations):
         self._held.append(kept)
         return kept.data_ptr()
 
-    def _product(self, w: Weights, name: str) -> PackedLinear:
-        return self._pack([w[name]], w.get(f"{name}.bias"))
-
-    def _router(self, w: Weights, name: str) -> PackedLinear:
-        """A product with a weight that is not rounded: scores are float32."""
-        self._packed.append(PackedLinear(w[name], w.get(f"{name}.bias")))
-        return self._packed[-1]
+    def _product(self, w: Weights, name: str, dtype: torch.dtype | None = None) -> PackedLinear:
+        return self._pack([w[name]], w.get(f"{name}.bias"), dtype)
 
     def _products(self, w: Weights, *names: str) -> list[PackedLinear]:
         """Products side by side; those of one format are one: threads wait once per product."""
@@ -206,13 +203,20 @@ class NativeOperations(Operations):
     def _structs(self, most: int, products: list[PackedLinear]) -> Any:
         return (WeightStruct * most)(*(product.struct for product in products))
 
-    def _pack(self, weights: list[Any], bias: torch.Tensor | None = None) -> PackedLinear:
-        """The product of joined weights of one format, in the step's dtype or fewer bits."""
+    def _pack(
+        self,
+        weights: list[Any],
+        bias: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> PackedLinear:
+        """The product of joined weights of one format, in `dtype`, which is the step's if it is
+        None, or in fewer bits."""
+        dtype = dtype or self._dtype
         if isinstance(weights[0], Quantized):
             joined: Weight = Quantized.join(weights)
         else:
             joined = join(weights)
-            joined = joined if joined.itemsize <= self._dtype.itemsize else joined.to(self._dtype)
+            joined = joined if joined.itemsize <= dtype.itemsize else joined.to(dtype)
         self._packed.append(PackedLinear(joined, bias))
         return self._packed[-1]
 

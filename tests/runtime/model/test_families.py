@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,17 @@ from radixcache.errors import ModelError
 from radixcache.kernels.quantized import Quantized
 from radixcache.runtime.model import reference
 from radixcache.runtime.model.checkpoint import open_checkpoint
-from radixcache.runtime.model.description import Architecture, Unknown
+from radixcache.runtime.model.description import (
+    Architecture,
+    Attention,
+    Experts,
+    Unknown,
+    Weights,
+)
 from radixcache.runtime.model.families import describe as module
 from radixcache.runtime.model.families.describe import describe
 from radixcache.runtime.model.families.table import FAMILIES, WRAPPERS
-from radixcache.runtime.model.weights import CheckpointWeights
+from radixcache.runtime.model.weights import CheckpointWeights, _halves
 from tests.helpers.models import MULTIMODAL, tiny_model
 
 TOKENS = torch.tensor(np.random.default_rng(0).integers(0, 256, 60))
@@ -119,15 +126,91 @@ def settings_of(folder: Path) -> dict[str, Any]:
     return found
 
 
+def changed(folder: Path, new: Mapping[str, torch.Tensor], *without: str) -> Path:
+    """The folder with these tensors, and without those whose names begin so."""
+    found = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in found.items() if not name.startswith(without)}
+    save_file({**kept, **new}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@contextmanager
+def read(
+    folder: Path, dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[Architecture, CheckpointWeights]]:
+    architecture = describe(settings_of(folder))
+    with open_checkpoint(folder, torch.device("cpu"), dtype) as checkpoint:
+        yield architecture, CheckpointWeights(checkpoint, architecture)
+
+
+def refused(folder: Path, reason: str, kind: type[Exception] = Unknown) -> None:
+    with pytest.raises(kind, match=reason), read(folder):
+        pass
+
+
+def swap_norms(weights: Weights, attention: Attention | None, turned: int) -> None:
+    around = ("input_norm", "attended_norm", "mlp_norm", "after_norm")
+    names = [name for name in around if name in weights]
+    for name, norm in zip(names, [weights[name] for name in reversed(names)], strict=True):
+        weights[name] = norm
+
+
+def flip_heads(weights: Weights, attention: Attention | None, turned: int) -> None:
+    if attention is not None:
+        heads = weights["q"].unflatten(0, (attention.kind.query_heads, -1))
+        weights["q"] = heads.flip(0).flatten(0, 1)
+
+
+def flip_router(weights: Weights, attention: Attention | None, turned: int) -> None:
+    if "router" in weights:
+        weights["router"] = weights["router"].flip(0)
+
+
+def interleave(weights: Weights, attention: Attention | None, turned: int) -> None:
+    if attention is not None and turned:
+        for name in "qk":
+            weights[name] = _halves(weights[name], attention.kind.head_dim, turned)
+
+
+def faults(right: Architecture) -> Iterator[tuple[str, Architecture, Any]]:
+    """Descriptions, and changes of a layer's weights, with a fault that the logits must show."""
+    if any(len(layer.norms) > 1 for layer in right.layers):
+        yield "norms", right, swap_norms
+    if right.kinds:
+        yield "heads", right, flip_heads
+    if any(isinstance(layer.mlp, Experts) for layer in right.layers):
+        yield "router", right, flip_router
+    if right.ropes:
+        yield "pairs", right, interleave
+        ropes = tuple(replace(rope, frequencies=rope.frequencies**1.02) for rope in right.ropes)
+        yield "base", replace(right, ropes=ropes), None
+    layers = []
+    for layer in right.layers:
+        mixer = layer.mixer
+        if isinstance(mixer, Attention) and mixer.kind.window is not None:
+            mixer = replace(mixer, kind=mixer.kind._replace(window=mixer.kind.window + 1))
+        layers.append(replace(layer, mixer=mixer))
+    if tuple(layers) != right.layers:
+        yield "windows", replace(right, layers=tuple(layers)), None
+
+
 @torch.inference_mode()
-def logits_by_reference(folder: Path, settings: dict[str, Any] | None = None) -> torch.Tensor:
-    """[60, vocab_size], by what is described and read."""
-    architecture = describe(settings or settings_of(folder))
-    with open_checkpoint(folder, torch.device("cpu"), torch.float32) as checkpoint:
-        weights = CheckpointWeights(checkpoint, architecture)
+def logits_by_reference(
+    folder: Path, described: Architecture | None = None, fault: Any = None
+) -> torch.Tensor:
+    """[60, vocab_size], by what is described and read, or by what is wrong in it."""
+    with read(folder) as (right, weights):
+        architecture = described or right
         hidden = reference.embed(architecture, TOKENS, weights.embedding())
-        for number in range(len(architecture.layers)):
-            hidden = reference.run_layer(architecture, number, hidden, weights.layer(number))
+        for number, layer in enumerate(architecture.layers):
+            found, attention = weights.layer(number), None
+            if isinstance(layer.mixer, Attention):
+                attention = layer.mixer
+            if fault is not None:
+                rope = None if attention is None else attention.rope
+                turned = 0 if rope is None else 2 * len(architecture.ropes[rope].frequencies)
+                fault(found, attention, turned)
+            hidden = reference.run_layer(architecture, number, hidden, found)
         head = weights.embedding() if architecture.tied else weights.head()
         assert head is not None
         return reference.logits(architecture, hidden, weights.last_norm(), head)
@@ -152,12 +235,17 @@ def test_the_rows_are_those_of_the_table() -> None:
 @pytest.mark.parametrize("family", ROWS)
 def test_the_reference_computes_what_transformers_does(family, tmp_path) -> None:
     folder = tiny_model(family, tmp_path, tokenizer=False, **ROWS[family])
-    found = error(logits_by_reference(folder), logits_by_transformers(folder))
-    print(f"{family}: {found:.1e}")
-    assert found < TOLERANCE
+    right, expected = describe(settings_of(folder)), logits_by_transformers(folder)
+    got = logits_by_reference(folder)
+    print(f"{family}: {error(got, expected):.1e}")
+    assert error(got, expected) < TOLERANCE
     with pytest.raises(Unknown, match="its config has attention_magic"):
         describe({**settings_of(folder), "attention_magic": 2.0})
-    if describe(settings_of(folder)).ropes:
+    for name, described, fault in faults(right):
+        wrong = error(logits_by_reference(folder, described, fault), expected)
+        print(f"{family}, wrong {name}: {wrong:.1e}")
+        assert wrong > 20 * TOLERANCE, name
+    if right.ropes:
         with pytest.raises(Unknown):
             describe({**settings_of(folder), "rope_scaling": {"rope_type": "ntk", "factor": 2.0}})
 
@@ -166,6 +254,10 @@ def test_the_reference_computes_what_transformers_does(family, tmp_path) -> None
 def test_the_text_of_a_model_that_takes_images(family, tmp_path) -> None:
     folder, kind = tiny_model(family, tmp_path, tokenizer=False), AutoModelForImageTextToText
     assert error(logits_by_reference(folder), logits_by_transformers(folder, kind)) < TOLERANCE
+    settings = settings_of(folder)
+    for more in ({"magic": 2.0}, {"text_config": {**settings["text_config"], "magic": 2.0}}):
+        with pytest.raises(Unknown, match="its config has magic"):
+            describe({**settings, **more})
 
 
 def test_a_complete_config_is_read_without_transformers_classes(tmp_path, monkeypatch) -> None:
@@ -175,11 +267,10 @@ def test_a_complete_config_is_read_without_transformers_classes(tmp_path, monkey
         config = AutoConfig.for_model(family, num_hidden_layers=2)
         assert describe(config.to_dict()).family == family
     windows = {"max_window_layers": 1, "use_sliding_window": True, "sliding_window": 9}
-    for old in ({}, {"layer_types": None}):  # layer_types are newer than these
-        config = AutoConfig.for_model("qwen2", num_hidden_layers=3, **windows).to_dict()
-        if not old:
-            del config["layer_types"]
-        assert [kind.window for kind in describe(config | old).kinds] == [None, 9, 9]
+    qwen = AutoConfig.for_model("qwen2", num_hidden_layers=3, **windows).to_dict()
+    del qwen["layer_types"]  # which are newer than these
+    for more in ({}, {"layer_types": None}):
+        assert [kind.window for kind in describe({**qwen, **more}).kinds] == [None, 9, 9]
     gemma = AutoConfig.for_model("gemma2", num_hidden_layers=2)
     assert len(describe(gemma.to_dict(), whole=True).layers) == 2
     with pytest.raises(Unknown, match="does not make sense"):
@@ -196,28 +287,6 @@ def test_long_rope_is_that_of_the_longest_sequence() -> None:
     assert (short.max_context, long.max_context) == (32, 128)
     assert torch.equal(short.ropes[0].frequencies, 2 * long.ropes[0].frequencies)
     assert short.ropes[0].scale > 1
-
-
-def changed(folder: Path, new: Mapping[str, torch.Tensor], *without: str) -> Path:
-    """The folder with these tensors, and without those whose names begin so."""
-    found = load_file(folder / "model.safetensors")
-    kept = {name: tensor for name, tensor in found.items() if not name.startswith(without)}
-    save_file({**kept, **new}, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-@contextmanager
-def read(
-    folder: Path, dtype: torch.dtype = torch.float32
-) -> Iterator[tuple[Architecture, CheckpointWeights]]:
-    architecture = describe(settings_of(folder))
-    with open_checkpoint(folder, torch.device("cpu"), dtype) as checkpoint:
-        yield architecture, CheckpointWeights(checkpoint, architecture)
-
-
-def refused(folder: Path, reason: str, kind: type[Exception] = Unknown) -> None:
-    with pytest.raises(kind, match=reason), read(folder):
-        pass
 
 
 def test_experts_of_the_hub_in_one_tensor(tmp_path) -> None:
@@ -296,4 +365,6 @@ def test_rows_of_the_head_are_those_of_all_logits(tmp_path) -> None:
         of = architecture, TOKENS, weights
         some = reference.rounded_logits(*of, torch.float32, rows)
         torch.testing.assert_close(some, whole[:, rows])
-        assert 1e-4 < error(reference.rounded_logits(*of, torch.bfloat16), whole) < 0.1
+        assert (
+            1e-4 < error(reference.rounded_logits(*of, torch.bfloat16, rows), whole[:, rows]) < 0.1
+        )

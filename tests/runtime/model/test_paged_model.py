@@ -190,7 +190,6 @@ PER_LAYER = {
         # Fused QKV, no keyword arguments, learned positions, and attention sinks are among them.
         *((family, OTHERS[family]) for family in UNLISTED),
         ("deepseek_v3", LATENT),  # values wider than keys
-        *((family, {}) for family in ("qwen2_5_vl", "qwen3_vl")),  # whose texts alone are taken
         ("gemma4_text", PER_LAYER),  # other heads in full attention layers than in sliding ones
     ],
 )
