@@ -102,7 +102,10 @@ class _Metadata:
         name = f"{self._name}.{key}"
         if not isinstance(self._file.metadata.get(name), Array):
             return [self.size(key, default)] * self._layers
-        return self._file.array(name, int)[: self._layers]
+        found = self._file.array(name, int)[: self._layers]
+        if len(found) < self._layers:
+            raise Unknown(f"its {name} is for {len(found)} layers")
+        return found
 
     def rows(self, part: str) -> int | None:
         """The rows of the first tensor of that name in a layer."""
@@ -127,6 +130,8 @@ class _Metadata:
         head_dim = self.size("attention.key_length", self.size("embedding_length") // max(heads, 1))
         if head_dim != self.size("attention.value_length", head_dim):
             raise Unknown("its values are of another size than its keys")
+        if min(heads, head_dim, self.size("embedding_length")) < 1:
+            raise Unknown(f"its num_attention_heads is {heads}, of {head_dim} each")
         end = self._file.get("tokenizer.ggml.eos_token_id", int, -1)
         found: dict[str, Any] = {
             "model_type": row.family,
@@ -149,7 +154,7 @@ class _Metadata:
         found["rope_parameters"] = self.rope(head_dim)
         if self.size("attention.sliding_window", 0):
             found["sliding_window"] = self.size("attention.sliding_window")
-        if row.full_every or self.has("attention.sliding_window_pattern"):
+        if "attention.sliding_window_pattern" in row.read:
             found["layer_types"] = self.windows()
         self.adjust(found, kv_heads)
         return found
@@ -251,7 +256,7 @@ class _Metadata:
         if self.is_array(key):
             slides = self._file.array(f"{self._name}.{key}", bool)[: self._layers]
         else:
-            every = self.size(key, every)
+            every = self.size(key, every or None)
             slides = [every == 0 or (i + 1) % every != 0 for i in range(self._layers)]
         if not self.size("attention.sliding_window", 0):
             slides = [False] * self._layers

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers.configuration_utils import PreTrainedConfig
 
-from radixcache import LLM, SamplingParams
+from radixcache import LLM, ModelError, SamplingParams
 from radixcache.kernels.quantized import Quantized
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile, GGUFTensor
 from radixcache.runtime.model.checkpoint import open_checkpoint
@@ -101,6 +101,28 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path) -> None:
     del file.tensors["blk.0.another.weight"], file.tensors["blk.1.attn_norm.weight"]
     with pytest.raises(Unknown, match=r"it lacks blk.1.attn_norm.weight"):
         GGUFWeights(file, shorter, CPU, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3_text", "gemma4_text", "qwen3_5_moe_text", "nemotron_h", "lfm2_moe"]
+)
+def test_nonsense_in_the_metadata_is_one_sentence(family, tmp_path) -> None:
+    _, file = made(family, tmp_path)
+    whole, outcomes = dict(file.metadata), set()
+    for key, value in whole.items():
+        for other in (0, -1, 1, 3, 1 << 31, 1e30, "x", True, [1], None):
+            file.metadata = {**whole, key: other}
+            if other is None:
+                del file.metadata[key]
+            if key == "general.architecture" or other == value:
+                continue
+            try:
+                GGUFWeights(file, describe_gguf(file), CPU, torch.float32).layer(0)
+                outcomes.add("read")
+            except (Unknown, ModelError) as error:
+                outcomes.add(str(error))
+    assert len(outcomes) > 20
+    assert not [said for said in outcomes if "\n" in said]
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "gpt_oss"])
