@@ -74,16 +74,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("granitemoe", {**_LOCAL, **_SCALES}),
     "granitemoehybrid": ("granitehybrid", _SCALES),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "use_sliding_window": False}),
-    "ernie4_5": ("ernie4_5", {"use_bias": True}),
+    "ernie4_5": ("ernie4_5", {}),
     "ernie4_5_moe": ("ernie4_5-moe", {"moe_num_experts": 4, "moe_k": 2, "num_hidden_layers": 3,
-        "moe_intermediate_size": 48, "moe_layer_start_index": 1, "moe_layer_end_index": 2}),
-    "seed_oss": ("seed_oss", {"attention_out_bias": True}),
+        "moe_intermediate_size": 48, "moe_layer_start_index": 1, "moe_layer_end_index": 2,
+        "moe_num_shared_experts": 1}),
+    "seed_oss": ("seed_oss", {}),
     "gpt_oss": ("gpt-oss", {**_LOCAL, "sliding_window": 11, "layer_types": _TURNS,
                 "rope_parameters": {**_YARN, "truncate": False}}),
     "glm4_moe": ("glm4moe", {**_GROUPS, "use_qk_norm": True, "routed_scaling_factor": 1.7}),
-    "dots1": ("dots1", _GROUPS),
+    "dots1": ("dots1", {**_GROUPS, "num_key_value_heads": 4}),
     "minimax_m2": ("minimax-m2", {**_LOCAL, "rotary_dim": 8}),
-    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": ("olmoe", {"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_next": ("qwen3next", {"norm_topk_prob": True}),
     "qwen3_5_text": ("qwen35", {}),
     "qwen3_5_moe_text": ("qwen35moe", {}),
@@ -93,6 +94,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 _CONVERTED = {"llama", "mixtral", "ministral3", "granite", "granitemoe", "granitemoehybrid"}
 _CONVERTED |= {"smollm3", "nemotron_h"}
+_MAMBA = {"granitemoehybrid": 1, "nemotron_h": 2}  # groups
 _ONE_ADDED = ("gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _SAYS_PATTERN = ("gemma4_text", "olmo3", "exaone4")
 _SIGMOID = ("glm4_moe", "dots1", "lfm2_moe", "minimax_m2")
@@ -148,6 +150,8 @@ def convert(folder: Path, path: Path, **changes: Any) -> Path:
         found = found or names.get_name(stored.removeprefix("model."), (".weight",))
         assert found, stored
         data = weight.float().contiguous()
+        if re.search(r"ssm_[ad]$|ssm_norm", found) and family in _MAMBA:
+            data = data.view(-1, 1) if "norm" not in found else data.view(_MAMBA[family], -1)
         tensors[found] = Stored("F32", tuple(data.shape), data.numpy().tobytes())
     if family == "gemma4_text":
         divisors = torch.tensor([1.0] * 4 + [1e30] * 12)
@@ -163,6 +167,8 @@ def _metadata(family: str, config: Any) -> dict[str, Any]:
     for setting, key in (_KEYS | _SCORED_KEYS if scored else _KEYS).items():
         if (value := getattr(config, setting, None)) is not None:
             found[key] = value
+    if not found.get("expert_count"):
+        found = {key: value for key, value in found.items() if not key.startswith("expert")}
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     full = {"attention.key_length": head_dim, "attention.value_length": head_dim}
     rope = getattr(config, "rope_parameters", None) or {}
@@ -186,9 +192,14 @@ def _metadata(family: str, config: Any) -> dict[str, Any]:
         found |= {"attention.key_length_swa": head_dim, "attention.value_length_swa": head_dim}
         heads = [config.num_key_value_heads if t == _TURNS[0] else 1 for t in types]
         found |= {"attention.head_count_kv": heads, "rope.dimension_count_swa": head_dim}
+        found |= {"embedding_length_per_layer_input": 0, "attention.shared_kv_layers": 0}
         turned = 32
     if family in _SAYS_PATTERN:
         found["attention.sliding_window_pattern"] = [t == _TURNS[0] for t in types]
+    if family == "ernie4_5_moe":
+        found["expert_shared_feed_forward_length"] = config.moe_intermediate_size
+    if family == "dots1":  # its config has a window that no layer uses
+        del found["attention.sliding_window"]
     if family in _SIGMOID:
         found["expert_gating_func"] = 2
     if family in ("minimax_m2", "gpt_oss"):
@@ -209,6 +220,7 @@ def _metadata(family: str, config: Any) -> dict[str, Any]:
         ]
         found["feed_forward_length"] = [config.intermediate_size * (b == "mlp") for b in blocks]
         found = {k: v for k, v in found.items() if not k.startswith("expert")}
+        found["attention.layer_norm_epsilon"] = config.layer_norm_epsilon
         found |= {"block_count": len(blocks)} | {
             "ssm.inner_size": 128,
             "rope.scaling.finetuned": False,

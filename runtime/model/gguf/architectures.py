@@ -20,6 +20,7 @@ class Row:
     Attributes:
         family: transformers' name of the model type.
         keys: settings by the keys, behind the architecture's name, that say them.
+        read: further keys, which code reads.
         sizes: settings by the tensors whose rows are counted for them.
         flags: settings by the tensors that are there if they are true.
         implied: settings that no file says, or some do not.
@@ -32,6 +33,7 @@ class Row:
 
     family: str
     keys: _Names = field(default_factory=dict)
+    read: tuple[str, ...] = ()
     sizes: _Names = field(default_factory=dict)
     flags: _Names = field(default_factory=dict)
     implied: Mapping[str, Any] = field(default_factory=dict)
@@ -46,6 +48,14 @@ COMMON = {
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
 }
+_WINDOW = ("attention.sliding_window", "attention.sliding_window_pattern")
+_TWO_ROPES = (*_WINDOW, "rope.freq_base_swa")
+_GEMMA4_READ = (
+    *_TWO_ROPES, "attention.key_length_swa", "attention.value_length_swa",
+    "rope.dimension_count_swa",
+)  # fmt: skip
+_DELTA_READ = ("attention.recurrent_layers", "full_attention_interval", "ssm.inner_size")
+_CONV = {"shortconv.l_cache": "conv_L_cache"}
 _SILU = {"hidden_act": "silu"}
 _BIAS = {"attention_bias": "attn_q.bias"}
 _OUT_BIAS = {"attention_out_bias": "attn_output.bias"}
@@ -110,8 +120,19 @@ _NEMOTRON_SAYS = {"mlp_hidden_act": "relu2", "intermediate_size": None}
 _SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 ROWS: dict[str, Row] = {
-    "llama": Row("llama", implied=_SILU, flags={**_BIAS, **_MLP_BIAS}, pairs="converted"),
-    "mistral3": Row("ministral3", implied={"sliding_window": None}, pairs="converted"),
+    "llama": Row(
+        "llama",
+        read=("attention.sliding_window",),
+        implied=_SILU,
+        flags={**_BIAS, **_MLP_BIAS},
+        pairs="converted",
+    ),
+    "mistral3": Row(
+        "ministral3",
+        read=("attention.sliding_window", "attention.temperature_scale"),
+        implied={"sliding_window": None},
+        pairs="converted",
+    ),
     "qwen2": Row("qwen2", implied=_SILU),
     "qwen3": Row("qwen3", implied=_SILU, flags=_BIAS),
     "qwen2moe": Row(
@@ -131,26 +152,31 @@ ROWS: dict[str, Row] = {
     "gemma": Row("gemma", implied={"hidden_act": "gelu_pytorch_tanh"}),
     "gemma2": Row(
         "gemma2",
+        read=_WINDOW,
         keys=_SOFTCAPS,
         implied={**_GELU, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         full_every=2,
     ),
     "gemma3": Row(
         "gemma3_text",
+        read=_TWO_ROPES,
         keys={"final_logit_softcapping": "final_logit_softcapping"},
         implied={**_GELU, "sliding_window": None, "final_logit_softcapping": None},
         full_every=6,
     ),
     "gemma4": Row(
-        "gemma4_text", keys={"final_logit_softcapping": "final_logit_softcapping"},
+        "gemma4_text",
+        read=_GEMMA4_READ,
+        keys={"final_logit_softcapping": "final_logit_softcapping"},
         implied={**_GELU, "final_logit_softcapping": None, "hidden_size_per_layer_input": 0},
     ),
-    "phi3": Row("phi3", implied={"sliding_window": None}),
-    "olmo2": Row("olmo2", full_every=4),
-    "exaone4": Row("exaone4", implied={"sliding_window": None}, full_every=4),
+    "phi3": Row("phi3", read=("attention.sliding_window",), implied={"sliding_window": None}),
+    "olmo2": Row("olmo2", read=_TWO_ROPES, full_every=4),
+    "exaone4": Row("exaone4", read=_WINDOW, implied={"sliding_window": None}, full_every=4),
     "glm4": Row("glm4", flags=_BIAS, pairs="stored"),
     "cohere2": Row(
         "cohere2",
+        read=_WINDOW,
         keys={"logit_scale": "logit_scale", "attention.layer_norm_epsilon": "layer_norm_eps"},
         full_every=4,
         pairs="stored",
@@ -171,6 +197,7 @@ ROWS: dict[str, Row] = {
     ),
     "granitehybrid": Row(
         "granitemoehybrid",
+        read=("ssm.inner_size",),
         keys={**_MULTIPLIERS, **_MAMBA, **_experts("num_local_experts")},
         flags={**_BIAS, "mamba_conv_bias": "ssm_conv1d.bias"},
         implied={**_ONES, "num_local_experts": 0, "num_experts_per_tok": 1},
@@ -194,6 +221,7 @@ ROWS: dict[str, Row] = {
     "seed_oss": Row("seed_oss", flags={**_BIAS, **_OUT_BIAS, **_MLP_BIAS}),
     "gpt-oss": Row(
         "gpt_oss",
+        read=_WINDOW,
         keys=_experts("num_local_experts"),
         implied={"attention_bias": True},
         full_every=2,
@@ -207,9 +235,7 @@ ROWS: dict[str, Row] = {
         implied=_ALL_SCORED,
         gating=2,
     ),
-    "dots1": Row(
-        "dots1", keys=_SCORED, sizes=_INNER, flags=_BIAS, implied=_ALL_SCORED, gating=2
-    ),
+    "dots1": Row("dots1", keys=_SCORED, sizes=_INNER, flags=_BIAS, implied=_ALL_SCORED, gating=2),
     "minimax-m2": Row("minimax_m2", keys=_experts("num_local_experts"), gating=2),
     "olmoe": Row(
         "olmoe",
@@ -219,23 +245,28 @@ ROWS: dict[str, Row] = {
     ),
     "qwen3next": Row(
         "qwen3_next",
+        read=_DELTA_READ,
         keys={**_DELTA, **_experts("num_experts", *_MOE_INNER)},
         sizes={**_INNER, **_SHARED},
         flags=_BIAS,
         implied={"norm_topk_prob": True, **_SPARSE},
     ),
-    "qwen35": Row("qwen3_5_text", keys=_DELTA, flags=_BIAS, tiled=True),
+    "qwen35": Row("qwen3_5_text", read=_DELTA_READ, keys=_DELTA, flags=_BIAS, tiled=True),
     "qwen35moe": Row(
         "qwen3_5_moe_text",
+        read=_DELTA_READ,
         keys={**_DELTA, **_experts("num_experts", *_MOE_INNER)},
         sizes={**_INNER, **_SHARED},
         flags=_BIAS,
         tiled=True,
     ),
-    "lfm2": Row("lfm2", implied={"block_auto_adjust_ff_dim": False, "conv_bias": False}),
+    "lfm2": Row(
+        "lfm2", keys=_CONV, implied={"block_auto_adjust_ff_dim": False, "conv_bias": False}
+    ),
     "lfm2moe": Row(
         "lfm2_moe",
         keys={
+            **_CONV,
             **_experts("num_experts", *_MOE_INNER),
             "leading_dense_block_count": "num_dense_layers",
         },
@@ -244,9 +275,17 @@ ROWS: dict[str, Row] = {
         implied={"num_dense_layers": 0, "norm_topk_prob": True, "conv_bias": False},
         gating=2,
     ),
-    "nemotron_h": Row("nemotron_h", keys=_NEMOTRON, flags=_NEMOTRON_FLAGS, implied=_NEMOTRON_SAYS, pairs="converted"),
+    "nemotron_h": Row(
+        "nemotron_h",
+        read=("ssm.inner_size",),
+        keys=_NEMOTRON,
+        flags=_NEMOTRON_FLAGS,
+        implied=_NEMOTRON_SAYS,
+        pairs="converted",
+    ),
     "nemotron_h_moe": Row(
         "nemotron_h",
+        read=("ssm.inner_size",),
         keys={**_NEMOTRON, **_SCORED},
         sizes={**_INNER, "moe_shared_expert_intermediate_size": "ffn_up_shexp.weight"},
         flags=_NEMOTRON_FLAGS,
@@ -254,5 +293,5 @@ ROWS: dict[str, Row] = {
         pairs="converted",
         gating=2,
     ),
-}  # fmt: skip
+}
 """By llama.cpp's names."""

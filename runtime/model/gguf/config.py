@@ -21,17 +21,13 @@ from radixcache.runtime.model.gguf.ends import end_tokens
 # Keys after the name of the architecture that are read in code, beside those of its row.
 _READ = frozenset({
     "attention.causal", "attention.head_count", "attention.head_count_kv", "attention.key_length",
-    "attention.key_length_swa", "attention.layer_norm_epsilon",
-    "attention.layer_norm_rms_epsilon", "attention.recurrent_layers", "attention.sliding_window",
-    "attention.sliding_window_pattern", "attention.temperature_scale", "attention.value_length",
-    "attention.value_length_swa", "block_count", "expert_count", "expert_gating_func",
-    "expert_shared_feed_forward_length", "expert_used_count", "full_attention_interval",
-    "nextn_predict_layers", "rope.dimension_count", "rope.dimension_count_swa",
-    "rope.dimension_sections", "rope.freq_base", "rope.freq_base_swa", "rope.scaling.attn_factor",
-    "rope.scaling.factor", "rope.scaling.finetuned", "rope.scaling.original_context_length",
-    "rope.scaling.type", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast",
-    "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_log_multiplier", "shortconv.l_cache",
-    "ssm.inner_size", "vocab_size",
+    "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon", "attention.value_length",
+    "block_count", "expert_count", "expert_gating_func", "expert_shared_feed_forward_length",
+    "expert_used_count", "nextn_predict_layers", "rope.dimension_count", "rope.dimension_sections",
+    "rope.freq_base", "rope.scaling.attn_factor", "rope.scaling.factor", "rope.scaling.finetuned",
+    "rope.scaling.original_context_length", "rope.scaling.type", "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
+    "rope.scaling.yarn_log_multiplier", "vocab_size",
 })  # fmt: skip
 _RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -74,7 +70,8 @@ class _Metadata:
         self._file = file
         self._name = file.get("general.architecture", str)
         self._row: Row = ROWS[self._name]
-        known = {f"{self._name}.{key}" for key in _READ | COMMON.keys() | self._row.keys.keys()}
+        keys = {*_READ, *COMMON, *self._row.keys, *self._row.read}
+        known = {f"{self._name}.{key}" for key in keys}
         for key, value in file.metadata.items():
             ours = key.startswith(f"{self._name}.")
             if ours and key not in known and value not in (0, 0.0, False):
@@ -105,7 +102,10 @@ class _Metadata:
         name = f"{self._name}.{key}"
         if not isinstance(self._file.metadata.get(name), Array):
             return [self.size(key, default)] * self._layers
-        return self._file.array(name, int)[: self._layers]
+        found = self._file.array(name, int)[: self._layers]
+        if len(found) < self._layers:
+            raise Unknown(f"its {name} is for {len(found)} layers")
+        return found
 
     def rows(self, part: str) -> int | None:
         """The rows of the first tensor of that name in a layer."""
@@ -130,6 +130,8 @@ class _Metadata:
         head_dim = self.size("attention.key_length", self.size("embedding_length") // max(heads, 1))
         if head_dim != self.size("attention.value_length", head_dim):
             raise Unknown("its values are of another size than its keys")
+        if min(heads, head_dim, self.size("embedding_length")) < 1:
+            raise Unknown(f"its num_attention_heads is {heads}, of {head_dim} each")
         end = self._file.get("tokenizer.ggml.eos_token_id", int, -1)
         found: dict[str, Any] = {
             "model_type": row.family,
@@ -152,7 +154,7 @@ class _Metadata:
         found["rope_parameters"] = self.rope(head_dim)
         if self.size("attention.sliding_window", 0):
             found["sliding_window"] = self.size("attention.sliding_window")
-        if row.full_every or self.has("attention.sliding_window_pattern"):
+        if "attention.sliding_window_pattern" in row.read:
             found["layer_types"] = self.windows()
         self.adjust(found, kv_heads)
         return found
@@ -161,6 +163,7 @@ class _Metadata:
         """What a family's config says in a way of its own."""
         rope, family = found["rope_parameters"], found["model_type"]
         hidden, head_dim = found["hidden_size"], found["head_dim"]
+        turned = self._file.get(f"{self._name}.rope.scaling.finetuned", bool, True)
         if family == "llama" and self.size("expert_count", 0):
             found |= {"model_type": "mixtral", "num_local_experts": self.size("expert_count")}
             found |= {"num_experts_per_tok": self.size("expert_used_count")}
@@ -184,6 +187,8 @@ class _Metadata:
             found["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
         elif family == "gpt_oss" and rope["rope_type"] == "yarn":
             rope["truncate"] = False
+        elif family in ("granite", "granitemoe") and not turned:
+            raise Unknown("its layers have no RoPE")
         elif family == "smollm3":
             found["no_rope_layers"] = [int((i + 1) % 4 != 0) for i in range(self._layers)]
         elif family == "granitemoe" and (shared := self.rows("ffn_up_shexp.weight")):
@@ -191,11 +196,9 @@ class _Metadata:
         elif family == "ernie4_5_moe":
             found["moe_layer_end_index"] = self._layers - 1
         elif family.startswith("lfm2"):
-            found |= {"conv_L_cache": self.size("shortconv.l_cache")}
             found["norm_eps"] = found.pop("rms_norm_eps")
             found["layer_types"] = ["full_attention" if n else "conv" for n in kv_heads]
         elif family == "granitemoehybrid":
-            turned = self._file.get(f"{self._name}.rope.scaling.finetuned", bool, True)
             shared = self.rows("ffn_up_shexp.weight") or self.rows("ffn_up.weight")
             found |= {"shared_intermediate_size": shared, "mamba_d_head": self._inner()}
             found["mamba_expand"] = self.size("ssm.inner_size") // hidden
@@ -253,7 +256,7 @@ class _Metadata:
         if self.is_array(key):
             slides = self._file.array(f"{self._name}.{key}", bool)[: self._layers]
         else:
-            every = self.size(key, every)
+            every = self.size(key, every or None)
             slides = [every == 0 or (i + 1) % every != 0 for i in range(self._layers)]
         if not self.size("attention.sliding_window", 0):
             slides = [False] * self._layers

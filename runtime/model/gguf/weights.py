@@ -88,15 +88,21 @@ class GGUFWeights:
         self._last = [_Piece(last, table[1:])]
         row = ROWS[file.get("general.architecture", str)]
         self._layers: list[dict[str, list[_Piece]]] = []
+        most = max(prod(tensor.shape) for tensor in file.tensors.values())
         for number, layer in enumerate(architecture.layers):
             names = _Names(f"blk.{number}.", layer, architecture, row, file.tensors)
             shapes = architecture.layer_shapes(number)
+            for name, shape in shapes.items():  # before orders of so many rows are made
+                if prod(shape) > most:
+                    raise ModelError(f"the GGUF file has no weights for {name} of {list(shape)}")
             self._layers.append({name: names.pieces(name, shapes) for name in shapes})
         found = [x for layer in self._layers for pieces in layer.values() for x in pieces]
         self._check([*self._embedding, *self._head, *self._last, *found])
 
     def _check(self, pieces: list[_Piece]) -> None:
         tensors, count = self._file.tensors, len(self._layers)
+        name = self._file.get("general.architecture", str)
+        last = self._file.get(f"{name}.block_count", int)
         for name, wanted, *_ in pieces:
             if name not in tensors:
                 raise Unknown(f"its checkpoint has other weights: it lacks {name}")
@@ -109,7 +115,7 @@ class GGUFWeights:
                 )
         for name in tensors.keys() - _UNUSED - {piece.tensor for piece in pieces}:
             block = _BLOCK.match(name)  # those behind the last layer predict further tokens
-            if block is None or int(block[1]) < count:
+            if block is None or not count <= int(block[1]) < last:
                 raise Unknown(f"its checkpoint has other weights: it has {name}")
 
     def embedding(self) -> Weight:
@@ -248,6 +254,8 @@ class _Names:
     def _delta(self, stem: str, end: str, mixer: DeltaNet, shape: tuple[int, ...]) -> list[_Piece]:
         """A delta net's weights; its values may be in the order of their place in a key head."""
         keys, each = mixer.key_heads, mixer.heads // mixer.key_heads
+        if mixer.heads % keys:
+            raise Unknown(f"its {mixer.heads} value heads are of {keys} key heads")
         heads = torch.arange(mixer.heads)
         if self._row.tiled:
             heads = heads.view(each, keys).T.flatten()

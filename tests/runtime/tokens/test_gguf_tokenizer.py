@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Backend
 
 from radixcache import ModelError
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
+from radixcache.runtime.tokens import gguf_tokenizer
 from radixcache.runtime.tokens.gguf_tokenizer import read_tokenizer
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.helpers.gguf_files import gguf_bytes, write_model
@@ -96,16 +97,25 @@ def test_a_byte_level_vocabulary_gives_the_ids_of_its_tokenizer(tmp_path, origin
         ("qwen2", "I'Ve 123\r\n  y", ["I", "'Ve", " ", "1", "2", "3", "\r\n", " ", " y"], False),
         ("tekken", "HelloWorld's 12", ["Hello", "World", "'s", " ", "1", "2"], True),
         ("deepseek-r1-qwen", "I'Ve 1", ["I", "'Ve", " ", "1"], False),
+        ("glm4", "I'VE 1234", ["I", "'VE", " ", "123", "4"], True),
+        ("chatglm-bpe", "I'VE 1234", ["I", "'VE", " ", "123", "4"], False),
+        ("lfm2", "x 1234!", ["x", " ", "123", "4", "!"], True),
+        ("command-r", "I'VE 12", ["I", "'", "VE", " ", "1", "2"], False),
+        ("qwen35", "e\u0301a 12", ["e\u0301a", " ", "1", "2"], False),
+        ("seed-coder", "a!!\n b 12", ["a", "!!", "\n", " b", " ", "1", "2"], False),
+        ("gpt-4o", "HelloWORLDs's 1234/\n", "Hello|WORLDs's| |123|4|/\n".split("|"), False),
+        ("minimax-m2", "aB'LL", ["a", "B'LL"], False),
     ],
 )  # fmt: skip
 def test_text_is_cut_by_the_rule_that_the_file_names(
     tmp_path, original, rule, text, pieces, keeps_whole
 ):
-    """Qwen2's alone composes text; by some, what is a token as a whole is not merged."""
+    """Some compose text; by some, what is a token as a whole is not merged."""
     found = opened(tmp_path, byte_level_metadata(original, "zqx", pre=rule))
     cut = found.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
     assert [text[begin:end] for _, (begin, end) in cut] == pieces
-    assert (found.encode("cafe\u0301") == found.encode("caf\u00e9")) is (rule == "qwen2")
+    composes = rule in ("qwen2", "qwen35", "command-r", "olmo")
+    assert (found.encode("cafe\u0301") == found.encode("caf\u00e9")) is composes
     whole = [found.convert_tokens_to_ids("zqx")]
     assert (found.encode("zqx", add_special_tokens=False) == whole) is keeps_whole
 
@@ -205,6 +215,27 @@ def test_added_tokens_of_sentencepiece_cut_the_text(tmp_path):
     cat = by_scores("cat", metadata, True)
     assert found.encode("cat[INST]cat</s>", add_special_tokens=False) == [*cat, inst, *cat, 2]
     assert found.decode([*cat, inst, 2], skip_special_tokens=True) == "cat[INST]"
+
+
+def test_merges_are_the_same_with_and_without_kernels(tmp_path, monkeypatch):
+    metadata = sentencepiece_metadata()
+    file = tmp_path / "model.gguf"
+    file.write_bytes(gguf_bytes(metadata))
+    tokens = metadata["tokenizer.ggml.tokens"] + ["\u6f22", "\u6f22\u5b57", "\u5b57", "\u6f22a"]
+    ids = {token: number for number, token in enumerate(tokens)}
+    rng = np.random.default_rng(0)
+    pieces = {token: float(rng.integers(-9, 0)) for token in tokens if rng.random() < 0.9}
+    found = gguf_tokenizer._merges(pieces, ids)
+    monkeypatch.setattr(gguf_tokenizer, "problem", lambda: "no compiler")
+    assert found == gguf_tokenizer._merges(pieces, ids)
+    assert len(found) > 20
+
+
+def test_gemma_4s_merges_are_those_of_the_file(tmp_path):
+    metadata = sentencepiece_metadata(model="gemma4", scores=None, merges=["t h", "th e"])
+    found = opened(tmp_path, metadata)
+    pieces = found.convert_ids_to_tokens(found.encode("the cat", add_special_tokens=False))
+    assert pieces == ["the", "\u2581", "c", "a", "t"]
 
 
 # Refusals
