@@ -66,7 +66,7 @@ class Judge:
     def __init__(self, model: PreTrainedModel, near: float) -> None:
         if model._supports_sdpa:
             model.set_attn_implementation("sdpa")
-        self._model, self._near = model, near
+        self._model, self.near = model, near
         self._known: dict[bytes, torch.Tensor] = {}  # the same answers come again and again
 
     @torch.inference_mode()
@@ -80,21 +80,39 @@ class Judge:
             self._known[key] = found.logits[0].cpu()
         return self._known[key]
 
+    @torch.inference_mode()
+    def worst_choice(self, model: PreTrainedModel, prompts: Sequence[Tokens]) -> float:
+        """How far off the worst of the tokens is that plain transformers likes best behind each
+        token of the prompts, with `model` of another dtype."""
+        worst = 0.0
+        for prompt in prompts:
+            ids = torch.from_numpy(prompt)[None].long().to(self._model.device)
+            found, rough = (
+                m(input_ids=ids, use_cache=False).logits[0] for m in (self._model, model)
+            )
+            worst = max(worst, float(_gaps(found, rough.argmax(-1)).max()))
+        return worst
+
     def __call__(self, prompts: Iterable[Sequence[int] | Tokens], answers: list[list[int]]) -> str:
         """Says how many tokens are its own; AssertionError if one is neither that nor tied."""
         own = count = 0
         for prompt, answer in zip(prompts, answers, strict=True):
             found = self.logits(prompt, answer)
-            best, chosen = found.max(-1).values, found.gather(-1, torch.tensor(answer)[:, None])
-            gaps = (best - chosen[:, 0]) / (best - found.min(-1).values)
+            gaps = _gaps(found, torch.tensor(answer))
             worst = float(gaps.max())
-            assert worst <= self._near, (
+            assert worst <= self.near, (
                 f"after a prompt of {len(prompt)}, a token's logit is {worst:.2%} of the range "
                 f"below the best one's: {answer}"
             )
             own, count = own + int((gaps == 0).sum()), count + len(answer)
         ties = f", {count - own} tied" if own < count else ""
         return f"{own} of {count} tokens{ties}"
+
+
+def _gaps(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """[T] how far each token's logit is below the best of its row, as a share of the row's range."""
+    best, chosen = logits.max(-1).values, logits.gather(-1, tokens[:, None])[:, 0]
+    return (best - chosen) / (best - logits.min(-1).values)
 
 
 def compare(

@@ -1,5 +1,9 @@
 """Families that differ from Llama, in FlashInfer's operations: their greedy tokens are those of
-plain transformers."""
+plain transformers.
+
+A near-tie of two experts in bfloat16 gives a row another MLP. So tokens count as tied that are no
+further off than those that transformers itself chooses in the model's dtype.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo3": {"head_dim": 128, **_LAYERS},
     "cohere2": {"head_dim": 128, **_LAYERS},
     "glm4": {"head_dim": 128, "partial_rotary_factor": 0.5},
-    "granite": {},
+    "granite": {"attention_multiplier": 0.125, "residual_multiplier": 0.5},
     "gemma3_text": {"head_dim": 256, "query_pre_attn_scalar": 256, **_LAYERS},
     "qwen3_moe": {"head_dim": 128, **_EXPERTS},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, **_LAYERS},
@@ -29,6 +33,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Beside the sizes of the model of `equality`: norms, windows, gates and experts of all kinds."""
+
+_MARGIN = 1.5  # over the largest error of transformers' own choices
 
 
 def run(place: Place, report: Report) -> None:
@@ -43,9 +49,11 @@ def _family(place: Place, family: str) -> str:
     config = AutoConfig.for_model(family, **settings)
     config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     model = random_model(place, config)
+    prompts = make_prompts(place.sizes)
     judge = Judge(copy.deepcopy(model).float(), NEAR)
+    judge.near = max(NEAR, _MARGIN * judge.worst_choice(model, prompts))
     try:
-        return compare(place, model, judge, make_prompts(place.sizes))
+        return f"{compare(place, model, judge, prompts)}, up to {judge.near:.1%} counts as tied"
     finally:
         del model, judge
         free_memory()

@@ -93,8 +93,12 @@ def run_layer(
 
 def product(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     """[T, out]; in parts, so that a head of 128,000 rows is never held whole in float32."""
-    at = torch.arange(weight.shape[0], device=x.device)
-    return torch.cat([x @ dense_rows(weight, part).T for part in at.split(_PART)], 1)
+    if isinstance(weight, Quantized):
+        at = torch.arange(weight.shape[0], device=x.device).split(_PART)
+        parts = (weight.rows(numbers).dense() for numbers in at)
+    else:
+        parts = (part.float() for part in weight.split(_PART))
+    return torch.cat([x @ part.T for part in parts], 1)
 
 
 def dense_rows(weight: Weight, numbers: torch.Tensor) -> torch.Tensor:

@@ -37,12 +37,7 @@ def fix_frequencies(model: PreTrainedModel, max_model_len: int | None) -> int | 
     longest = int(text.max_position_embeddings)
     if max_model_len is None or max_model_len <= short or (kind == "longrope" and longest <= short):
         if short < longest or kind == "dynamic":
-            _log.info(
-                "sequences have %d tokens at most, for which the frequencies of its %s RoPE stay "
-                "as they are; for more, say max_model_len",
-                short,
-                kind,
-            )
+            tell_limit(short, kind)
         return min(short, longest)
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -54,6 +49,16 @@ def fix_frequencies(model: PreTrainedModel, max_model_len: int | None) -> int | 
             module.inv_freq.copy_(found)
             module.rope_type, module.attention_scaling = "fixed", scaling
     return max_model_len if kind == "dynamic" else longest
+
+
+def tell_limit(length: int, kind: str) -> None:
+    """Log why sequences have no more than `length` tokens."""
+    _log.info(
+        "sequences have %d tokens at most, for which the frequencies of its %s RoPE stay as they "
+        "are; for more, say max_model_len",
+        length,
+        kind,
+    )
 
 
 def _kind_of(text: PreTrainedConfig) -> tuple[str | None, int]:

@@ -166,12 +166,13 @@ class CheckpointWeights:
 
     def _is_spare(self, name: str) -> bool:
         """Whether a tensor is not for the next token of a text: images, or the tokens after it."""
-        layer = re.match(re.escape(self._prefix) + r"layers\.(\d+)\.", name)
-        if layer is not None:
+        if re.match(r"(model\.)?(mtp|visual)", name) or name.endswith(".rotary_emb.inv_freq"):
+            return True
+        if layer := re.match(re.escape(self._prefix) + r"layers\.(\d+)\.", name):
             spare = FAMILIES[self._architecture.family].spare_layers
             return spare and int(layer[1]) >= len(self._architecture.layers)
         text = self._prefix in _TEXT_PREFIXES or name.startswith(self._prefix) or name in _HEADS
-        return name.startswith(("mtp.", "visual.")) or not text
+        return not text
 
     def _tensor(self, name: str) -> torch.Tensor:
         """A tensor; vectors are float32, of the step's dtype unless more of them counts."""
@@ -328,27 +329,30 @@ class _Layer:
 
     def _fused_experts(self, experts: Experts) -> None:
         """Experts that are one tensor [expert, gate and up, in], or gpt-oss's."""
-        alternate = self._family.alternating
-        ends = ("weight", "bias") if experts.each.bias else ("weight",)
-        for end in ends:
-            suffix = "" if end == "weight" else ".bias"
-            both = self._fused("mlp.gate_up_proj", end)
-            if alternate:
-                gate, up = ([_every_second(part, n) for part in both] for n in (0, 1))
-            else:
-                gate, up = ([part.chunk(2)[n] for part in both] for n in (0, 1))
-            self.weights[f"experts.gate{suffix}"], self.weights[f"experts.up{suffix}"] = gate, up
-            self.weights[f"experts.down{suffix}"] = self._fused("mlp.down_proj", end)
+        for end, ours in (("weight", ""), ("bias", ".bias"))[: 1 + experts.each.bias]:
+            both, down = (self._fused(f"mlp.{name}_proj", end) for name in ("gate_up", "down"))
+            for number, part in enumerate(("gate", "up")):
+                halves = [self._half(each, number) for each in both]
+                self.weights[f"experts.{part}{ours}"] = halves
+            self.weights[f"experts.down{ours}"] = down
 
     def _fused(self, name: str, end: str) -> list[Any]:
-        ours = "experts"
         if f"{name}.blocks" in self._names and end == "weight":
-            blocks, scales = (self._take(f"{name}.{part}", ours) for part in ("blocks", "scales"))
-            return [_mxfp4(*pair) for pair in zip(blocks, scales, strict=True)]
-        found = self._take(f"{name}.{end}", ours)
-        if end == "weight" and self._family.alternating:
-            found = found.transpose(1, 2)
-        return [each.float() if end == "bias" else each.contiguous() for each in found]
+            pair = (self._take(f"{name}.{part}", "experts") for part in ("blocks", "scales"))
+            return [_mxfp4(*each) for each in zip(*pair, strict=True)]
+        found = self._take(f"{name}.{end}", "experts")
+        if end == "bias":
+            return [*found.float()]
+        return [*(found.transpose(1, 2).contiguous() if self._family.alternating else found)]
+
+    def _half(self, both: Weight, number: int) -> Weight:
+        """The rows of the gate (0) or of up (1)."""
+        if not self._family.alternating:
+            assert not isinstance(both, Quantized)
+            return both.chunk(2)[number]
+        if not isinstance(both, Quantized):
+            return both[number::2].contiguous()
+        return both.rows(torch.arange(number, both.shape[0], 2))
 
 
 @lru_cache(4096)
@@ -376,12 +380,6 @@ def _halves(rows: torch.Tensor, head_dim: int, turned: int) -> torch.Tensor:
     heads = torch.arange(len(rows)).unflatten(0, (-1, head_dim))
     order = [heads[:, 0:turned:2], heads[:, 1:turned:2], heads[:, turned:]]
     return rows.index_select(0, torch.cat(order, 1).flatten().to(rows.device))
-
-
-def _every_second(weight: Weight, first: int) -> Weight:
-    if not isinstance(weight, Quantized):
-        return weight[first::2].contiguous()
-    return weight.rows(torch.arange(first, weight.shape[0], 2))
 
 
 def _mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> Quantized:

@@ -143,6 +143,7 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5": _row(_USE_BIAS, pairs=True),
     "seed_oss": _row(_MLP_BIAS, out_bias="attention_out_bias"),
     "helium": _row(_MLP_BIAS, out_bias=False, pairs=True),
+    "cwm": _row(_NO_BIAS, _MLP_BIAS, types=by_type),
     "arcee": _row(_MLP_BIAS, gated_mlp=False, activation=("hidden_act", "relu2")),
     "qwen2_moe": Family(bias="qkv_bias", out_bias=False, types=qwen_windows, mlp=parts.qwen),
     "qwen3_moe": Family(
@@ -157,7 +158,7 @@ FAMILIES: dict[str, Family] = {
         ignored="experts_per_token initial_context_length",
     ),
     "flex_olmo": Family(norms=_POST, head_norms="whole", mlp=parts.olmoe),
-    "solar_open": Family(mlp=parts.deepseek),
+    "solar_open": Family(out_bias=False, mlp=parts.deepseek),
     "glm4_moe": _row(
         _GLM, head_norms="use_qk_norm", mlp=parts.deepseek, spare_layers=True,
         ignored="num_nextn_predict_layers",

@@ -85,6 +85,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "ernie4_5": {"use_bias": True},
     "seed_oss": {"attention_out_bias": True},
     "helium": {"attention_bias": True, "mlp_bias": True},
+    "cwm": _WINDOWS,
     "arcee": {"mlp_bias": True},
     "qwen2_moe": {
         **_EXPERTS, "shared_expert_intermediate_size": 48, "num_hidden_layers": 3,
@@ -97,7 +98,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "granitemoeshared": {**_LOCAL, "shared_intermediate_size": 48},
     "gpt_oss": {**_LOCAL, **_WINDOWS, "rope_parameters": {**_YARN, "truncate": False}},
     "flex_olmo": _EXPERTS | {"moe_intermediate_size": None},
-    "solar_open": _GROUPS | {"first_k_dense_replace": None},
+    "solar_open": {**_GROUPS, "first_k_dense_replace": None, "attention_bias": True},
     "glm4_moe": {**_GROUPS, "use_qk_norm": True, "attention_bias": True},
     "dots1": {**_GROUPS, **_WINDOWS, "norm_topk_prob": True},
     "minimax_m2": {**_LOCAL, "rotary_dim": 8},
@@ -277,7 +278,8 @@ def test_a_complete_config_is_read_without_transformers_classes(tmp_path, monkey
         describe({"model_type": "llama"})
 
 
-def test_long_rope_is_that_of_the_longest_sequence() -> None:
+def test_long_rope_is_that_of_the_longest_sequence(caplog) -> None:
+    caplog.set_level("INFO", "radixcache")
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     settings = AutoConfig.for_model(
         "phi3", hidden_size=64, num_attention_heads=4, original_max_position_embeddings=32,
@@ -285,6 +287,7 @@ def test_long_rope_is_that_of_the_longest_sequence() -> None:
     ).to_dict()  # fmt: skip
     short, long = (describe(settings, length) for length in (32, 33))
     assert (short.max_context, long.max_context) == (32, 128)
+    assert caplog.text.count("32 tokens at most") == 1
     assert torch.equal(short.ropes[0].frequencies, 2 * long.ropes[0].frequencies)
     assert short.ropes[0].scale > 1
 
@@ -332,7 +335,8 @@ def test_mxfp4_is_read_to_the_bit(tmp_path) -> None:
 def test_what_a_checkpoint_may_have_and_what_not(tmp_path) -> None:
     folder = tiny_model("glm4_moe", tmp_path, tokenizer=False, **ROWS["glm4_moe"])
     ones, at = torch.ones(3), "model.layers.0.self_attn."
-    with read(changed(folder, {"model.layers.2.eh_proj.weight": ones})):
+    spare = ("model.layers.2.eh_proj.weight", "model.mtp_norm.weight", f"{at}rotary_emb.inv_freq")
+    with read(changed(folder, {name: torch.ones(3) for name in spare})):
         pass
     refused(changed(folder, {f"{at}magic": ones}), "other weights")
     wrong = changed(folder, {f"{at}q_proj.weight": ones}, f"{at}magic")
