@@ -188,6 +188,8 @@ def test_llama_3s_rope_factors_are_read(path, tmp_path, sequences):
         ("llama", {"{}.expert_count": 8}, "no llama.expert_used_count"),
         ("llama", {"{}.expert_gating_func": 2}, "scored in another way"),
         ("llama", {"{}.attention.value_length": 16}, "values are of another size"),
+        ("llama", {"{}.rope.dimension_sections": [1, 1, 1]}, "llama.rope.dimension_sections"),
+        ("llama", {"{}.rope.scaling.attn_factor": 1.5}, "llama.rope.scaling.attn_factor"),
         ("llama", {"{}.attention.causal": False}, "what comes later"),
         ("llama", {"{}.rope.dimension_count": 16}, "part of a head"),
         (
