@@ -73,6 +73,11 @@ def test_blocks_of_each_kind_are_decoded_to_the_bit(path, monkeypatch, kind):
     assert np.isfinite(wanted).all()
     np.testing.assert_array_equal(found.dense().numpy(), wanted)
     np.testing.assert_array_equal(turned.dense().numpy(), wanted[::-1])
+    blocks_back = torch.arange(columns).view(-1, found.block).flip(0).flatten()
+    moved = found.columns(blocks_back)
+    assert moved is not None
+    np.testing.assert_array_equal(moved.dense().numpy(), wanted[:, blocks_back])
+    assert found.columns(blocks_back.roll(1)) is None
     joined = Quantized.join([found, turned])
     np.testing.assert_array_equal(joined.dense().numpy(), [*wanted, *wanted[::-1]])
     if problem() is None:  # and the panels are made of the stored blocks
