@@ -149,7 +149,7 @@ class GGUFWeights:
 
     def _vector(self, pieces: list[_Piece], expert: int | None = None) -> torch.Tensor:
         (part,) = (self._part(piece, expert) for piece in pieces)
-        return _dense(part).float().to(self._device)
+        return _dense(part).to(self._device, torch.float32, copy=True)  # none keeps the file open
 
     def _matrix(self, pieces: list[_Piece], expert: int | None = None) -> Weight:
         """The pieces below each other."""
@@ -168,7 +168,10 @@ class GGUFWeights:
             data = tensor.data[expert * size : (expert + 1) * size]
             tensor = tensor._replace(shape=tensor.shape[1:], data=data)
         found = read_tensor(piece.tensor, tensor, piece.rows)
-        return found if piece.columns is None else _dense(found)[:, piece.columns].contiguous()
+        if piece.columns is None:
+            return found
+        moved = found.columns(piece.columns) if isinstance(found, Quantized) else None
+        return _dense(found)[:, piece.columns].contiguous() if moved is None else moved
 
 
 class _Names:
