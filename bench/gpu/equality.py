@@ -110,7 +110,7 @@ class Judge:
 
 
 def _gaps(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """[T] how far each token's logit is below the best of its row, as a share of the row's range."""
+    """[T] how far each token's logit is below the best of its row, in shares of the row's range."""
     best, chosen = logits.max(-1).values, logits.gather(-1, tokens[:, None])[:, 0]
     return (best - chosen) / (best - logits.min(-1).values)
 

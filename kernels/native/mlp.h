@@ -71,18 +71,17 @@ inline void best_first(const float* by, std::vector<int>& order, int most) {
     });
 }
 
-// Without those outside of the groups whose two best scores add up to the most.
+// Rules out the experts outside of the groups whose two best scores add up to the most.
 inline void keep_groups(const Experts& e, std::vector<float>& by) {
     static thread_local std::vector<float> sums;
     static thread_local std::vector<int> order;
     int size = e.count / e.groups;
     sums.resize(e.groups), order.resize(e.groups);
     for (int g = 0; g < e.groups; g++) {
-        float first = -INFINITY, second = -INFINITY;
-        for (int i = g * size; i < (g + 1) * size; i++)
-            if (by[i] > first) second = std::exchange(first, by[i]);
-            else second = std::max(second, by[i]);
-        sums[g] = first + second;
+        float best[2];
+        const float* from = by.data() + g * size;
+        std::partial_sort_copy(from, from + size, best, best + 2, std::greater<float>());
+        sums[g] = best[0] + best[1];
     }
     best_first(sums.data(), order, e.kept_groups);
     for (int i = e.kept_groups; i < e.groups; i++)

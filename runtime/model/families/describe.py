@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from radixcache.errors import first_sentence
@@ -29,7 +30,9 @@ def describe(
 
     Args:
         max_model_len: the most tokens of a sequence, for RoPE whose frequencies depend on it.
-        whole: what is not among the settings is null or false, as in those out of a GGUF file.
+        whole: the settings are of a GGUF file, which has all that counts but the activation: what
+            is not there is null or false, if the family can be described so. Importing
+            transformers' config class takes longer.
 
     Raises:
         Unknown: another family, or a setting that is not understood.
@@ -38,14 +41,18 @@ def describe(
     if not isinstance(family, str) or family not in {*FAMILIES, *WRAPPERS}:
         raise Unknown(f"no loop for {family}")
     try:
-        if not whole and family in _PLAIN and all(name in settings for name in _PLAIN[family]):
-            try:
-                config = Config(_FALSE | {**settings}, complete=False)
-                return _describe(family, config, max_model_len)
-            except (Lacks, KeyError):
-                pass
-        if not whole:
-            family, settings = complete(settings, family in WRAPPERS)
+        quick: Config | None = None
+        passed: type[Unknown] = Lacks
+        if whole and family in FAMILIES:
+            key, activation = FAMILIES[family].activation
+            known = {} if key is None else {key: activation}
+            quick, passed = Config(known | {**settings}, complete=True), Unknown
+        elif family in _PLAIN and all(name in settings for name in _PLAIN[family]):
+            quick = Config(_FALSE | {**settings}, complete=False)
+        if quick is not None:
+            with suppress(passed, KeyError):
+                return _describe(family, quick, max_model_len)
+        family, settings = complete(settings, family in WRAPPERS)
         if family not in FAMILIES:
             raise Unknown(f"no loop for {family}")
         return _describe(family, Config(settings, complete=True), max_model_len)

@@ -324,7 +324,7 @@ def describe_gguf(file: GGUFFile, max_model_len: int | None = None) -> Architect
         Unknown: the metadata has what this does not understand.
         ModelError: it lacks what it must have, or has it as another type.
     """
-    described = describe(settings_of(file), max_model_len)
+    described = describe(settings_of(file), max_model_len, whole=True)
     proportional = file.get("general.architecture", str) == "gemma4"
     if (tensor := file.tensors.get(_ROPE_FACTORS)) is None or proportional:
         return described

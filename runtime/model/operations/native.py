@@ -152,7 +152,8 @@ class NativeOperations(Operations):
 
     def _experts(self, experts: Experts, w: Weights) -> native.Experts:
         size, groups = experts.count // experts.groups, experts.groups
-        fits = size * groups == experts.count and 0 < experts.kept_groups <= groups
+        fits = size * groups == experts.count and (size > 1 or groups == 1)
+        fits = fits and 0 < experts.kept_groups <= groups
         if not fits or not 0 < experts.active <= size * experts.kept_groups:
             raise ValueError(f"{experts.active} experts cannot be chosen as {experts} says")
         names = [name for name in w if name.startswith("experts.")]

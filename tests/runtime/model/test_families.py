@@ -21,6 +21,7 @@ from radixcache.kernels.quantized import Quantized
 from radixcache.runtime.model import reference
 from radixcache.runtime.model.checkpoint import open_checkpoint
 from radixcache.runtime.model.description import (
+    MLP,
     Architecture,
     Attention,
     Experts,
@@ -272,8 +273,9 @@ def test_a_complete_config_is_read_without_transformers_classes(tmp_path, monkey
     del qwen["layer_types"]  # which are newer than these
     for more in ({}, {"layer_types": None}):
         assert [kind.window for kind in describe({**qwen, **more}).kinds] == [None, 9, 9]
-    gemma = AutoConfig.for_model("gemma2", num_hidden_layers=2)
-    assert len(describe(gemma.to_dict(), whole=True).layers) == 2
+    gemma = AutoConfig.for_model("gemma2", num_hidden_layers=2).to_dict()
+    del gemma["hidden_activation"]
+    assert describe(gemma, whole=True).layers[1].mlp == MLP(9216, "gelu_tanh")
     with pytest.raises(Unknown, match="does not make sense"):
         describe({"model_type": "llama"})
 
