@@ -288,6 +288,7 @@ SMALL: dict[str, Any] = {
     "a.bool": True,
     "a.float": 0.5,
     "a.list": [1, 2, 3],
+    "empty": [],
     "texts": ["a", "", "längst"],
     "nested": [[1], [2, 3]],
 }
@@ -306,7 +307,7 @@ def test_a_small_file_is_read(path):
     assert file.get("absent", str, "none") == "none"
     assert file.array("a.list", int) == [1, 2, 3]
     assert file.array("texts", str) == ["a", "", "längst"]
-    assert file.array("absent", str) == []
+    assert file.array("absent", str) == file.array("empty", str) == []
     assert bytes(file.tensors["b"].data) == bytes(range(136))
     assert file.tensors["b"].shape == (2, 64)
     vector = read_tensor("a", file.tensors["a"])
