@@ -31,12 +31,14 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Families without a description."""
+# transformers bounds the time steps of a prefill, and not those of its decodes.
+OPTIONS = {**DECODERS, **OTHERS, "nemotron_h": {}}
 CUTS = 6
 
 
 def tried(family: str, folder: Path) -> tuple[int, str]:
     """How many of the hits' answers are right, and by what the family runs."""
-    path = tiny_model(family, folder, tokenizer=False, **(DECODERS | OTHERS).get(family, {}))
+    path = tiny_model(family, folder, tokenizer=False, **OPTIONS.get(family, {}))
     rng, params = random.Random(1), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     stem, right = [rng.randrange(250) for _ in range(90)], 0
     with LLM(path, kv_cache_memory_bytes="4MB", page_size=4, device="cpu") as llm:
