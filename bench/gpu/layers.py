@@ -34,7 +34,7 @@ LAYERS = {
     "gemma2": _kinds([(2, 256), (2, 128)], (None, 4096), 50.0),
     "gemma3_text": _kinds([(4, 256), (2, 256), (2, 128)], (None, 1024)),
 }
-"""Of published checkpoints of every model type that `load` takes without comparing logits."""
+"""Of published checkpoints of some model types."""
 
 MLA = LayerKind(16, 1, 512, 64, 192**-0.5, mla=True)
 """Over latents: of DeepSeek-V2-Lite."""

@@ -2,8 +2,8 @@
 
 Many models would load, run and be silently wrong over pages. Three checks refuse them, each with a
 `ModelError` of one sentence: of the config (`check_config`), of the attention calls of a probe
-(`check_calls`), and, for model types that this project's tests do not verify, whether the
-logits over pages equal those of transformers' attention (`check_logits` in `verification.py`).
+(`check_calls`), and whether the logits over pages equal those of transformers' attention
+(`check_logits` in `verification.py`).
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""Exact mode: which models may run in it, and a check of this model on this machine.
+"""Exact mode: where it runs, and a check of this model on this machine.
 
 In exact mode a token's KV and logits are bit for bit those of its sequence computed alone, in one
 chunk, with nothing cached: a row's arithmetic depends only on its own tokens. The reasons are:
 
 - attention, RoPE and norms by the native kernels, in which a row is one chain of operations;
 - linear layers on packed weights, in which a row's sums have one order in any company;
-- in transformers' layers, activations that no row shares a vector in (`exact_layers.py` of
-  `transformers_patches/`).
+- a row's experts are added in the order of their numbers, and recurrent layers go token by token.
 
-So it holds by construction, except where transformers' layers use torch's operations, which promise
-nothing. Therefore each load compares, too.
+So it holds by construction where the native loop runs a model; each load compares, too.
 """
 
 from __future__ import annotations

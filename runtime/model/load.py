@@ -79,8 +79,6 @@ def load_model(
         check_sizes(settings)
         if exact:
             exactness.require(place, kind)
-            if settings.get("quantization_config"):
-                raise ModelError("exact mode takes no quantised checkpoint: none is checked")
         model: PagedModel | None = None
         try:
             model = _load_decoder(
@@ -89,9 +87,13 @@ def load_model(
         except Unknown as reason:
             if file is not None:
                 raise _unread(name_or_path, reason) from None
+            if exact:
+                raise ModelError(
+                    f"exact mode takes only models of our own loop: {reason}"
+                ) from None
             _log.info("transformers' own layers run this model: %s", reason)
         if model is None:  # outside of the handler, whose traceback holds the weights
-            model = load_transformers(name_or_path, kind, place, attention, exact, max_model_len)
+            model = load_transformers(name_or_path, kind, place, attention, max_model_len)
         if exact:
             exactness.check(model)
         return model

@@ -14,11 +14,11 @@ from transformers.configuration_utils import PreTrainedConfig
 from radixcache.errors import ModelError, first_sentence
 from radixcache.kernels.attention import AttentionBackend
 from radixcache.kernels.upload import on_device
-from radixcache.runtime.model.compatibility import check_config, is_recurrent
+from radixcache.runtime.model.compatibility import check_config
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
 from radixcache.runtime.model.transformers_patches.linear import pack_linears
-from radixcache.runtime.model.verification import VERIFIED, check_logits
+from radixcache.runtime.model.verification import check_logits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,15 +37,14 @@ def load_transformers(
     dtype: torch.dtype | Literal["auto"],
     device: torch.device,
     attention: AttentionBackend | None = None,
-    exact: bool = False,
     max_model_len: int | None = None,
     ranks: int = 1,
     make: Callable[..., TransformersModel] | None = None,
 ) -> PagedModel:
     """A model with transformers' own layers.
 
-    Pages keep MLA's latents where the backend is free to choose, layers are neither exact nor cut
-    among ranks, and logits come out right; else they keep the keys and values of all heads.
+    Pages keep MLA's latents where the backend is free to choose, layers are not cut among ranks,
+    and logits come out right; else they keep the keys and values of all heads.
 
     Args:
         ranks: the processes of this group, each of which loads its shard at the same time.
@@ -58,31 +57,25 @@ def load_transformers(
     from radixcache.runtime.model.transformers_model import TransformersModel
 
     config = load_config(name_or_path)
-    if exact and is_recurrent(config):
-        raise ModelError(
-            f"model type {config.model_type!r} cannot run in exact mode, but without it: recurrent "
-            "layers sum in blocks from wherever a chunk begins"
-        )
 
     def load(dtype: torch.dtype | Literal["auto"], device: torch.device, latents: bool) -> Any:
         model = _read(name_or_path, config, dtype, ranks)
         with on_device(device):
             report("packing weights")
             model = model.to(device).eval()
-            has_latents = _patch(model, exact, ranks, latents)
+            has_latents = _patch(model, ranks, latents)
             try:
-                paged = (make or TransformersModel)(model, attention, exact, max_model_len)
-                if config.model_type not in VERIFIED:
-                    report("comparing logits")
-                    again = partial(load, torch.float32, torch.device("cpu"), latents)
-                    check_logits(paged, again if ranks == 1 else None)
+                paged = (make or TransformersModel)(model, attention, max_model_len)
+                report("comparing logits")
+                again = partial(load, torch.float32, torch.device("cpu"), latents)
+                check_logits(paged, again if ranks == 1 else None)
             except ModelError as error:
                 if has_latents:
                     raise _LatentsFailed(str(error)) from error
                 raise
             return paged
 
-    if attention is None and ranks == 1 and not exact:
+    if attention is None and ranks == 1:
         try:
             return load(dtype, device, True)
         except _LatentsFailed as error:
@@ -123,20 +116,16 @@ def _read(
     return model
 
 
-def _patch(model: PreTrainedModel, exact: bool, ranks: int, latents: bool) -> bool:
+def _patch(model: PreTrainedModel, ranks: int, latents: bool) -> bool:
     """Replace layers of the model by ours; returns whether it keeps MLA's latents."""
     from radixcache.runtime.model.transformers_model import IMPLEMENTATION
-    from radixcache.runtime.model.transformers_patches.exact_layers import make_exact
     from radixcache.runtime.model.transformers_patches.mla import keep_latents
     from radixcache.runtime.model.transformers_patches.row_parallel_linear import take_local
 
     if ranks > 1:
         take_local(model)
     has_latents = latents and keep_latents(model, IMPLEMENTATION)
-    if exact:
-        make_exact(model)
-    else:
-        pack_linears(model)
+    pack_linears(model)
     return has_latents
 
 

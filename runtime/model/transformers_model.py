@@ -112,7 +112,6 @@ class TransformersModel(PagedModel):
         self,
         model: PreTrainedModel,
         attention: AttentionBackend | None = None,
-        exact: bool = False,
         max_model_len: int | None = None,
     ) -> None:
         """Take over `model`, whose attention is replaced.
@@ -144,7 +143,6 @@ class TransformersModel(PagedModel):
             limit or getattr(text, "max_position_embeddings", None),
             text.eos_token_id,
             attention,
-            exact,
         )
 
     def threads(self) -> AbstractContextManager[None]:

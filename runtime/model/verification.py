@@ -16,9 +16,6 @@ from radixcache.states import SequenceStates
 if TYPE_CHECKING:
     from radixcache.runtime.model.transformers_model import TransformersModel
 
-# Compared with the plain forward by this project's tests; `check_logits` is skipped for them.
-VERIFIED = frozenset({"gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3"})
-
 _MOST_ROUNDING = 0.25
 """The largest error of logits in 16 bits, as a share of their range, if those in float32 are right;
 beyond, the model needs another dtype."""

@@ -207,7 +207,7 @@ def test_settings_that_do_not_fit_are_refused(
 
 
 def test_transformers_recurrent_layers_are_not_exact(folder: Callable[[str], Path]) -> None:
-    with pytest.raises(ModelError, match=r"in exact mode, but without it: recurrent layers|native"):
+    with pytest.raises(ModelError, match=r"exact mode takes only|native"):
         LLM(folder("bamba"), exact=True)
 
 

@@ -60,17 +60,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "lfm2": {"intermediate_size": 100},
     "granitemoehybrid": {},
     "nemotron_h": {},
-    # Of those without a description: linear layers, norms and activations are replaced one by one.
-    "starcoder2": {"intermediate_size": 100},
-    "stablelm": {"intermediate_size": 60},
 }  # fmt: skip
 GGUFS = {
     "llama of 4 bits": ("Q4_1",),
     "llama of mixed bits": ("Q4_1", "Q4_K", "Q6_K", "Q8_0", "BF16"),
 }
 """Files of these kinds of blocks, matrix by matrix in turn."""
-TRANSFORMERS = ("starcoder2", "stablelm")
-"""Whose layers are transformers'."""
 DTYPES = ("float32", "bfloat16")
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
 
 from radixcache import SamplingParams
 from radixcache.errors import InvalidRequest, ModelError
@@ -24,15 +23,12 @@ from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.operations.base import Operations
 from radixcache.runtime.model.paged_model import PagedModel
-from radixcache.runtime.model.transformers_patches import exact_layers
-from radixcache.runtime.model.transformers_patches.linear import NativeLinear
 from radixcache.runtime.sampling.prompt_logprobs import _score
 from tests.helpers.models import tiny_model
 from tests.runtime.model import exact_schedules
 from tests.runtime.model.exact_schedules import (
     GGUFS,
     MODELS,
-    TRANSFORMERS,
     Tally,
     differing,
     exact_model,
@@ -93,8 +89,6 @@ def test_rows_of_all_other_operations_have_the_same_bits_in_any_company(counts, 
         "log_softmax": (lambda x: x.log_softmax(-1), 261),
         "logsumexp": (lambda x: x.logsumexp(-1, keepdim=True), 261),
         "cap of logits": (torch.tanh, 261),
-        "softplus": (exact_layers._Whole(F.softplus), 75),
-        "tanh": (exact_layers._Native("gelu_tanh"), 75),
         "norm": (lambda x: x * x.float().pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt(), 96),
     }
     for name, (function, width) in operations.items():
@@ -149,7 +143,7 @@ def schedules(model: PagedModel, seeds: range) -> Tally:
 def test_no_bit_of_random_schedules_differs_from_the_tokens_alone(family, dtype) -> None:
     model = exact_model(family, dtype)
     tally = schedules(model, range(SEED, SEED + 4))
-    assert isinstance(model, Decoder) is (family not in TRANSFORMERS)
+    assert isinstance(model, Decoder)
     assert tally.differing == tally.flips == 0 and (tally.loaded or model.state_shapes)
     assert tally.rows > 20 and tally.values > 1000 and tally.hit_tokens
 
@@ -181,28 +175,14 @@ def loop_by_torch(monkeypatch: pytest.MonkeyPatch) -> str:
     return "llama"
 
 
-def linears_by_torch(monkeypatch: pytest.MonkeyPatch) -> str:
-    def forward(self: NativeLinear, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-    monkeypatch.setattr(NativeLinear, "forward", forward)
-    return "stablelm"
-
-
 def attention_by_torch(monkeypatch: pytest.MonkeyPatch) -> str:
     backend = partial(TorchBackend, torch.device("cpu"))
     monkeypatch.setattr("radixcache.runtime.model.paged_model.choose_backend", lambda *_: backend())
     monkeypatch.setattr("radixcache.kernels.choice.choose_backend", lambda *_: backend())
-    return "starcoder2"
+    return "qwen3"
 
 
-def activations_by_torch(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(exact_layers, "_NATIVE", {})
-    monkeypatch.setattr(exact_layers, "_KINDS", set())
-    return "stablelm"
-
-
-RULES = [loop_by_torch, linears_by_torch, attention_by_torch, activations_by_torch]
+RULES = [loop_by_torch, attention_by_torch]
 
 
 @needs_exact
@@ -277,11 +257,10 @@ def test_without_native_kernels_the_reason_is_said(monkeypatch) -> None:
 
 
 @needs_exact
-def test_a_model_that_multiplies_in_other_ways_is_refused(tmp_path: Path) -> None:
-    folder = tiny_model(
-        "gpt2", tmp_path, tokenizer=False, n_embd=64, n_layer=2, n_head=4, n_positions=128
-    )
-    with pytest.raises(ModelError, match=r"exact mode: its transformer.h.0.* \(Conv1D\) is no lin"):
+def test_transformers_layers_are_refused(tmp_path: Path) -> None:
+    folder = tiny_model("starcoder2", tmp_path, tokenizer=False)
+    said = "exact mode takes only models of our own loop: no loop for starcoder2"
+    with pytest.raises(ModelError, match=said):
         load_model(folder, device="cpu", exact=True)
 
 
