@@ -171,8 +171,8 @@ def refuses_wrong_scale(
     dtype: str = "float32",
     scale: float = 1.05,
 ) -> None:
-    """The model is ours with `owner.operation` as it is, and transformers' with a wrong one, if that
-    runs without the operation."""
+    """The model is ours with `owner.operation` as it is. With a wrong one it is transformers', if
+    that runs without the operation."""
 
     def load() -> Any:
         return load_model(folder, device="cpu", dtype=dtype, attention=attention)
