@@ -20,7 +20,7 @@ from radixcache.hash_block import HashBlockCache
 from radixcache.no_cache import NoCache
 from radixcache.pages import PagePool
 from radixcache.radix import RadixCache
-from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
+from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL, check_model
 from radixcache.runtime.config.sizes import parse_memory
 from radixcache.runtime.engine.args import EngineArgs
 from radixcache.runtime.engine.engine import Engine
@@ -42,6 +42,7 @@ from radixcache.runtime.model.kv_pool import count_pages
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
+from radixcache.runtime.model.system_memory import give_back
 from radixcache.runtime.request import Sequence
 from radixcache.runtime.sampling.grammar import GrammarBackend
 from radixcache.runtime.sampling.params import SamplingParams
@@ -98,6 +99,9 @@ def build_engine(args: EngineArgs) -> Built:
             "host_memory is for a GPU; on a CPU, KV memory is memory of the host: give it more "
             "(kv_cache_memory_bytes), or a folder (kv_dir)"
         )
+    check_model(model_path(args))
+    tokenizer = Tokenizer.load(model_path(args))  # before the weights: it takes memory for a while
+    give_back()
     model = load(args)
     try:
         report("preparing the engine", 1.0)
@@ -110,7 +114,8 @@ def build_engine(args: EngineArgs) -> Built:
             model.max_context = args.max_model_len
         num_pages, num_states = _share_memory(args, model)
         cache = kind(PagePool(num_pages, page_size))
-        tokenizer = Tokenizer.load(model_path(args), model.max_context)
+        if tokenizer is not None:
+            tokenizer.max_tokens = model.max_context
         grammars = GrammarBackend(tokenizer, model.vocab_size, model.eos_token_ids)
         states, max_num_seqs = None, args.max_num_seqs
         if num_states:

@@ -74,11 +74,10 @@ class Tokenizer:
 
         self._tokenizer = tokenizer
         self.max_tokens = max_tokens
-        self._max_characters = inf
+        self._longest = inf  # characters of a token
         self._one_at_a_time: AbstractContextManager[object] = Lock()
         if getattr(tokenizer, "is_fast", False):
-            longest = max(map(len, tokenizer.get_vocab()), default=1)
-            self._max_characters = max(_SHORT, longest * max_tokens)
+            self._longest = max(map(len, tokenizer.get_vocab()), default=1)
             self._one_at_a_time = nullcontext()  # the tokenizers library is thread-safe
             tokenizer.encode("")  # transformers initialises it at the first call
         # For every generated token: transformers' wrapper takes three times as long as decoding.
@@ -116,7 +115,7 @@ class Tokenizer:
     def _reading(self, text: str) -> Iterator[None]:
         """Refuses a text that is too long, is no Unicode (as JSON may hold it), or that makes the
         tokenizer fail."""
-        if len(text) > self._max_characters:
+        if len(text) > max(_SHORT, self._longest * self.max_tokens):
             raise ContextExceeded(
                 f"a text of {len(text)} characters is too long for the context of "
                 f"{self.max_tokens} tokens"
@@ -394,6 +393,8 @@ def _read(name_or_path: str) -> Any:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
     settings, _ = PreTrainedConfig.get_config_dict(name_or_path, trust_remote_code=False)
+    if not isinstance(settings, dict):
+        raise ValueError("its config is no dictionary")
     file, family = find_file(name_or_path, _CONFIG), settings.get("model_type")
     declared = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
     named = declared.get("tokenizer_class")
