@@ -9,6 +9,9 @@ from torch.nn import functional as F
 from radixcache.kernels.quantized import Quantized
 from radixcache.runtime.model.description import Activation, Experts, Weight, Weights
 
+_GATHERED = 1 << 28
+"""Weights that rows may copy for themselves."""
+
 
 class GroupedExperts:
     """The experts of one layer; x [T, hidden] to their weighted sum [T, hidden].
@@ -123,11 +126,24 @@ def _grouped(
         ends: [count] int32, where the rows of each expert end.
         experts: [N] the rows' experts.
     """
-    if x.dtype == torch.bfloat16 or x.is_cpu:
+    if x.dtype == torch.bfloat16 or x.is_cpu:  # else it has no kernel
         out = F.grouped_mm(x, weight, offs=ends)
-    else:  # which has no kernel on a GPU: each row reads its expert's weight
-        out = torch.bmm(x[:, None], weight[experts])[:, 0]
+    elif len(x) * weight[0].numel() <= _GATHERED:
+        out = by_row(x, weight, experts)
+    else:
+        out = by_expert(x, weight, ends)
     return out if bias is None else out + bias[experts]
+
+
+def by_row(x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """Each row reads a copy of its expert's weight, so that a CUDA graph can capture it."""
+    return torch.bmm(x[:, None], weight[experts])[:, 0]
+
+
+def by_expert(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Waits for the device, to know the rows of each expert."""
+    counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return torch.cat([part @ one for part, one in zip(x.split(counts), weight, strict=True)])
 
 
 def _dense(weight: Weight) -> torch.Tensor:
