@@ -57,6 +57,15 @@ class Quantized:
         numbers, scales, minimums = (table[ids] for table in self.tables())
         return Quantized(numbers, scales, minimums, self.bits)
 
+    def columns(self, ids: torch.Tensor) -> Quantized | None:
+        """The columns [in] with these numbers; None if blocks would be cut."""
+        blocks = ids[:: self.block] // self.block
+        whole = (blocks[:, None] * self.block + torch.arange(self.block)).flatten()
+        if not torch.equal(ids, whole):
+            return None
+        numbers, scales, minimums = self.tables()
+        return Quantized(numbers[:, ids], scales[:, blocks], minimums[:, blocks], self.bits)
+
     @staticmethod
     def join(parts: Sequence[Quantized]) -> Quantized:
         """Stack weights of one format along their rows."""

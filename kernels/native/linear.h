@@ -7,6 +7,10 @@
 
 #pragma once
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include "threads.h"
 #include "vectors.h"
 
@@ -369,9 +373,21 @@ void rows_of(const Weight& weight, const int64_t* ids, int64_t count, T* out, in
 
 // ---- At load: rows into panels.
 
+// Asks for huge pages under memory that is written to next, so that none need be moved together
+// later; it is only advice.
+void use_huge_pages(void* memory, int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+    constexpr uintptr_t HUGE = 2 << 20;
+    uintptr_t first = ((uintptr_t)memory + HUGE - 1) / HUGE * HUGE;
+    uintptr_t last = ((uintptr_t)memory + bytes) / HUGE * HUGE;
+    if (first < last) madvise((void*)first, last - first, MADV_HUGEPAGE);
+#endif
+}
+
 // `words_of(row, to)` writes the words of a row in the order of its column.
 template <class F>
 void pack(int64_t rows, int64_t words, uint32_t* panels, int threads, const F& words_of) {
+    use_huge_pages(panels, (rows + N - 1) / N * N * words * 4);
     parallel((rows + N - 1) / N, threads, [&](int64_t p) {
         std::vector<uint32_t> taken(N * words);
         for (int64_t r = 0; r < N && p * N + r < rows; r++)

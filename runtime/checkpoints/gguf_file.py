@@ -17,6 +17,7 @@ from radixcache.errors import ModelError
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
 _FORMATS[12] = "d"
 _STRING, _ARRAY = 8, 9
+_TYPES: dict[int, type] = {6: float, 7: bool, _STRING: str, 12: float}  # all others are int
 _MOST_NESTED = 4
 _MOST_DIMENSIONS = 4
 _MOST_ALIGNED = 1 << 16
@@ -127,10 +128,11 @@ class GGUFFile:
     def array(self, key: str, kind: type[_Value]) -> list[_Value]:
         """An array of the metadata whose values must be of this type; none is empty."""
         found = self.metadata.get(key, [])
-        values = self._values(found) if isinstance(found, Array) else found
-        if not isinstance(values, list) or any(type(value) is not kind for value in values):
+        if found == [] or (isinstance(found, Array) and found.length == 0):
+            return []
+        if not isinstance(found, Array) or _TYPES.get(found.kind, int) is not kind:
             self._fail(f"its {key} is no array of type {kind.__name__}")
-        return values
+        return self._values(found)
 
     def let_go(self) -> None:
         """Give the memory of what has been read back; whatever is read again comes from the file.

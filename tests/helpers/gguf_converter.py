@@ -207,7 +207,9 @@ def _metadata(family: str, config: Any) -> dict[str, Any]:
     if "linear_attention" in types and family != "granitemoehybrid":
         found["attention.recurrent_layers"] = [t == "linear_attention" for t in types]
         inner = config.linear_value_head_dim * config.linear_num_value_heads
-        found |= {"ssm.inner_size": inner, "rope.dimension_sections": [1, 1, 0, 0]}
+        found["ssm.inner_size"] = inner
+    if family.startswith("qwen3_5"):
+        found["rope.dimension_sections"] = [1, 1, 0, 0]
     if family in ("lfm2", "lfm2_moe", "granitemoehybrid"):
         attends = [n if t == "full_attention" else 0 for t in types for n in [2]]
         found["attention.head_count_kv"] = attends

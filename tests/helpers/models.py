@@ -6,6 +6,7 @@ page changes next to nothing. These weights make every head and every argmax a c
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def tiny_model(
     `options` override the config.
     """
     torch.manual_seed(seed)
-    settings = {**_BASE, **(FAMILIES | HYBRIDS | MLA).get(family, {}), **options}
+    settings = deepcopy({**_BASE, **(FAMILIES | HYBRIDS | MLA).get(family, {}), **options})
     kind: Any = AutoModelForCausalLM
     if family in MULTIMODAL:
         text, more = MULTIMODAL[family]

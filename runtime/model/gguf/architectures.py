@@ -55,6 +55,7 @@ _GEMMA4_READ = (
     "rope.dimension_count_swa",
 )  # fmt: skip
 _DELTA_READ = ("attention.recurrent_layers", "full_attention_interval", "ssm.inner_size")
+_QWEN35_READ = (*_DELTA_READ, "rope.dimension_sections")  # all turn by a text's positions
 _CONV = {"shortconv.l_cache": "conv_L_cache"}
 _SILU = {"hidden_act": "silu"}
 _BIAS = {"attention_bias": "attn_q.bias"}
@@ -251,10 +252,10 @@ ROWS: dict[str, Row] = {
         flags=_BIAS,
         implied={"norm_topk_prob": True, **_SPARSE},
     ),
-    "qwen35": Row("qwen3_5_text", read=_DELTA_READ, keys=_DELTA, flags=_BIAS, tiled=True),
+    "qwen35": Row("qwen3_5_text", read=_QWEN35_READ, keys=_DELTA, flags=_BIAS, tiled=True),
     "qwen35moe": Row(
         "qwen3_5_moe_text",
-        read=_DELTA_READ,
+        read=_QWEN35_READ,
         keys={**_DELTA, **_experts("num_experts", *_MOE_INNER)},
         sizes={**_INNER, **_SHARED},
         flags=_BIAS,

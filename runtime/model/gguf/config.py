@@ -23,7 +23,7 @@ _READ = frozenset({
     "attention.causal", "attention.head_count", "attention.head_count_kv", "attention.key_length",
     "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon", "attention.value_length",
     "block_count", "expert_count", "expert_gating_func", "expert_shared_feed_forward_length",
-    "expert_used_count", "nextn_predict_layers", "rope.dimension_count", "rope.dimension_sections",
+    "expert_used_count", "nextn_predict_layers", "rope.dimension_count",
     "rope.freq_base", "rope.scaling.attn_factor", "rope.scaling.factor", "rope.scaling.finetuned",
     "rope.scaling.original_context_length", "rope.scaling.type", "rope.scaling.yarn_attn_factor",
     "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
@@ -281,6 +281,8 @@ class _Metadata:
         if kind in ("yarn", "longrope"):
             original = self.size(f"{prefix}original_context_length")
             rope["original_max_position_embeddings"] = original
+        if kind != "longrope" and self.number(f"{prefix}attn_factor", 1.0) != 1.0:
+            raise Unknown(f"its metadata has {self._name}.{prefix}attn_factor")
         read = {"attn_factor": "attention_factor"} if kind == "longrope" else {}
         if kind == "yarn":
             read = {f"yarn_{name}": name for name in ("beta_fast", "beta_slow")}

@@ -149,14 +149,14 @@ class GGUFWeights:
 
     def _vector(self, pieces: list[_Piece], expert: int | None = None) -> torch.Tensor:
         (part,) = (self._part(piece, expert) for piece in pieces)
-        return _dense(part).float().to(self._device)
+        return _dense(part).to(self._device, torch.float32, copy=True)  # none keeps the file open
 
     def _matrix(self, pieces: list[_Piece], expert: int | None = None) -> Weight:
         """The pieces below each other."""
         parts = [self._part(piece, expert) for piece in pieces]
         weight = parts[0] if len(parts) == 1 else torch.cat([_dense(part) for part in parts])
-        if isinstance(weight, torch.Tensor) and weight.ndim == 1:  # a router of one row
-            weight = weight[None]
+        if isinstance(weight, torch.Tensor):  # a router of one row may be a vector
+            weight = weight.reshape(-1, weight.shape[-1])
         if self._device.type == "cpu":
             return weight
         return _dense(weight).to(self._device, self._dtype)
@@ -168,7 +168,10 @@ class GGUFWeights:
             data = tensor.data[expert * size : (expert + 1) * size]
             tensor = tensor._replace(shape=tensor.shape[1:], data=data)
         found = read_tensor(piece.tensor, tensor, piece.rows)
-        return found if piece.columns is None else _dense(found)[:, piece.columns].contiguous()
+        if piece.columns is None:
+            return found
+        moved = found.columns(piece.columns) if isinstance(found, Quantized) else None
+        return _dense(found)[:, piece.columns].contiguous() if moved is None else moved
 
 
 class _Names:
@@ -228,7 +231,7 @@ class _Names:
             return _Piece(f"{self._at}{part}{end}", shape, rows)
         sizes = [kind.query_heads * kind.head_dim, kind.kv_heads * kind.head_dim]
         sizes.append(kind.kv_heads * kind.value_dim)
-        if f"attn_qkv{end}" in self:
+        if f"attn_qkv{end}" in self and not mixer.gated:
             rows = torch.arange(shape[0]) if rows is None else rows
             before = sum(sizes[: "qkv".index(stem)])
             return _Piece(f"{self._at}attn_qkv{end}", (sum(sizes), *shape[1:]), rows + before)
@@ -274,9 +277,8 @@ class _Names:
             rows = parts[3] if stem == "z" else torch.cat(parts[:3])
             return [piece("ssm_in", rows, (by_heads.numel(), *shape[1:]))]
         if stem == "ba" and f"ssm_ba{end}" in self:  # by key heads: b and a of each
-            return [
-                piece("ssm_ba", torch.arange(shape[0]).view(keys, 2, -1).transpose(0, 1).flatten())
-            ]
+            both = torch.arange(shape[0]).view(keys, 2, each)
+            return [piece("ssm_ba", both.transpose(0, 1).flatten())]
         if stem == "ba":
             half = (mixer.heads, *shape[1:])
             return [piece(part, heads, half) for part in ("ssm_beta", "ssm_alpha")]

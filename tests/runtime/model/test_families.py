@@ -32,95 +32,12 @@ from radixcache.runtime.model.families import describe as module
 from radixcache.runtime.model.families.describe import describe
 from radixcache.runtime.model.families.table import FAMILIES, WRAPPERS
 from radixcache.runtime.model.weights import CheckpointWeights, _halves
+from tests.helpers.decoders import DECODERS
 from tests.helpers.models import MULTIMODAL, tiny_model
 
 TOKENS = torch.tensor(np.random.default_rng(0).integers(0, 256, 60))
 """More than a window, and than RoPE was scaled from."""
 TOLERANCE = 2e-5  # of the range of the logits; delta nets and Mamba 2 come to 6e-6
-
-_WINDOWS = {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]}
-_YARN = {
-    "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16,
-}  # fmt: skip
-_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
-_LOCAL = {"num_local_experts": 8, "num_experts_per_tok": 3}
-_GROUPS = {
-    "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3,
-    "moe_intermediate_size": 48, "n_shared_experts": 2, "first_k_dense_replace": 1,
-    "routed_scaling_factor": 1.7,
-}  # fmt: skip
-_MULTIPLIERS = {
-    "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3,
-    "logits_scaling": 0.5,
-}  # fmt: skip
-ROWS: dict[str, dict[str, Any]] = {
-    "llama": {"attention_bias": True, "mlp_bias": True},
-    "mistral": {"sliding_window": 11},
-    "ministral": _WINDOWS,
-    "ministral3": {"rope_parameters": {
-        **_YARN, "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 0.5,
-    }},
-    "qwen2": {"max_window_layers": 1, "sliding_window": 9, "use_sliding_window": True},
-    "qwen3": {"attention_bias": True, "rope_parameters": _YARN},
-    "gemma": {"tie_word_embeddings": True},
-    "gemma2": {**_WINDOWS, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 24},
-    "gemma3_text": {**_WINDOWS, "query_pre_attn_scalar": 24, "rope_parameters": {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-    }},
-    "gemma4_text": {
-        **_WINDOWS, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
-        "global_head_dim": 32, "num_global_key_value_heads": 1, "final_logit_softcapping": 20.0,
-    },
-    "vaultgemma": {**_WINDOWS, "query_pre_attn_scalar": 24},
-    "phi3": {"sliding_window": 9, "partial_rotary_factor": 0.5},
-    "olmo2": {"attention_bias": True},
-    "olmo3": {**_WINDOWS, "rope_parameters": _YARN},
-    "exaone4": _WINDOWS,
-    "glm": {},
-    "glm4": {},
-    "cohere": {"logit_scale": 0.25},
-    "cohere2": {**_WINDOWS, "logit_scale": 0.25},
-    "granite": _MULTIPLIERS,
-    "smollm3": {"no_rope_layers": [1, 0], "use_sliding_window": False},
-    "ernie4_5": {"use_bias": True},
-    "seed_oss": {"attention_out_bias": True},
-    "helium": {"attention_bias": True, "mlp_bias": True},
-    "cwm": _WINDOWS,
-    "arcee": {"mlp_bias": True},
-    "qwen2_moe": {
-        **_EXPERTS, "shared_expert_intermediate_size": 48, "num_hidden_layers": 3,
-        "mlp_only_layers": [1],
-    },
-    "qwen3_moe": {**_EXPERTS, "norm_topk_prob": True},
-    "mixtral": {**_LOCAL, "sliding_window": 11},
-    "olmoe": _EXPERTS | {"moe_intermediate_size": None},
-    "granitemoe": _LOCAL | _MULTIPLIERS,
-    "granitemoeshared": {**_LOCAL, "shared_intermediate_size": 48},
-    "gpt_oss": {**_LOCAL, **_WINDOWS, "rope_parameters": {**_YARN, "truncate": False}},
-    "flex_olmo": _EXPERTS | {"moe_intermediate_size": None},
-    "solar_open": {**_GROUPS, "first_k_dense_replace": None, "attention_bias": True},
-    "glm4_moe": {**_GROUPS, "use_qk_norm": True, "attention_bias": True},
-    "dots1": {**_GROUPS, **_WINDOWS, "norm_topk_prob": True},
-    "minimax_m2": {**_LOCAL, "rotary_dim": 8},
-    "ernie4_5_moe": {
-        "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 48,
-    },
-    "qwen3_next": {},
-    "qwen3_5_text": {},
-    "qwen3_5_moe_text": {},
-    "lfm2": {"conv_bias": True},
-    "lfm2_moe": {**_EXPERTS, "shared_expert_intermediate_size": None},
-    "lfm3": {
-        "layer_types": ["conv", "sliding_attention", "conv", "full_attention"],
-        "sliding_window": 11,
-    },
-    "granitemoehybrid": {**_LOCAL, "position_embedding_type": "rope"},
-    "nemotron_h": {
-        **_GROUPS, "num_hidden_layers": 6, "time_step_min": 0.5,
-        "layers_block_type": ["mamba", "attention", "mlp", "moe", "mamba", "attention"],
-    },
-}  # fmt: skip
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
@@ -230,13 +147,13 @@ def error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def test_the_rows_are_those_of_the_table() -> None:
-    assert {*ROWS, "qwen2_5_vl_text", "qwen3_vl_text"} == {*FAMILIES}
+    assert {*DECODERS, "qwen2_5_vl_text", "qwen3_vl_text"} == {*FAMILIES}
     assert WRAPPERS - {*MULTIMODAL} == {"gemma4", "qwen3_5", "qwen3_5_moe"}
 
 
-@pytest.mark.parametrize("family", ROWS)
+@pytest.mark.parametrize("family", DECODERS)
 def test_the_reference_computes_what_transformers_does(family, tmp_path) -> None:
-    folder = tiny_model(family, tmp_path, tokenizer=False, **ROWS[family])
+    folder = tiny_model(family, tmp_path, tokenizer=False, **DECODERS[family])
     right, expected = describe(settings_of(folder)), logits_by_transformers(folder)
     got = logits_by_reference(folder)
     print(f"{family}: {error(got, expected):.1e}")
@@ -317,7 +234,7 @@ def test_experts_of_the_hub_in_one_tensor(tmp_path) -> None:
 
 
 def test_mxfp4_is_read_to_the_bit(tmp_path) -> None:
-    folder = tiny_model("gpt_oss", tmp_path, tokenizer=False, **ROWS["gpt_oss"])
+    folder = tiny_model("gpt_oss", tmp_path, tokenizer=False, **DECODERS["gpt_oss"])
     generator, at = torch.Generator().manual_seed(0), "model.layers.0.mlp.experts."
     new = {f"{at}gate_up_proj_bias": torch.ones(8, 192), f"{at}down_proj_bias": torch.ones(8, 64)}
     for name, size in (("gate_up_proj", (8, 192, 2, 16)), ("down_proj", (8, 64, 3, 16))):
@@ -335,7 +252,7 @@ def test_mxfp4_is_read_to_the_bit(tmp_path) -> None:
 
 
 def test_what_a_checkpoint_may_have_and_what_not(tmp_path) -> None:
-    folder = tiny_model("glm4_moe", tmp_path, tokenizer=False, **ROWS["glm4_moe"])
+    folder = tiny_model("glm4_moe", tmp_path, tokenizer=False, **DECODERS["glm4_moe"])
     ones, at = torch.ones(3), "model.layers.0.self_attn."
     spare = ("model.layers.2.eh_proj.weight", "model.mtp_norm.weight", f"{at}rotary_emb.inv_freq")
     with read(changed(folder, {name: torch.ones(3) for name in spare})):
@@ -352,7 +269,7 @@ def test_what_a_checkpoint_may_have_and_what_not(tmp_path) -> None:
 def test_vectors_are_float32_of_what_counts(tmp_path) -> None:
     """Of the step's dtype as transformers rounds them, but for 1 + w, whose w is small."""
     for family, offset in (("llama", 0.0), ("gemma2", 1.0)):
-        folder = tiny_model(family, tmp_path / family, tokenizer=False, **ROWS[family])
+        folder = tiny_model(family, tmp_path / family, tokenizer=False, **DECODERS[family])
         stored = load_file(folder / "model.safetensors")
         norm = stored["model.layers.0.input_layernorm.weight"]
         with read(folder, torch.bfloat16) as (_, weights):
@@ -365,7 +282,7 @@ def test_vectors_are_float32_of_what_counts(tmp_path) -> None:
 
 
 def test_rows_of_the_head_are_those_of_all_logits(tmp_path) -> None:
-    folder = tiny_model("cohere2", tmp_path, tokenizer=False, **ROWS["cohere2"])
+    folder = tiny_model("cohere2", tmp_path, tokenizer=False, **DECODERS["cohere2"])
     rows, whole = torch.tensor([7, 0, 259]), logits_by_reference(folder)
     with read(folder) as (architecture, weights):
         of = architecture, TOKENS, weights

@@ -18,7 +18,7 @@ from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.transformers_model import TransformersModel
-from tests import families
+from tests.helpers.decoders import DECODERS
 from tests.helpers.models import tiny_model
 from tests.runtime.model.test_paged_model import (
     STEPS,
@@ -42,7 +42,7 @@ def folders(tmp_path_factory) -> dict[tuple[str, int], Path]:
     root = tmp_path_factory.mktemp("models")
     made = {}
     for family, count in [*product(FAMILIES, (2, 3)), *((family, 2) for family in OTHERS)]:
-        options = {"num_hidden_layers": count, **families.OTHERS.get(family, {})}
+        options = DECODERS[family] if family in OTHERS else {"num_hidden_layers": count}
         folder = root / f"{family}-{count}"
         made[family, count] = tiny_model(family, folder, tokenizer=False, **options)
     return made

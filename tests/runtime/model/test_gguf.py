@@ -73,6 +73,11 @@ def test_blocks_of_each_kind_are_decoded_to_the_bit(path, monkeypatch, kind):
     assert np.isfinite(wanted).all()
     np.testing.assert_array_equal(found.dense().numpy(), wanted)
     np.testing.assert_array_equal(turned.dense().numpy(), wanted[::-1])
+    blocks_back = torch.arange(columns).view(-1, found.block).flip(0).flatten()
+    moved = found.columns(blocks_back)
+    assert moved is not None
+    np.testing.assert_array_equal(moved.dense().numpy(), wanted[:, blocks_back])
+    assert found.columns(blocks_back.roll(1)) is None
     joined = Quantized.join([found, turned])
     np.testing.assert_array_equal(joined.dense().numpy(), [*wanted, *wanted[::-1]])
     if problem() is None:  # and the panels are made of the stored blocks
@@ -188,6 +193,8 @@ def test_llama_3s_rope_factors_are_read(path, tmp_path, sequences):
         ("llama", {"{}.expert_count": 8}, "no llama.expert_used_count"),
         ("llama", {"{}.expert_gating_func": 2}, "scored in another way"),
         ("llama", {"{}.attention.value_length": 16}, "values are of another size"),
+        ("llama", {"{}.rope.dimension_sections": [1, 1, 1]}, "llama.rope.dimension_sections"),
+        ("llama", {"{}.rope.scaling.attn_factor": 1.5}, "llama.rope.scaling.attn_factor"),
         ("llama", {"{}.attention.causal": False}, "what comes later"),
         ("llama", {"{}.rope.dimension_count": 16}, "part of a head"),
         (
@@ -201,7 +208,7 @@ def test_llama_3s_rope_factors_are_read(path, tmp_path, sequences):
         ("llama", {"{}.attention.head_count": 0}, "num_attention_heads is 0"),
         ("llama", {"{}.attention.head_count_kv": [2, 4]}, "different numbers of heads"),
         ("llama", {"{}.embedding_length": "256"}, "embedding_length is not of type int"),
-        ("llama", {"{}.embedding_length": 512}, "no weights for q of"),
+        ("llama", {"{}.embedding_length": 128}, "where its metadata says"),
         ("llama", {"{}.block_count": 1 << 31}, "metadata has 2147483648 layers"),
         ("llama", {"{}.block_count": 3}, "other weights"),
         ("llama", {"split.count": 3}, "one of 3 parts .* --merge"),
@@ -213,6 +220,12 @@ def test_what_is_not_understood_is_refused_in_one_sentence(path, family, change,
     with pytest.raises(ModelError, match=said) as error:
         load_model(path, device="cpu")
     assert "\n" not in str(error.value)
+
+
+def test_an_architecture_without_a_row_is_refused(path):
+    write_model(path, {"general.architecture": "falcon"})
+    with pytest.raises(ModelError, match=r"has the architecture falcon, which is not read$"):
+        load_model(path, device="cpu")
 
 
 def test_a_kind_that_only_gguf_reads_names_the_package(path, monkeypatch):
@@ -275,6 +288,7 @@ SMALL: dict[str, Any] = {
     "a.bool": True,
     "a.float": 0.5,
     "a.list": [1, 2, 3],
+    "empty": [],
     "texts": ["a", "", "längst"],
     "nested": [[1], [2, 3]],
 }
@@ -293,7 +307,7 @@ def test_a_small_file_is_read(path):
     assert file.get("absent", str, "none") == "none"
     assert file.array("a.list", int) == [1, 2, 3]
     assert file.array("texts", str) == ["a", "", "längst"]
-    assert file.array("absent", str) == []
+    assert file.array("absent", str) == file.array("empty", str) == []
     assert bytes(file.tensors["b"].data) == bytes(range(136))
     assert file.tensors["b"].shape == (2, 64)
     vector = read_tensor("a", file.tensors["a"])
