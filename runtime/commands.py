@@ -54,6 +54,8 @@ def chat(args: argparse.Namespace) -> int:
     system = args.system if args.system_file is None else _read(args.system_file)
     _take_model(args)
     llm = _load(args)
+    if llm.tokenizer is not None:
+        llm.tokenizer.chat_template()  # refused before the first question, if there is none
     from radixcache import Chat
     from radixcache.runtime.demo.script import TABLE
 

@@ -18,7 +18,7 @@ class Texts {
         for (int64_t i = 0; i < count; i++) {
             uint64_t hash = 0;
             for (int64_t at = start(i); at < ends[i]; at++) hash = next(hash, text[at]);
-            uint64_t slot = hash >> 16 & mask;
+            uint64_t slot = slot_of(hash);
             while (table[slot] >= 0) slot = (slot + 1) & mask;
             table[slot] = i;
         }
@@ -33,13 +33,16 @@ class Texts {
 
     // The number of a text; -1 if it is none of these.
     int32_t find(uint64_t hash, const char* from, int64_t bytes) const {
-        uint64_t slot = hash >> 16 & mask;
+        uint64_t slot = slot_of(hash);
         for (; table[slot] >= 0; slot = (slot + 1) & mask) {
             int64_t at = start(table[slot]);
             if (ends[table[slot]] - at == bytes && !memcmp(text + at, from, bytes)) break;
         }
         return table[slot];
     }
+
+    // The last byte of a text is in the lowest bits of its hash alone, so it is mixed into all.
+    uint64_t slot_of(uint64_t hash) const { return (hash ^ hash >> 32) * BASE >> 32 & mask; }
 
     int64_t start(int64_t i) const { return i ? ends[i - 1] : 0; }
 

@@ -5,7 +5,8 @@ take exponential time and memory, and the library cannot be stopped. So it is tr
 with limits on both, which ends when it reaches one; what ends well there is compiled once more
 here, where it takes as much again and no more.
 
-Imports no torch: a process is ready in a tenth of a second and the time to read the vocabulary.
+Imports no torch: a process is ready in a tenth of a second and the time to read the vocabulary,
+which has no limit.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ WALL_SECONDS = 4 * COMPILE_SECONDS
 
 COMPILE_BYTES = 128 << 20
 """Of memory that it may take."""
+
+NICENESS = 10
+"""Of the process while it compiles: decoding goes first."""
 
 DEEP_STACK = 1 << 29
 """Bytes of address space: the library recurses once for each rule, and overflows 8 MiB at 1,500."""
@@ -163,10 +167,12 @@ class _Process:
         """What it answers; nothing, if it has reached a limit: of time, memory or its stack."""
         if self.vocabulary != vocabulary:
             self._send(asdict(vocabulary))
+            if not self._receive(None):  # of 262,144 tokens: seconds, more on a busy machine
+                return {}
             self.vocabulary = vocabulary
         limits = {"seconds": COMPILE_SECONDS, "bytes": COMPILE_BYTES}
         self._send({"kind": kind, "text": text, **limits})
-        return self._receive()
+        return self._receive(WALL_SECONDS)
 
     def _send(self, message: Any) -> None:
         assert self._process.stdin is not None
@@ -174,11 +180,13 @@ class _Process:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
-    def _receive(self) -> dict[str, Any]:
+    def _receive(self, seconds: int | None) -> dict[str, Any]:
+        """The next answer; nothing if the process ends or `seconds` pass before it comes."""
         assert self._process.stdout is not None
         poll = select.poll()
         poll.register(self._process.stdout, select.POLLIN)
-        line = self._process.stdout.readline() if poll.poll(1000 * WALL_SECONDS) else b""
+        answers = poll.poll(None if seconds is None else 1000 * seconds)
+        line = self._process.stdout.readline() if answers else b""
         found: dict[str, Any] = json.loads(line or "{}")
         return found
 
@@ -253,6 +261,9 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
         if "serialised" in message:
             added = {int(token): text for token, text in message.pop("added").items()}
             tokens = Vocabulary(added=added, **message).read()
+            with suppress(OSError):
+                os.nice(max(0, NICENESS - os.nice(0)))
+            _answer(answers, {"read": True})
             continue
         assert tokens is not None
         before = _resident()
@@ -264,8 +275,12 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
             del matcher
         except InvalidRequest as error:
             answer["error"] = str(error)
-        answers.write(json.dumps(answer).encode() + b"\n")
-        answers.flush()
+        _answer(answers, answer)
+
+
+def _answer(answers: IO[bytes], answer: dict[str, Any]) -> None:
+    answers.write(json.dumps(answer).encode() + b"\n")
+    answers.flush()
 
 
 def _limit_from_here(seconds: int, size: int) -> None:
@@ -297,8 +312,6 @@ def _pages_of(column: int) -> int:
 
 def main() -> None:
     """Answer on standard output what comes on standard input, until that ends."""
-    with suppress(OSError):
-        os.nice(10)  # who decodes goes first
     threading.stack_size(DEEP_STACK)
     thread = threading.Thread(target=_serve, args=(sys.stdin.buffer, sys.stdout.buffer))
     thread.start()

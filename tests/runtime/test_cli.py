@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 from radixcache.kernels.native.library import problem
 from radixcache.runtime import commands
+from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.cli import main
 from radixcache.runtime.demo.script import TABLE
 from radixcache.runtime.model import exact
@@ -267,6 +269,13 @@ def test_chat_takes_a_system_message(type_in, tmp_path: Path, capsys: pytest.Cap
     out, err = capsys.readouterr()
     assert out == "The age of Mei Tanaka is 64.\n"
     assert "sailing club" not in err
+
+
+def test_chat_refuses_a_model_without_a_template_before_it_asks(tmp_path: Path, capsys):
+    folder = tmp_path / "base"
+    shutil.copytree(BUNDLED_MODEL, folder, ignore=shutil.ignore_patterns("*.jinja"))
+    assert main(["chat", str(folder)]) == 2
+    assert "no chat template: use generate" in capsys.readouterr().err
 
 
 def test_ctrl_c_aborts_only_the_answer():

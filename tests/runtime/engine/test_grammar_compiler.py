@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 from concurrent.futures import ThreadPoolExecutor
-from threading import Event
+from threading import Event, Timer
 from time import sleep
 from typing import Any
 
@@ -121,6 +122,23 @@ def test_a_grammar_that_compiles_for_ever_is_refused_and_leaves_nothing(monkeypa
     monkeypatch.setattr(guides_module, "try_compile", None)  # it is not tried again
     with pytest.raises(InvalidRequest, match="too complex"):
         own.compile(ENDLESS[kind])
+
+
+def test_the_time_to_read_a_vocabulary_is_not_the_grammars(monkeypatch) -> None:
+    monkeypatch.setattr(grammar_compiler, "WALL_SECONDS", 2)
+    monkeypatch.setattr(grammar_compiler, "_idle", [])
+    begin = grammar_compiler._Process
+
+    def begin_slowly() -> grammar_compiler._Process:
+        process = begin()
+        process._process.send_signal(signal.SIGSTOP)
+        Timer(3, process._process.send_signal, (signal.SIGCONT,)).start()
+        return process
+
+    monkeypatch.setattr(grammar_compiler, "_Process", begin_slowly)
+    GrammarBackend(tokenizer(), VOCAB, [EOS]).compile(StructuredOutputsParams.regex("slow"))
+    for process in grammar_compiler._idle:
+        process.end()
 
 
 def test_a_process_that_compiles_may_end_and_is_begun_anew() -> None:
