@@ -49,8 +49,8 @@ def rounded_logits(
     hidden = embed(architecture, tokens, embedding)
     for number in range(len(architecture.layers)):
         hidden = run_layer(architecture, number, hidden, weights.layer(number)).to(dtype).float()
-    head = embedding if architecture.tied else weights.head()
-    assert head is not None
+    head = weights.head()
+    head = embedding if head is None else head
     return logits(architecture, hidden, weights.last_norm(), dense_rows(head, rows))
 
 
@@ -267,10 +267,12 @@ def _shares(experts: Experts, x: torch.Tensor, w: Weights) -> torch.Tensor:
     choice = scores + w["correction"] if experts.correction else scores
     if experts.groups > 1:
         groups = choice.unflatten(1, (experts.groups, -1))
-        kept = groups.topk(2, -1).values.sum(-1).topk(experts.kept_groups, -1).indices
+        kept = groups.topk(2, -1).values.sum(-1)
+        kept = kept.sort(dim=-1, descending=True, stable=True).indices[:, : experts.kept_groups]
         passed = torch.zeros_like(groups[:, :, 0]).scatter_(1, kept, 1.0).bool()
         choice = groups.masked_fill(~passed[:, :, None], -torch.inf).flatten(1)
-    chosen = choice.topk(experts.active, -1).indices
+    # Of equal ones, those with the lower numbers: topk may take any.
+    chosen = choice.sort(dim=-1, descending=True, stable=True).indices[:, : experts.active]
     found = scores.gather(1, chosen)
     if experts.scores == "softmax of chosen":
         found = found.softmax(-1)

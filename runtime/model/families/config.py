@@ -105,13 +105,16 @@ def complete(settings: Settings, wraps: bool) -> tuple[str, Settings]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[settings["model_type"]]
-    text = settings["text_config"] if wraps else settings
+    text = settings.get("text_config", settings) if wraps else settings
     if text.get("rope_parameters") is not None and text.get("rope_scaling"):
         raise Unknown("its config says RoPE twice")
     found: Settings = kind.from_dict(deepcopy({**settings})).to_dict()
     if wraps:
         outer = Config(settings, complete=True)
-        outer.ignore("eos_token_id", *kind().to_dict())
+        # Older configs have the text's settings beside the others.
+        if "text_config" not in settings:
+            outer.ignore("rope_scaling", "rope_theta", *found["text_config"])
+        outer.ignore("eos_token_id", "vision_token_id", *kind().to_dict())
         outer.finish()
         same = {name: settings.get(name) for name in ("eos_token_id", "tie_word_embeddings")}
         found = {**found["text_config"], **{name: each for name, each in same.items() if each}}

@@ -171,10 +171,12 @@ FAMILIES: dict[str, Family] = {
         _NO_BIAS, head_norms="whole", partial_rope=True, mlp=parts.minimax,
         ignored="attn_type_list mtp_transformer_layers num_mtp_modules qk_norm_type rotary_dim "
         "scoring_func shared_intermediate_size shared_moe_mode use_mtp use_qk_norm "
-        "use_routing_bias layernorm_full_attention_beta",
+        "use_routing_bias layernorm_full_attention_beta layernorm_linear_attention_beta "
+        "layernorm_mlp_beta mlp_intermediate_size",
     ),
     "ernie4_5_moe": _row(
-        _USE_BIAS, pairs=True, mlp=parts.ernie, ignored="moe_capacity moe_norm_min moe_use_aux_free"
+        _USE_BIAS, pairs=True, mlp=parts.ernie,
+        ignored="moe_capacity moe_gate moe_norm_min moe_use_aux_free num_nextn_predict_layers",
     ),
     "qwen3_next": _row(_QWEN3_5, mlp=parts.qwen),
     "qwen3_5_text": _row(_QWEN3_5),
@@ -188,7 +190,8 @@ FAMILIES: dict[str, Family] = {
     "granitemoehybrid": _row(
         _GRANITE, types=by_type, mixer=parts.granite_mamba, mlp=parts.granite,
         turned=lambda config, number, kind: config.get("position_embedding_type") == "rope",
-        ignored=f"{_GRANITE['ignored']} mamba_expand mamba_chunk_size",
+        ignored=f"{_GRANITE['ignored']} mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head "
+        "mamba_d_state mamba_expand mamba_n_groups mamba_n_heads mamba_proj_bias time_step_limit",
     ),
     "nemotron_h": _row(
         _NO_BIAS, _MLP_BIAS, norms={"input_norm": "norm", "mlp_norm": "norm"}, single=True,

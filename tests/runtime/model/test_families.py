@@ -262,6 +262,49 @@ def test_the_text_of_a_model_that_takes_images(family, tmp_path) -> None:
             describe({**settings, **more})
 
 
+def test_settings_of_the_hub_that_transformers_does_not_save(tmp_path) -> None:
+    def with_settings(family: str, more: Mapping[str, Any], **options: Any) -> Architecture:
+        folder = tiny_model(family, tmp_path / family, tokenizer=False, **options)
+        return describe({**settings_of(folder), **more})
+
+    for name in ("layernorm_linear_attention_beta", "layernorm_mlp_beta", "mlp_intermediate_size"):
+        with_settings("minimax_m2", {name: 96}, **ROWS["minimax_m2"])
+    with_settings("ernie4_5_moe", {"moe_gate": "topk"}, **ROWS["ernie4_5_moe"])
+    attends = {"num_local_experts": 0, "layer_types": ["attention"] * 2, "num_hidden_layers": 2}
+    assert len(with_settings("granitemoehybrid", attends, shared_intermediate_size=96).kinds) == 2
+    images = settings_of(tiny_model("qwen2_5_vl", tmp_path / "vl", tokenizer=False))
+    text = images.pop("text_config") | {"vision_token_id": 3, "model_type": "qwen2_5_vl"}
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    flat = {**images, **text, "rope_theta": 1e4}
+    del flat["rope_parameters"], flat["head_dim"]
+    assert describe(flat).family == "qwen2_5_vl_text"
+    with pytest.raises(Unknown, match="its config has magic"):
+        describe({**flat, "magic": 2.0})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_experts_per_tok": 9}, {"num_experts_per_tok": 5}, {"n_group": 3}, {"n_group": 8},
+        {"topk_group": 5},
+    ],
+)  # fmt: skip
+def test_experts_that_cannot_be_chosen_are_refused(wrong, tmp_path) -> None:
+    folder = tiny_model("glm4_moe", tmp_path, tokenizer=False, **ROWS["glm4_moe"])
+    with pytest.raises(Unknown, match="it chooses"):
+        describe({**settings_of(folder), **wrong})
+
+
+def test_equal_scores_choose_the_experts_with_the_lower_numbers() -> None:
+    """As the loop does; torch's topk takes any."""
+    x, none = torch.ones(1, 4), torch.zeros(64, 4)
+    for groups, kept in ((1, 1), (16, 3)):
+        experts = Experts(64, 5, MLP(8), groups=groups, kept_groups=kept)
+        assert reference._shares(experts, x, {"router": none}).nonzero()[:, 1].tolist() == [
+            *range(5)
+        ]
+
+
 def test_a_complete_config_is_read_without_transformers_classes(tmp_path, monkeypatch) -> None:
     """Whose import takes longer than the rest of a start."""
     monkeypatch.setattr(module, "complete", None)
