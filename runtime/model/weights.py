@@ -93,7 +93,8 @@ class CheckpointWeights:
         self._prefix = next((p for p in (*_PREFIXES, *_TEXT_PREFIXES) if p in found), "")
         self._embedding = self._find(*(self._prefix + name for name in _EMBEDDINGS))
         self._last_norm = self._find(*(self._prefix + name for name in _LAST_NORMS))
-        self._head = None if architecture.tied else self._find(*_HEADS)
+        stored = any(name in self._shapes for name in _HEADS)
+        self._head = self._find(*_HEADS) if stored or not architecture.tied else None
         self._layers = self._names_of_layers()
         for number in range(len(architecture.layers)):
             self._check_layer(number)
@@ -104,7 +105,10 @@ class CheckpointWeights:
         return self._tensor(self._embedding)
 
     def head(self) -> Weight | None:
-        return None if self._head is None else self._tensor(self._head)
+        if self._head is None:
+            return None
+        head = self._tensor(self._head)  # which may be stored beside the embedding that it equals
+        return None if self._architecture.tied and torch.equal(head, self.embedding()) else head
 
     def last_norm(self) -> torch.Tensor:
         return self._tensor(self._last_norm) + self._architecture.norm_offset

@@ -71,6 +71,8 @@ class Ropes:
         kind = rope["rope_type"]
         if kind == "default":
             turned = int(dim * (rope.get("partial_rotary_factor") or 1.0))
+            if not 0 < turned <= dim:
+                raise Unknown(f"its RoPE turns {turned} elements of heads of {dim}")
             steps = torch.arange(0, turned, 2, dtype=torch.int64).float() / turned
             return Rope(1.0 / rope["rope_theta"] ** steps)
         needed: dict[str, Any] = {"rope_parameters": dict(rope), "head_dim": dim}

@@ -30,6 +30,7 @@ from radixcache.runtime.model.operations.base import Operations, PlainProduct
 from radixcache.runtime.model.operations.selector import choose_operations
 from radixcache.runtime.model.transformers_model import TransformersModel
 from tests.helpers.models import NUM_LAYERS, tiny_model
+from tests.runtime.model import exact_schedules
 from tests.runtime.model.test_paged_model import (
     STEPS,
     plain_logits,
@@ -285,6 +286,34 @@ def test_a_deep_model_may_round_more_and_is_refused_all_the_same(
         patch.setattr(decoder, "_ROUNDINGS", 0)
         assert isinstance(load_model(deep, device="cpu", dtype="bfloat16"), TransformersModel)
     refuses_fault(deep, "norm", 2, "bfloat16", monkeypatch, caplog)
+
+
+@needs_native
+def test_experts_may_change_places_in_bfloat16_and_faults_are_seen(
+    monkeypatch, caplog, tmp_path
+) -> None:
+    model = load_model(exact_schedules.folder("qwen3_next"), device="cpu", dtype="bfloat16")
+    assert isinstance(model, Decoder)
+    folder = tiny_model(
+        "qwen3_moe", tmp_path, tokenizer=False, **exact_schedules.MODELS["qwen3_moe"]
+    )
+    monkeypatch.setattr(transformers_loading, "check_logits", lambda *_: None)
+    refuses_fault(folder, "norm", 2, "bfloat16", monkeypatch, caplog)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_head_that_is_stored_beside_a_tied_embedding_is_taken(qwen, equal, tmp_path) -> None:
+    """As transformers does, which ties them if they are equal."""
+    settings = {**settings_of(qwen), "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    weights = load_file(qwen / "model.safetensors")
+    if equal:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model, sequences = load_model(tmp_path, device="cpu"), random_sequences()
+    assert isinstance(model, Decoder)
+    plain = plain_logits(tmp_path if equal else qwen, sequences)
+    assert relative_error(run_steps(model, sequences, STEPS[1], 4), plain) < 1e-4
 
 
 def test_weights_that_are_not_numbers_are_refused_at_load(qwen, tmp_path, caplog) -> None:
