@@ -108,7 +108,11 @@ class CheckpointWeights:
         if self._head is None:
             return None
         head = self._tensor(self._head)  # which may be stored beside the embedding that it equals
-        return None if self._architecture.tied and torch.equal(head, self.embedding()) else head
+        return (
+            None
+            if self._architecture.tied and torch.equal(head, self._tensor(self._embedding))
+            else head
+        )
 
     def last_norm(self) -> torch.Tensor:
         return self._tensor(self._last_norm) + self._architecture.norm_offset
