@@ -83,6 +83,11 @@ class Quantized:
         return blocks.add_(minimums[..., None]).flatten(1)
 
 
+def dense(weight: torch.Tensor | Quantized) -> torch.Tensor:
+    """A quantized weight as float32; any other as it is."""
+    return weight.dense() if isinstance(weight, Quantized) else weight
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a format of GGUF stores its blocks.

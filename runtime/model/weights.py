@@ -107,12 +107,10 @@ class CheckpointWeights:
     def head(self) -> Weight | None:
         if self._head is None:
             return None
-        head = self._tensor(self._head)  # which may be stored beside the embedding that it equals
-        return (
-            None
-            if self._architecture.tied and torch.equal(head, self._tensor(self._embedding))
-            else head
-        )
+        head = self._tensor(self._head)
+        if self._architecture.tied and torch.equal(head, self._tensor(self._embedding)):
+            return None  # stored twice
+        return head
 
     def last_norm(self) -> torch.Tensor:
         return self._tensor(self._last_norm) + self._architecture.norm_offset

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from radixcache.errors import ModelError
-from radixcache.kernels.quantized import Quantized
+from radixcache.kernels.quantized import Quantized, dense
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
 from radixcache.runtime.model.description import (
     Architecture,
@@ -149,17 +149,17 @@ class GGUFWeights:
 
     def _vector(self, pieces: list[_Piece], expert: int | None = None) -> torch.Tensor:
         (part,) = (self._part(piece, expert) for piece in pieces)
-        return _dense(part).to(self._device, torch.float32, copy=True)  # none keeps the file open
+        return dense(part).to(self._device, torch.float32, copy=True)  # none keeps the file open
 
     def _matrix(self, pieces: list[_Piece], expert: int | None = None) -> Weight:
         """The pieces below each other."""
         parts = [self._part(piece, expert) for piece in pieces]
-        weight = parts[0] if len(parts) == 1 else torch.cat([_dense(part) for part in parts])
+        weight = parts[0] if len(parts) == 1 else torch.cat([dense(part) for part in parts])
         if isinstance(weight, torch.Tensor):  # a router of one row may be a vector
             weight = weight.reshape(-1, weight.shape[-1])
         if self._device.type == "cpu":
             return weight
-        return _dense(weight).to(self._device, self._dtype)
+        return dense(weight).to(self._device, self._dtype)
 
     def _part(self, piece: _Piece, expert: int | None) -> Weight:
         tensor = self._file.tensors[piece.tensor]
@@ -171,7 +171,7 @@ class GGUFWeights:
         if piece.columns is None:
             return found
         moved = found.columns(piece.columns) if isinstance(found, Quantized) else None
-        return _dense(found)[:, piece.columns].contiguous() if moved is None else moved
+        return dense(found)[:, piece.columns].contiguous() if moved is None else moved
 
 
 class _Names:
@@ -291,7 +291,3 @@ class _Names:
         if stem == "conv":
             return [piece(part, channels, shape[::-1])]
         return [piece(part, {"z": values, "mixer_norm": None}.get(stem, heads))]
-
-
-def _dense(weight: Weight) -> torch.Tensor:
-    return weight.dense() if isinstance(weight, Quantized) else weight

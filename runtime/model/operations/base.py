@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from radixcache.kernels.attention import AttentionPlan, LayerInputs, LayerPages
-from radixcache.kernels.quantized import Quantized
+from radixcache.kernels.quantized import dense
 from radixcache.runtime.model.description import (
     MLP,
     Architecture,
@@ -94,7 +94,7 @@ class Operations:
 
     def product(self, *parts: Part) -> Any:
         """At load: one product of the rows of all parts."""
-        weights = [_dense(weight).to(self._dtype) for weight, _ in parts]
+        weights = [dense(weight).to(self._dtype) for weight, _ in parts]
         bias = None
         if any(b is not None for _, b in parts):
             bias = torch.cat([
@@ -114,7 +114,7 @@ class Operations:
     def embedding(self, embedding: Weight, head: Weight | None) -> None:
         """At load: the embedding [vocab_size, hidden_size], and the output layer's weight; None if
         it is the embedding."""
-        table = _dense(embedding).to(self._dtype)
+        table = dense(embedding).to(self._dtype)
         self.head = self.product((table if head is None else head, None))
         self.table = self.head.weight if head is None else table
         self._eps = torch.tensor(self.eps, device=table.device)
@@ -335,10 +335,6 @@ def join(parts: list[torch.Tensor]) -> torch.Tensor:
             return torch.cat(parts)
         address += part.numel() * part.itemsize
     return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
-
-
-def _dense(weight: Weight) -> torch.Tensor:
-    return weight.dense() if isinstance(weight, Quantized) else weight
 
 
 def _fast_bfloat16() -> bool:

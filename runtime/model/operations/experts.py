@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from radixcache.kernels.quantized import Quantized
-from radixcache.runtime.model.description import Activation, Experts, Weight, Weights
+from radixcache.kernels.quantized import dense
+from radixcache.runtime.model.description import Activation, Experts, Weights
 
 _GATHERED = 1 << 28
 """Weights that rows may copy for themselves."""
@@ -22,13 +22,13 @@ class GroupedExperts:
 
     def __init__(self, spec: Experts, weights: Weights, dtype: torch.dtype) -> None:
         self._spec = spec
-        self._router = _dense(weights["router"]).float()
+        self._router = dense(weights["router"]).float()
         self._router_bias, self._correction = weights.get("router.bias"), weights.get("correction")
 
         def stacked(*names: str) -> tuple[torch.Tensor, torch.Tensor | None]:
             """[count, in, out] and [count, out] of all experts, parts side by side."""
             each = zip(*(weights[f"experts.{name}"] for name in names), strict=True)
-            found = [torch.cat([_dense(w).to(dtype) for w in parts]) for parts in each]
+            found = [torch.cat([dense(w).to(dtype) for w in parts]) for parts in each]
             bias = None
             if spec.each.bias:
                 rows = zip(*(weights[f"experts.{name}.bias"] for name in names), strict=True)
@@ -38,7 +38,7 @@ class GroupedExperts:
         self._up = stacked(*["gate"] * spec.each.gated, "up")
         self._down = stacked("down")
         self._shared = {
-            name.removeprefix("shared."): _dense(weight).to(dtype)
+            name.removeprefix("shared."): dense(weight).to(dtype)
             for name, weight in weights.items()
             if name.startswith("shared.")
         }
@@ -144,7 +144,3 @@ def by_expert(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torc
     """Waits for the device, to know the rows of each expert."""
     counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
     return torch.cat([part @ one for part, one in zip(x.split(counts), weight, strict=True)])
-
-
-def _dense(weight: Weight) -> torch.Tensor:
-    return weight.dense() if isinstance(weight, Quantized) else weight
