@@ -167,12 +167,14 @@ class TorchPlan(AttentionPlan):
     ) -> None:
         self.arrays, self._backend, self._batch = arrays, backend, batch
         self._longest = int(batch.kv_lens.max(initial=1))
-        self._slots = send(batch.slots(), backend.device)
+        slots = send(batch.slots(), backend.device)
+        self._places = slots // batch.page_size, slots % batch.page_size
         self._tiles: dict[tuple[int, torch.dtype, int], list[_Tile]] = {}
 
     def run(self, inputs: LayerInputs) -> torch.Tensor:
         query, key, value, pages, layer, _ = inputs
-        pages.write(self._slots, key, value)
+        for side, new in zip(pages, (key, value), strict=True):
+            side[self._places] = new
         out = query.new_empty((*query.shape[:2], layer.out_dim))
         reach = min(layer.window or self._longest, self._longest)  # longest: sees everything
         kind = reach, query.dtype, layer.kv_heads * layer.head_dim

@@ -12,9 +12,10 @@ from collections.abc import Callable
 
 from radixcache.base import Tokens
 from radixcache.bench.workloads.workload import Workload
+from radixcache.checkpoints import Checkpoint, Kind
 from radixcache.runtime.engine.state_planner import StatePlanner
 from radixcache.runtime.request import Request, Sequence
-from radixcache.states import Checkpoint, Kind, SequenceStates, StateIndex
+from radixcache.states import SequenceStates, StateIndex
 
 
 class ToldPlanner(StatePlanner):
@@ -33,9 +34,9 @@ class ToldPlanner(StatePlanner):
 class LeastRecentStates(StateIndex):
     """Evicts the state that was gone on from, or made, the longest ago."""
 
-    def _victim(self) -> Checkpoint | None:
+    def _victim(self) -> Checkpoint[int] | None:
         kept = self._kept.values()
-        return next((state for state in kept if state.slot not in self._reads), None)
+        return next((state for state in kept if not self._is_read(state)), None)
 
 
 class MarconiPlanner(StatePlanner):

@@ -17,11 +17,11 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 _TYPES = {"*": c_void_p, "i": c_int32, "l": c_int64, "f": c_float}
 _KERNELS = {  # in the order of native.cpp
-    "attend": "***l*l*l****i",
+    "attend": "***l*l*l***i",
     "linear": "*l**li",
     "rows": "**l*i",
     "activate": "***lillii",
-    "forward": "*******l*i",
+    "forward": "********l*i",
 }
 _FUNCTIONS = {
     "pack": "*lill*i",

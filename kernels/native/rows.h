@@ -143,13 +143,14 @@ struct HeadNorms {  // of queries, keys and values before RoPE
 // Norms and rotates heads, queries in place; K and V go into the pages.
 template <class T>
 void write_kv(const Batch& batch, const Heads& heads, Tokens<T> query, Tokens<T> key,
-              Tokens<T> value, const Rope& rope, const HeadNorms& norms, T* k_pages, T* v_pages,
+              Tokens<T> value, const Rope& rope, const HeadNorms& norms, const Pages<T>& pages,
               int threads) {
     int dim = heads.dim, kv_heads = heads.kv_heads, value_dim = heads.value_dim;
     int width = (heads.heads + 2 * kv_heads) * dim, values = kv_heads * value_dim;
     parallel_rows(batch.qo_indptr[batch.sequences], width, threads, [&](int64_t t) {
-        T* k_to = k_pages + batch.slots[t] * kv_heads * dim;
-        T* v_to = v_pages + batch.slots[t] * values;
+        int64_t page = batch.slots[t] / batch.page_size, slot = batch.slots[t] % batch.page_size;
+        T* k_to = pages.k + page * pages.k_stride + slot * kv_heads * dim;
+        T* v_to = pages.v + page * pages.v_stride + slot * values;
         norms.apply(norms.key, key[t], kv_heads, dim);
         for (int h = 0; h < kv_heads; h++) rope.turn(key[t] + h * dim, k_to + h * dim, t, dim);
         norms.apply(norms.query, query[t], heads.heads, dim);

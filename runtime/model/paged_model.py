@@ -22,7 +22,13 @@ from radixcache.kernels.attention import AttentionBackend, AttentionPlan, LayerK
 from radixcache.kernels.choice import choose_backend
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.upload import send
-from radixcache.runtime.model.kv_pool import KVPool, LayerShape, bytes_per_token
+from radixcache.runtime.model.kv_pool import (
+    KVPool,
+    LayerShape,
+    WindowLayout,
+    bytes_per_page,
+    bytes_per_token,
+)
 from radixcache.runtime.model.state_pool import StatePool, StateShapes, bytes_per_state
 
 if TYPE_CHECKING:
@@ -60,6 +66,7 @@ class PagedModel(ABC):
         attention: the backend that plans this model's steps.
         dtype, device: of the weights and of the KV pages.
         shapes: a token's KV in each layer, for `KVPool`.
+        windows: of each layer; None sees all tokens.
         vocab_size: width of the logits.
         max_context: the most tokens that a sequence may have.
         eos_token_ids: the tokens that end a text, by the model's generation config, without those
@@ -97,6 +104,7 @@ class PagedModel(ABC):
         self.dtype, self.device = dtype, device
         self.vocab_size = vocab_size
         self.shapes = [LayerShape(k.kv_heads, k.head_dim, k.value_dim) for k in kinds]
+        self.windows = [kind.window for kind in kinds]
         self.attention = attention or choose_backend(device, dtype, kinds)
         self.max_context = max_context or 1 << 30
         eos = generation_config.eos_token_id
@@ -152,9 +160,19 @@ class PagedModel(ABC):
         """Bytes of a recurrent model's state of a sequence; 0 for other models."""
         return bytes_per_state(self.state_shapes)
 
-    def allocate(self, num_pages: int, page_size: int, num_states: int = 0) -> KVPool:
+    def bytes_per_page(self, page_size: int, windows: WindowLayout | None = None) -> int:
+        """Bytes of a page in all layers, or in those of either kind."""
+        return bytes_per_page(self.shapes, page_size, self.dtype, windows)
+
+    def allocate(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_states: int = 0,
+        windows: WindowLayout | None = None,
+    ) -> KVPool:
         """A pool of KV pages for this model, and of states if it is recurrent."""
-        pool = KVPool(self.shapes, num_pages, page_size, self.dtype, self.device)
+        pool = KVPool(self.shapes, num_pages, page_size, self.dtype, self.device, windows)
         if self.state_shapes:
             pool.states = StatePool(self.state_shapes, num_states, self.device)
         return pool

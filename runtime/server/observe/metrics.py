@@ -217,7 +217,12 @@ def engine_metrics(llm: LLM) -> list[Metric]:
     for reason, count in llm.explainer.missed_tokens.items():
         missed.add_metric([reason], count)
     pages = {"used": used, "free": pool.num_free, "leased": leased, "pinned": cache.pins.num_pages}
-    states = scheduler.states.index.counts if scheduler.states is not None else {}
+    beside = []
+    if scheduler.planner is not None:
+        about = ("recurrent_states", _STATES)
+        if cache.windows is not None:
+            about = ("window_pages", _WINDOWS)
+        beside.append(_by_state(*about, scheduler.planner.index.counts))
     return [
         *(CounterMetricFamily(f"radixcache_{n}", t, value=v) for n, (t, v) in counters.items()),
         *(GaugeMetricFamily(f"radixcache_{n}", t, value=v) for n, (t, v) in gauges.items()),
@@ -228,7 +233,7 @@ def engine_metrics(llm: LLM) -> list[Metric]:
             "KV pages: used + free is all; the leased are among the used, the pinned among these.",
             pages,
         ),
-        *([_by_state("recurrent_states", _STATES, states)] if states else []),
+        *beside,
         *lower,
     ]
 
@@ -246,6 +251,7 @@ _DRAFTS = {
     "num_draft_tokens": "Tokens computed before they were drawn, by where they were taken from.",
     "num_accepted_tokens": "Of these, those that were drawn: each saved its request a step.",
 }
+_WINDOWS = "Pages of layers with a window: of running sequences, kept for a hit alone, or free."
 _STATES = "Slots of recurrent states: of running sequences, kept for a hit, or free."
 
 
