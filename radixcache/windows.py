@@ -174,7 +174,10 @@ class WindowIndex(CheckpointIndex[Window]):
         Args:
             before: the checkpoints that the sequence went on from, or left.
         """
-        checkpoint = self._keep(self._kept, lease, tokens, "end") if len(tokens) else None
+        assert lease.window is not None
+        if lease.window.copies or not len(tokens):  # nothing is new, and a page not yet copied
+            return
+        checkpoint = self._keep(self._kept, lease, tokens, "end")
         if checkpoint is not None:
             self._supersede(checkpoint.key, before)
 

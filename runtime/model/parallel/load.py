@@ -97,9 +97,9 @@ class _LeadingPool(KVPool):
         super().__init__(*args)
         self._ranks = ranks
 
-    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        with self._ranks.broadcast("copy", copies):
-            super().copy(copies)
+    def copy(self, *copies: Sequence[tuple[int, int, int]]) -> None:
+        with self._ranks.broadcast("copy", *copies):
+            super().copy(*copies)
 
 
 def load_parallel(name_or_path: str, count: int, dtype: str, device: str) -> PagedModel:
