@@ -270,9 +270,7 @@ class AttentionBackend(ABC):
         if batch.window is None:
             return self._plan(batch, arrays, fixed)
         self._check_batch(batch.window)
-        return TablesPlan(
-            self._plan(batch, arrays, fixed), self._plan(batch.window, (), fixed)
-        )
+        return TablesPlan(self._plan(batch, arrays, fixed), self._plan(batch.window, (), fixed))
 
     def _check_batch(self, batch: PagedBatch) -> None:
         if (batch.query_lens > batch.kv_lens).any():

@@ -13,7 +13,7 @@ Whoever goes on from p copies it first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -259,4 +259,3 @@ class WindowIndex(CheckpointIndex[Window]):
         assert self.num_running == np.count_nonzero(running)
         self._check_keys()
         return (self._refs > 0).astype(np.int32)
-

@@ -121,8 +121,7 @@ class LLM:
         context = f"context {self.engine.max_model_len:,} tokens"
         return [
             self.engine.model.placement,
-            f"{context}; KV memory {memory} = {tokens:,} tokens of {each:,} "
-            f"bytes{more}",
+            f"{context}; KV memory {memory} = {tokens:,} tokens of {each:,} bytes{more}",
             *kept,
             f"loaded in {self.load_seconds:.1f} s, {format_memory(resident_bytes())} of memory in "
             f"use, {threads} thread{'s' * (threads != 1)}",

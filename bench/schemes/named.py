@@ -16,7 +16,7 @@ from radixcache.bench.schemes.tier import with_tier
 from radixcache.bench.workloads.workload import Workload
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.config.sizes import parse_memory as parse_bytes
-from radixcache.runtime.engine.state_planner import StatePlanner
+from radixcache.runtime.engine.checkpoint_planner import NO_CHECKPOINTS, Planner
 
 
 class WholeLeaves(RadixCache):
@@ -89,9 +89,9 @@ class Scheme:
             return with_tier(pool, self.tier)
         return KINDS[self.kind](pool, workload)
 
-    def planner(self, slots: int, workload: Workload) -> StatePlanner | None:
-        """Who keeps recurrent states in so many slots; None where no model has any."""
-        return STATE_RULES[self.states](slots, workload) if self.states else None
+    def planner(self, slots: int, workload: Workload) -> Planner:
+        """The planner of recurrent states in so many slots, where a model has any."""
+        return STATE_RULES[self.states](slots, workload) if self.states else NO_CHECKPOINTS
 
 
 HYBRID = [Scheme("radix", 1, rule) for rule in STATE_RULES]

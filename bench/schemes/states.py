@@ -13,6 +13,7 @@ from collections.abc import Callable
 from radixcache.base import Tokens
 from radixcache.bench.workloads.workload import Workload
 from radixcache.checkpoints import Checkpoint, Kind
+from radixcache.runtime.engine.checkpoint_planner import NO_CHECKPOINTS, Planner
 from radixcache.runtime.engine.state_planner import StatePlanner
 from radixcache.runtime.request import Request, Sequence
 from radixcache.states import SequenceStates, StateIndex
@@ -105,8 +106,8 @@ def _vllm_528(slots: int, workload: Workload) -> StatePlanner:
 
 KV_ALONE = "kv-alone"
 
-STATE_RULES: dict[str, Callable[[int, Workload], StatePlanner | None]] = {
-    KV_ALONE: lambda slots, workload: None,
+STATE_RULES: dict[str, Callable[[int, Workload], Planner]] = {
+    KV_ALONE: lambda slots, workload: NO_CHECKPOINTS,
     "ours": lambda slots, workload: ToldPlanner(StateIndex(slots), workload.templates()),
     "ours-untold": lambda slots, workload: StatePlanner(StateIndex(slots)),
     "marconi": lambda slots, workload: MarconiPlanner(LeastRecentStates(slots)),

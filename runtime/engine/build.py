@@ -23,7 +23,7 @@ from radixcache.radix import RadixCache
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL, check_model
 from radixcache.runtime.config.sizes import parse_memory
 from radixcache.runtime.engine.args import EngineArgs
-from radixcache.runtime.engine.checkpoint_planner import CheckpointPlanner
+from radixcache.runtime.engine.checkpoint_planner import NO_CHECKPOINTS
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer
 from radixcache.runtime.engine.logits_cache import PROMPT_LOGITS_BYTES, PromptLogitsCache
@@ -123,7 +123,7 @@ def build_engine(args: EngineArgs) -> Built:
         if tokenizer is not None:
             tokenizer.max_tokens = model.max_context
         grammars = GrammarBackend(tokenizer, model.vocab_size, model.eos_token_ids)
-        planner: CheckpointPlanner[Any] | None = None
+        planner = NO_CHECKPOINTS
         max_num_seqs, mark = args.max_num_seqs, list[int]()
         if tokenizer and (num_states or windows):
             mark = _answer_mark(tokenizer)
@@ -184,9 +184,7 @@ def build_engine(args: EngineArgs) -> Built:
         raise
 
 
-def _share_memory(
-    args: EngineArgs, model: PagedModel
-) -> tuple[int, int, WindowLayout | None]:
+def _share_memory(args: EngineArgs, model: PagedModel) -> tuple[int, int, WindowLayout | None]:
     """How many KV pages and recurrent states fit the memory, and how windows are kept apart; no
     more pages than all sequences at full context would ever use.
 

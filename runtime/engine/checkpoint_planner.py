@@ -12,7 +12,7 @@ has computed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -52,7 +52,61 @@ class Plan(Generic[H]):
     keys: list[Key] = field(default_factory=list)
 
 
-class CheckpointPlanner(ABC, Generic[H]):
+class Planner:
+    """What sequences need beside pages of KV: nothing here, and a hit goes on where its KV ends."""
+
+    def find(self, sequence: Sequence, lease: Lease) -> None:
+        """Lower a new lease's hit to where the sequence goes on from."""
+
+    def depth(self, tokens: Tokens, namespace: Hashable, match: int) -> int:
+        """How far a sequence goes on from `match` tokens with KV. Changes nothing."""
+        return match
+
+    def take(self, sequence: Sequence, num_tokens: int) -> None:
+        """Take what the sequence needs to compute up to `num_tokens` tokens, but for KV.
+
+        Raises:
+            OutOfPages: there is too little; nothing has changed.
+        """
+
+    def missing(self, sequence: Sequence, num_tokens: int) -> int:
+        """Pages that `take` would take."""
+        return 0
+
+    def plan(self, sequence: Sequence, start: int, end: int) -> SequenceStates | None:
+        """Plan the step that computes tokens [start, end) of a sequence; returns which slots it
+        reads and writes, if the model is recurrent."""
+        return None
+
+    def leave(self, sequence: Sequence) -> None:
+        """Keep what a sequence that leaves has computed."""
+
+    def release(self, sequence: Sequence) -> None:
+        """Give back what a sequence has that has left, or was not admitted after all."""
+
+    def pin(self, tokens: Tokens, namespace: Hashable) -> None:
+        """Evict what is kept after `tokens` last."""
+
+    def unpin(self, tokens: Tokens, namespace: Hashable) -> None:
+        """Undo one `pin`."""
+
+    def commit(self) -> None:
+        """The step that was planned last has run."""
+
+    def reset(self) -> None:
+        """Forget all that is kept, when no sequence runs."""
+
+    def recover(self) -> None:
+        """Forget all plans: a step was cut off, and no sequence runs."""
+
+    def check(self, running: Iterable[Sequence]) -> None:
+        """Verify all plans between two steps."""
+
+
+NO_CHECKPOINTS = Planner()
+
+
+class CheckpointPlanner(Planner, ABC, Generic[H]):
     """The checkpoints of one engine's sequences.
 
     Args:
@@ -66,6 +120,9 @@ class CheckpointPlanner(ABC, Generic[H]):
         self._keeps = keeps
         self._mark = np.array([*answer_mark], np.int32)
         self._plans: dict[Sequence, Plan[H]] = {}
+
+    def depth(self, tokens: Tokens, namespace: Hashable, match: int) -> int:
+        return self.index.depth(tokens, namespace, match)
 
     def find(self, sequence: Sequence, lease: Lease) -> None:
         """Lower a new lease's hit to the deepest checkpoint, and decide where to keep others."""
@@ -107,50 +164,27 @@ class CheckpointPlanner(ABC, Generic[H]):
     def _end_of(self, prompt: Tokens) -> int:
         """Where the same prompt goes on, or one that continues it, if there is no mark."""
 
-    @abstractmethod
-    def take(self, sequence: Sequence, num_tokens: int) -> None:
-        """Take what the sequence needs to compute up to `num_tokens` tokens, but for KV.
-
-        Raises:
-            OutOfPages: there is too little; nothing has changed.
-        """
-
-    @abstractmethod
-    def missing(self, sequence: Sequence, num_tokens: int) -> int:
-        """Pages that `take` would take."""
-
-    @abstractmethod
-    def plan(self, sequence: Sequence, start: int, end: int) -> SequenceStates | None:
-        """Plan the step that computes tokens [start, end) of a sequence; returns which slots it
-        reads and writes, if the model is recurrent."""
-
     def _due(self, plan: Plan[H], end: int) -> Iterable[tuple[int, Kind]]:
         """The marks up to `end`, which are then done."""
         while plan.marks and plan.marks[-1][0] <= end:
             yield plan.marks.pop()
 
-    @abstractmethod
-    def leave(self, sequence: Sequence) -> None:
-        """Keep what a sequence that leaves has computed as a checkpoint."""
-
     def release(self, sequence: Sequence) -> None:
-        """Give back what a sequence has that has left, or was not admitted after all."""
         plan = self._plans.pop(sequence)
         if plan.found is not None and not plan.begun:
             self.index.release(plan.found)
 
+    def pin(self, tokens: Tokens, namespace: Hashable) -> None:
+        self.index.pin(tokens, namespace)
+
+    def unpin(self, tokens: Tokens, namespace: Hashable) -> None:
+        self.index.unpin(tokens, namespace)
+
     def commit(self) -> None:
-        """The step that was planned last has run."""
         self.index.commit()
 
-    @abstractmethod
-    def reset(self) -> None:
-        """Forget all checkpoints, when no sequence runs."""
-
     def recover(self) -> None:
-        """Forget all plans: a step was cut off, and no sequence runs."""
         self._plans.clear()
 
     def check(self, running: Iterable[Sequence]) -> None:
-        """Verify between two steps that plans are those of the running sequences."""
         assert self._plans.keys() == {*running}, "plans without a sequence"

@@ -260,9 +260,9 @@ class Engine:
         All of them, if the prompt is cached in full and the logits at its end are kept.
         """
         tokens, kept = as_tokens(prompt), self.scheduler.logits_cache
-        is_kept = kept is not None and PromptKey(tokens, namespace) in kept
-        if is_kept and self.cache.cached_length(tokens, namespace) == len(tokens):
-            if self.scheduler.depth(tokens, namespace, len(tokens)) == len(tokens):
+        if kept is not None and PromptKey(tokens, namespace) in kept:
+            cached = self.cache.cached_length(tokens, namespace)
+            if self.scheduler.planner.depth(tokens, namespace, cached) == len(tokens):
                 return len(tokens)
         return self.scheduler.match(tokens, namespace)
 
@@ -298,8 +298,7 @@ class Engine:
             assert computed <= (lease.capacity if lease else 0), f"{lease} for {computed} tokens"
         leases = {sequence.lease for sequence in running} | {*self.cache.pins.leases.values()}
         assert leases == self.cache._leases.keys(), "leases of nobody"
-        if scheduler.planner is not None:
-            scheduler.planner.check(running)
+        scheduler.planner.check(running)
         scheduler.loads.check(waiting)
 
     @property

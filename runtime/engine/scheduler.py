@@ -20,12 +20,12 @@ from collections.abc import Callable, Collection, Hashable
 from functools import partial
 from itertools import islice
 from math import inf
-from typing import Any, Literal
+from typing import Literal
 
 from radixcache.base import PrefixCache, Tokens
 from radixcache.errors import OutOfPages
 from radixcache.lease import Lease
-from radixcache.runtime.engine.checkpoint_planner import CheckpointPlanner
+from radixcache.runtime.engine.checkpoint_planner import NO_CHECKPOINTS, Planner
 from radixcache.runtime.engine.chunk import Chunk
 from radixcache.runtime.engine.fairness import FairShares
 from radixcache.runtime.engine.logits_cache import PromptLogitsCache
@@ -77,7 +77,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_num_seqs: int,
         policy: Policy = "lpm",
-        planner: CheckpointPlanner[Any] | None = None,
+        planner: Planner = NO_CHECKPOINTS,
         *,
         loads: PageLoader = NO_LOADS,
         logits_cache: PromptLogitsCache | None = None,
@@ -209,14 +209,13 @@ class Scheduler:
         lease, end = sequence.lease, sequence.num_computed + count
         assert lease is not None
         missing = max(0, -(-(end - lease.capacity) // self.cache.page_size))
-        missing += 0 if self.planner is None else self.planner.missing(sequence, end)
+        missing += self.planner.missing(sequence, end)
         # One more for a page that may be copied, and one for the next token of each sequence: a
         # draft that is refused keeps its pages.
         if missing > 0 and not self.cache.would_evict(missing + 1 + len(self.running)):
             self.cache.reserve(lease, end)
-            if self.planner is not None:
-                self.planner.take(sequence, end)
-        if self.planner is not None and self.planner.missing(sequence, end):
+            self.planner.take(sequence, end)
+        if self.planner.missing(sequence, end):
             return 0
         return min(count, lease.capacity - sequence.num_computed)
 
@@ -254,8 +253,8 @@ class Scheduler:
 
     def _admit(self, chunks: list[Chunk]) -> None:
         """Add chunks of waiting sequences."""
-        in_vain = self._no_room and self._tried == self.cache.changes and self.planner is None
-        if in_vain and not self.loads.pending:
+        in_vain = self._no_room and self._tried == self.cache.changes
+        if in_vain and self.planner is NO_CHECKPOINTS and not self.loads.pending:
             return
         budget, ending = self.budget, self._ending(chunks)
         prompts = [sequence for sequence in self.running if sequence.in_prefill]
@@ -328,14 +327,13 @@ class Scheduler:
             and sequence.is_fresh
             and end == len(sequence)
             and request.prompt_key in self.logits_cache
-            and self.depth(sequence.tokens, request.namespace, end) == end
+            and self.planner.depth(sequence.tokens, request.namespace, end) == end
         )
         lease = sequence.lease = self.cache.acquire(
             sequence.tokens, request.namespace, resumed=sequence.resumes, include_last=include_last
         )
         lease.cached_tokens = min(lease.cached_tokens, end)
-        if self.planner is not None:
-            self.planner.find(sequence, lease)
+        self.planner.find(sequence, lease)
         return lease
 
     def _by_prefix(self, sequences: list[Sequence]) -> list[Sequence]:
@@ -354,11 +352,7 @@ class Scheduler:
 
     def match(self, tokens: Tokens, namespace: Hashable) -> int:
         """Leading tokens that a sequence would not compute: with KV, up to a checkpoint."""
-        return self.depth(tokens, namespace, self.cache.match(tokens, namespace))
-
-    def depth(self, tokens: Tokens, namespace: Hashable, match: int) -> int:
-        """How far a sequence goes on from `match` tokens with KV."""
-        return match if self.planner is None else self.planner.index.depth(tokens, namespace, match)
+        return self.planner.depth(tokens, namespace, self.cache.match(tokens, namespace))
 
     def _take(self, sequence: Sequence, budget: int) -> Chunk:
         """Reserve pages for the next tokens of a sequence, and publish those of a prefill chunk.
@@ -375,8 +369,7 @@ class Scheduler:
         tokens = sequence.pending[: max(1, budget // sequence.token_cost)]
         end = sequence.num_computed + len(tokens)
         if sequence.in_prefill or not len(tokens):
-            if self.planner is not None:
-                self.planner.take(sequence, end)
+            self.planner.take(sequence, end)
             self.cache.reserve(lease, end)
             self.on_publish(sequence, end)
             if not len(tokens):
@@ -388,8 +381,7 @@ class Scheduler:
         else:
             self.reserve_decode(sequence, len(tokens))
         start, sequence.num_computed = sequence.num_computed, end
-        states = None if self.planner is None else self.planner.plan(sequence, start, end)
-        return Chunk(sequence, len(tokens), states)
+        return Chunk(sequence, len(tokens), self.planner.plan(sequence, start, end))
 
     def reserve_decode(self, sequence: Sequence, count: int = 1) -> None:
         """Reserve pages for the next tokens of a decoding sequence, and for more where they last.
@@ -399,8 +391,7 @@ class Scheduler:
         """
         lease, end = sequence.lease, sequence.num_computed + count
         assert lease is not None
-        if self.planner is not None:
-            self.planner.take(sequence, end)
+        self.planner.take(sequence, end)
         if end > lease.capacity:
             try:
                 self.cache.reserve(lease, min(end + self._ahead - 1, sequence.max_length))
@@ -438,16 +429,14 @@ class Scheduler:
             self._shares.note(sequence.request.client, len(sequence.unpublished))
             self.on_publish(sequence, sequence.num_computed)
             self.cache.publish(sequence.lease, sequence.unpublished, written=True)
-        if self.planner is not None:
-            self.planner.leave(sequence)
+        self.planner.leave(sequence)
         self._release(sequence)
         self._ahead = DECODE_AHEAD
 
     def _release(self, sequence: Sequence) -> None:
         assert sequence.lease is not None
         self.cache.release(sequence.lease)
-        if self.planner is not None:
-            self.planner.release(sequence)
+        self.planner.release(sequence)
         sequence.lease = None
         sequence.num_computed = 0
 
@@ -468,8 +457,7 @@ class Scheduler:
     def commit(self) -> None:
         """The step that was scheduled last has run: its KV and its checkpoints are there."""
         self.cache.commit()
-        if self.planner is not None:
-            self.planner.commit()
+        self.planner.commit()
 
     def reset(self) -> None:
         """Forget all KV, states, kept logits and texts to draft from.
@@ -480,8 +468,7 @@ class Scheduler:
         self.cache.reset()
         if self.logits_cache is not None:
             self.logits_cache.clear()
-        if self.planner is not None:
-            self.planner.reset()
+        self.planner.reset()
         if self.proposer is not None:
             self.proposer.clear()
 
@@ -496,8 +483,7 @@ class Scheduler:
             if sequence.lease is not None:
                 sequence.resumes |= sequence.lease.used
         self.cache.recover()
-        if self.planner is not None:
-            self.planner.recover()
+        self.planner.recover()
         self.loads.recover()
         for sequence in [*self.open]:
             sequence.lease, sequence.num_computed = None, 0

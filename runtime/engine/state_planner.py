@@ -35,9 +35,6 @@ class StatePlanner(CheckpointPlanner[int]):
         if plan.slot < 0:
             plan.slot = self.index.take()
 
-    def missing(self, sequence: Sequence, num_tokens: int) -> int:
-        return 0
-
     def plan(self, sequence: Sequence, start: int, end: int) -> SequenceStates:
         plan, keeps = self._plans[sequence], []
         for position, kind in self._due(plan, end):
@@ -71,6 +68,6 @@ class StatePlanner(CheckpointPlanner[int]):
         self.index.recover()
 
     def check(self, running: Iterable[Sequence]) -> None:
-        """As in `CheckpointPlanner`, and that each slot belongs to a sequence or a checkpoint."""
+        """As in `Planner`, and that each slot belongs to a sequence or a checkpoint."""
         super().check(running)
         self.index.check(plan.slot for plan in self._plans.values() if plan.slot >= 0)

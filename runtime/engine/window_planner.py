@@ -72,6 +72,3 @@ class WindowPlanner(CheckpointPlanner[Window]):
             if plan.begun and sequence.lease is not None:
                 # With overlap, the last token may be one that never comes.
                 self.index.slide(sequence.lease, sequence.num_computed - 1)
-
-    def reset(self) -> None:
-        """The cache's reset has done so."""

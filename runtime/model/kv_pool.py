@@ -146,8 +146,11 @@ class KVPool:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page in all layers."""
-        return sum(block[0].nbytes for block in self._blocks.values())
+        """Bytes of a page in all layers, or in those of either kind."""
+        sizes = {False: 0, True: 0}
+        for (windowed, _), block in self._blocks.items():
+            sizes[windowed] += block[0].nbytes
+        return max(sizes.values())
 
     def read_pages(self, pages: NDArray[np.integer]) -> torch.Tensor:
         """[n, page_bytes] uint8 on the host: a copy of n pages, the layers of each together."""

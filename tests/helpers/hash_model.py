@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from radixcache import HashBlockCache, PagePool, PrefixCache, RadixCache
+from radixcache import HashBlockCache, PagePool, RadixCache
 from radixcache.kernels.attention import PagedBatch
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.model.kv_pool import WindowLayout
 from radixcache.runtime.model.paged_model import Unread
 from radixcache.runtime.spec_decode.proposer import DraftProposer
-from tests.helpers.engines import CACHES, logits_cache, make_planner
+from tests.helpers.engines import CACHES, in_use, logits_cache, make_planner
 
 VOCAB = 29
 Ints = NDArray[np.integer]
@@ -200,14 +200,6 @@ def hash_engine(
         proposer=proposer,
     )
     return Engine(model, pool, index, scheduler, **options)
-
-
-def in_use(cache: PrefixCache) -> NDArray[np.bool_]:
-    """[num_pages] whether each page is held, or cached."""
-    held = cache.pool.refs > 0
-    if isinstance(cache, HashBlockCache):
-        held |= [block is not None for block in cache._blocks]
-    return held
 
 
 def force_no_tokens(engine: Engine) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from radixcache import SamplingParams
+from radixcache.runtime.engine.checkpoint_planner import CheckpointPlanner
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.request import Request
 from tests.helpers.engines import assert_no_page_is_lost, generated
@@ -112,6 +113,6 @@ def serve(
             assert len(tokens) == count or not ignore_eos
 
     seen = play(engine, rng, num_requests, ask, verify, arrivals=arrivals, failures=0.04)
-    assert engine.scheduler.planner is not None
+    assert isinstance(engine.scheduler.planner, CheckpointPlanner)
     seen["evicted"] = engine.scheduler.planner.index.num_evicted
     return seen

@@ -15,6 +15,7 @@ from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
+from radixcache.runtime.engine.checkpoint_planner import CheckpointPlanner
 from radixcache.runtime.request import Request
 from radixcache.runtime.server.protocol.answers import RecentRequest
 from radixcache.runtime.spec_decode.draft_length import SOURCES
@@ -218,7 +219,7 @@ def engine_metrics(llm: LLM) -> list[Metric]:
         missed.add_metric([reason], count)
     pages = {"used": used, "free": pool.num_free, "leased": leased, "pinned": cache.pins.num_pages}
     beside = []
-    if scheduler.planner is not None:
+    if isinstance(scheduler.planner, CheckpointPlanner):
         about = ("recurrent_states", _STATES)
         if cache.windows is not None:
             about = ("window_pages", _WINDOWS)

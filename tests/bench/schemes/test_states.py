@@ -75,14 +75,13 @@ def replay(workload, rule, states, concurrency=1, budget=64):
 
     def check():
         cache.check()
-        if planner is not None:
-            planner.check(scheduler.running)
+        planner.check(scheduler.running)
 
     outcomes = play(
         workload, Arrivals(concurrency=concurrency), IndexEngine(scheduler), StepClock(1.0), check
     )
     assert not any(outcome.error for outcome in outcomes)
-    return outcomes, planner and planner.index
+    return outcomes, getattr(planner, "index", None)
 
 
 def computed(workload, rule, states=64, budget=2048):

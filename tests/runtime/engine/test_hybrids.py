@@ -16,7 +16,7 @@ from radixcache import LLM, InvalidRequest, ModelError, SamplingParams
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.model import transformers_model
 from tests.helpers.cover import seeds
-from tests.helpers.engines import finish, generated, is_greedy, make_engine, plain_greedy
+from tests.helpers.engines import finish, is_greedy, make_engine, plain_greedy
 from tests.helpers.hash_model import VOCAB, greedy, hash_engine
 from tests.helpers.models import HYBRIDS, tiny_model
 from tests.helpers.traffic import serve
@@ -150,10 +150,10 @@ def test_what_lacks_a_state_is_explained_and_counted(folder: Callable[[str], Pat
         params = SamplingParams(temperature=0, max_tokens=1)
         llm.generate([stem], params)
         (miss, *_) = llm.explain([*stem[:30], 8, 9]).misses
-        assert (miss.reason, miss.start, miss.end) == ("no_state", 0, 30)
-        assert "no state: 30 tokens from token 0 on" in str(llm.explain([*stem[:30], 8, 9]))
+        assert (miss.reason, miss.start, miss.end) == ("no_checkpoint", 0, 30)
+        assert "no checkpoint: 30 tokens from token 0 on" in str(llm.explain([*stem[:30], 8, 9]))
         llm.generate([[*stem[:30], 8, 9]], params)
-        assert llm.explainer.missed_tokens["no_state"] == 30
+        assert llm.explainer.missed_tokens["no_checkpoint"] == 30
         assert llm.explain([*stem[:30], 1, 2]).num_cached_tokens == 30
 
 

@@ -25,6 +25,7 @@ import torch
 from radixcache import HashBlockCache, PagePool, PrefixCache, RadixCache, SamplingParams
 from radixcache.kernels.attention import PagedBatch
 from radixcache.lease import WindowTable
+from radixcache.runtime.engine.checkpoint_planner import NO_CHECKPOINTS
 from radixcache.runtime.engine.chunk import Chunk
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.scheduler import Scheduler
@@ -33,7 +34,7 @@ from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.request import Request, Sequence
 from radixcache.states import SequenceStates
-from tests.helpers.engines import logits_cache, make_planner
+from tests.helpers.engines import in_use, logits_cache, make_planner
 from tests.helpers.gguf_files import write_model
 from tests.helpers.models import VOCAB_SIZE, tiny_model
 from tests.runtime.kv_offload.disk_engine import MemoryStore, attach
@@ -114,7 +115,7 @@ class Watch:
     def __init__(self, engine: Engine) -> None:
         self.logits: list[tuple[Sequence, int, torch.Tensor]] = []
         self.kv: dict[Sequence, tuple[int, list[torch.Tensor]]] = {}
-        self._pool = engine.kv_pool
+        self._pool, self._cache = engine.kv_pool, engine.cache
         self._compute, self._finish = engine.runner._compute, engine.scheduler.finish
         engine.runner._compute = self.compute  # type: ignore[method-assign]
         engine.scheduler.finish = self.finish  # type: ignore[method-assign]
@@ -122,6 +123,10 @@ class Watch:
     def compute(
         self, chunks: list[Chunk], tokens: Any, batch: PagedBatch, rows: Any, unread: Any
     ) -> Any:
+        free = np.append(~in_use(self._cache), False)
+        for layer in self._pool.layers:  # what is in a free page does not matter
+            for side in layer:
+                side[torch.from_numpy(free)] = torch.nan
         logits = self._compute(chunks, tokens, batch, rows, unread)
         for row, values in zip(rows.tolist(), logits.clone(), strict=True):
             number = int(np.searchsorted(batch.qo_indptr[1:], row, side="right"))
@@ -178,22 +183,23 @@ class Schedule:
         self.scale = scale
         page_size = rng.choice([1, 4, 16])
         room = rng.choice([80, 80, 110, 1000]) * scale
+        kind = rng.choice([RadixCache, RadixCache, HashBlockCache])
+        most, num_states = rng.choice([1, 3, 16]), rng.choice([20, 60]) * bool(model.state_shapes)
         step = rng.choice([3, 7, 24, 300]) * scale
         windows = choose_windows(model.shapes, model.windows, page_size)
-        if windows is not None and (model.state_shapes or rng.random() < 0.2):
+        if windows is not None and rng.random() < 0.2:
             windows = None
         pages = room // page_size + 2
         if windows is not None:
             pages += min(80 * scale, windows.window + step) // windows.page_size + 4
         pool = PagePool(pages, page_size)
-        self.cache: PrefixCache = rng.choice([RadixCache, RadixCache, HashBlockCache])(pool)
-        most, num_states = rng.choice([1, 3, 16]), rng.choice([20, 60]) * bool(model.state_shapes)
+        self.cache: PrefixCache = kind(pool)
         planner = make_planner(self.cache, num_states, windows)
         kept = None if num_states else logits_cache(self.cache, model.vocab_size)
         scheduler = Scheduler(self.cache, step, most, planner=planner, logits_cache=kept)
         kv_pool = model.allocate(pool.num_pages, page_size, num_states, windows)
         self.engine = Engine(model, kv_pool, self.cache, scheduler)
-        if isinstance(self.cache, RadixCache) and planner is None and rng.random() < 0.5:
+        if isinstance(self.cache, RadixCache) and planner is NO_CHECKPOINTS and rng.random() < 0.5:
             attach(self.engine, MemoryStore(kv_pool), rng.choice([9, 200]))
         self.stems = [self.text(25 * scale) for _ in range(2)]
 
