@@ -29,7 +29,7 @@ class WindowTable:
 
     Attributes:
         shared_slots: used slots of the last page, while it is others', too; 0 if it is not.
-        copies: to run before the step, as `Lease.take_copies`.
+        copies: to run before the step (`Lease.take_window_copies`).
         copied: the page that they read, held until the step has run.
     """
 
@@ -39,11 +39,6 @@ class WindowTable:
         self.first, self.pages, self.shared_slots = first, pages, shared_slots
         self.copies: list[PageCopy] = []
         self.copied: Pages = NO_PAGES
-
-    def take_copies(self) -> list[PageCopy]:
-        """The page copies to run before the step does; empties the list."""
-        copies, self.copies = self.copies, []
-        return copies
 
 
 class Lease:
@@ -119,6 +114,13 @@ class Lease:
         """The page copies to run before the step does, all sources read before any target is
         written; empties the list."""
         copies, self._copies = self._copies, []
+        return copies
+
+    def take_window_copies(self) -> list[PageCopy]:
+        """The same of pages of layers with a window, if these are kept apart."""
+        if self.window is None or not self.window.copies:
+            return []
+        copies, self.window.copies = self.window.copies, []
         return copies
 
     # What follows is for the caches.

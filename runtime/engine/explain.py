@@ -15,8 +15,8 @@ would have taken to hit it:
 - `first_seen`: nothing of what follows is known. That is the normal case: a new turn, a new prompt.
   It may well begin as others do, with the first tokens of the chat template, a system prompt or the
   words of a question; what they share is cached, and to part from them has cost nothing.
-- `no_checkpoint`: its KV is cached, but of a model with windows or recurrent layers no checkpoint is
-  kept so far into the text: it is computed again from the last one on (`radixcache.checkpoints`).
+- `no_checkpoint`: its KV is cached, but of a model with windows or recurrent layers no checkpoint
+  is kept so far into the text: it is computed again from the last one on, in place.
 - `on_host`, `on_disk`: it was evicted, and its pages are in host memory or on disk: they are
   loaded, unless computing them takes less time. What was loaded is a hit (`Loaded`).
 - `caching_off`: it was computed before, and the engine runs without a prefix cache.

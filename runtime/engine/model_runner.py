@@ -142,8 +142,7 @@ class ModelRunner:
         """
         leases = [chunk.sequence.lease for chunk in chunks]
         copies = [copy for lease in leases if lease for copy in lease.take_copies()]
-        windows = [lease.window for lease in leases if lease and lease.window]
-        window_copies = [copy for table in windows for copy in table.take_copies()]
+        window_copies = [copy for lease in leases if lease for copy in lease.take_window_copies()]
         if copies or window_copies:
             self._pool.copy(copies, window_copies)
         if self.graphs is not None:
