@@ -36,6 +36,73 @@ struct Heads {  // of a layer; window: INT32_MAX for none; softcap: 0 for none
     float scale, softcap;
 };
 
+enum class KVFormat : int32_t { FLOAT32, BFLOAT16, FLOAT16, Q8_0 };  // of pages
+
+struct q8 {  // a byte of blocks of 32: a float16 scale, and 32 numbers of 8 bits
+    uint8_t byte;
+};
+
+// Elements that `dim` numbers take.
+template <class S>
+inline int64_t stored(int dim) { return std::is_same_v<S, q8> ? dim / 32 * 34 : dim; }
+
+// Number d of a stored head and those behind it. Exact: 8 bits times 11 fit a float.
+template <class S>
+inline vec load_stored(const S* row, int d, int n) { return load(row + d, n); }
+
+inline vec load_stored(const q8* row, int d, int) {
+    typedef int8_t bvec __attribute__((vector_size(W)));
+    const q8* block = row + stored<q8>(d);
+    ivec numbers = __builtin_convertvector(read<bvec>(block + 2 + d % 32), ivec);
+    return __builtin_convertvector(numbers, vec) * number(read<fp16>(block));
+}
+
+template <class S, class T>
+void store_row(S* to, const T* from, int n) {
+    if (std::is_same_v<S, T>) memcpy(to, from, n * sizeof(T));
+    else for (int d = 0; d < n; d += W) store(to + d, load(from + d, n - d), n - d);
+}
+
+template <class T>
+void store_row(q8* to, const T* from, int n) {
+    typedef int8_t bvec __attribute__((vector_size(W)));
+    for (; n > 0; n -= 32, from += 32, to += 34) {
+        ivec sizes = {};
+        for (int d = 0; d < 32; d += W) {
+            ivec size = (ivec)load(from + d) & 0x7fffffff;  // as integers: a NaN is the largest
+            sizes = size > sizes ? size : sizes;
+        }
+        int32_t most = 0;
+        for (int i = 0; i < W; i++) most = std::max(most, sizes[i]);
+        fp16 scale;
+        store(&scale, all(read<float>(&most) / 127), 1);
+        memcpy(to, &scale, 2);
+        float factor = number(scale) == 0 ? 0 : 1 / number(scale);
+        for (int d = 0; d < 32; d += W) {
+            vec x = load(from + d) * factor;
+            x = x > 127.0f ? all(127) : x < -127.0f ? all(-127) : x;
+            ivec nearest = __builtin_convertvector(x + 12582912.0f - 12582912.0f, ivec);
+            bvec numbers = __builtin_convertvector(nearest, bvec);
+            memcpy(to + 2 + d, &numbers, W);
+        }
+    }
+}
+
+template <class F>
+void with_format(KVFormat format, const F& f) {
+    switch (format) {
+        case KVFormat::FLOAT32: return f((float*)nullptr);
+        case KVFormat::BFLOAT16: return f((bf16*)nullptr);
+        case KVFormat::FLOAT16: return f((fp16*)nullptr);
+        case KVFormat::Q8_0: return f((q8*)nullptr);
+    }
+}
+
+struct Pages {  // of a layer: [pages][page_size][kv_heads][stored dim] each
+    void *k, *v;
+    KVFormat format;
+};
+
 template <class T>
 struct Tokens {  // [T][heads][dim]; tokens may have gaps between them, as columns of a product
     T* data;
@@ -156,7 +223,7 @@ template <class T>
 struct Attention {
     const Plan& plan;
     Tokens<T> query;
-    const T *k_pages, *v_pages;
+    Pages pages;
     T* out;
     const float* sinks = nullptr;  // each head's score for an extra key without a value
     const Batch& batch = plan.batch;
@@ -200,16 +267,17 @@ struct Attention {
     };
 
     // Copies the first `count` keys and values of a block into panels, the keys transposed.
+    template <class S>
     void pack(int s, int kv_head, int block, int count, Room& room) const {
         int dim = heads.dim, value_dim = heads.value_dim, size = batch.page_size;
         const int32_t* table = batch.kv_indices + batch.kv_indptr[s];
-        const T *keys[KEYS + W], *values[KEYS];
+        const S *keys[KEYS + W], *values[KEYS];
         for (int j = 0; j < count;) {  // page by page
             int at = block * KEYS + j, slot = at % size;
             int64_t row = ((int64_t)table[at / size] * size + slot) * heads.kv_heads + kv_head;
             for (; slot < size && j < count; slot++, j++, row += heads.kv_heads) {
-                keys[j] = k_pages + row * dim;
-                values[j] = v_pages + row * value_dim;
+                keys[j] = (const S*)pages.k + row * stored<S>(dim);
+                values[j] = (const S*)pages.v + row * stored<S>(value_dim);
             }
         }
         int columns = up(count, WIDE);
@@ -218,9 +286,9 @@ struct Attention {
             for (int d = 0; d < dim; d += W) {
                 vec r[W];
                 for (int i = 0; i < W; i++) {
-                    __builtin_prefetch(keys[j + W + i] + d);
-                    if (j + i < count) __builtin_prefetch(values[j + i] + d);
-                    r[i] = load(keys[j + i] + d, dim - d);
+                    __builtin_prefetch(keys[j + W + i] + stored<S>(d));
+                    if (j + i < count) __builtin_prefetch(values[j + i] + stored<S>(d));
+                    r[i] = load_stored(keys[j + i], d, dim - d);
                 }
                 transpose(r);
                 float* to = room.keys + (j / WIDE * dim + d) * WIDE + j % WIDE;
@@ -228,7 +296,7 @@ struct Attention {
             }
         for (int j = 0; j < count; j++)
             for (int d = 0; d < plan.width; d += W) {
-                vec x = d < value_dim ? load(values[j] + d, value_dim - d) : vec{};
+                vec x = d < value_dim ? load_stored(values[j], d, value_dim - d) : vec{};
                 store(room.values + (d / WIDE * KEYS + j) * WIDE + d % WIDE, x);
             }
     }
@@ -286,7 +354,10 @@ struct Attention {
             int n = 0, count = 0;
             for (const Part* p = begin; p < end; p++)
                 count = std::max(count, std::min(KEYS, plan.position(p->s, p->to) - block * KEYS));
-            pack(begin->s, kv_head, block, count, room);
+            with_format(pages.format, [&](auto* stored_as) {
+                pack<std::remove_pointer_t<decltype(stored_as)>>(begin->s, kv_head, block, count,
+                                                                 room);
+            });
             for (const Part* p = begin; p < end; p++)
                 for (int row = p->from * plan.group; row < p->to * plan.group; row++) {
                     int i = row / plan.group, head = kv_head * plan.group + row % plan.group;

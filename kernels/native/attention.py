@@ -20,7 +20,8 @@ from radixcache.kernels.attention import (
     LayerKind,
     PagedBatch,
 )
-from radixcache.kernels.native.library import check, kernel
+from radixcache.kernels.kv_format import stored_dim
+from radixcache.kernels.native.library import check, kernel, kv_format
 
 _NO_WINDOW = 2**31 - 1
 
@@ -130,8 +131,8 @@ class NativePlan(AttentionPlan):
         check(query, query, (tokens, heads, dim), apart=True)
         check(key, query, (tokens, kv_heads, dim), apart=True)
         check(value, query, (tokens, kv_heads, value_dim), apart=True)
-        check(k_pages, query, (pages, size, kv_heads, dim))
-        check(v_pages, query, (pages, size, kv_heads, value_dim))
+        for side, width in ((k_pages, dim), (v_pages, value_dim)):
+            check(side, k_pages, (pages, size, kv_heads, stored_dim(width, k_pages.dtype)))
         if sinks is not None:
             sinks = sinks.float().contiguous()
             check(sinks, sinks, (heads,))
@@ -140,6 +141,6 @@ class NativePlan(AttentionPlan):
             *(batch, ctypes.addressof(layer_heads)),
             *(query.data_ptr(), query.stride(0), key.data_ptr(), key.stride(0)),
             *(value.data_ptr(), value.stride(0), k_pages.data_ptr(), v_pages.data_ptr()),
-            *(out.data_ptr(), 0 if sinks is None else sinks.data_ptr()),
+            *(kv_format(k_pages), out.data_ptr(), 0 if sinks is None else sinks.data_ptr()),
         )
         return out

@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from radixcache.kernels.attention import LayerPages
+from radixcache.kernels.kv_format import stored_dim
 from radixcache.kernels.native.attention import Heads, NativePlan
-from radixcache.kernels.native.library import check, kernel
+from radixcache.kernels.native.library import check, kernel, kv_format
 from radixcache.kernels.native.linear import PackedLinear, Weight
 
 SlotUse = tuple[int, int, Sequence[tuple[int, int]]]
@@ -198,7 +199,8 @@ class NativeModel:
         used.tensors = ctypes.addressof(self._state_addresses)
         logits = torch.empty(rows, self._vocab_size)
         kernel("forward", self._dtype)(
-            *(ctypes.addressof(self._model), batch, self._page_addresses, ctypes.addressof(used)),
+            *(ctypes.addressof(self._model), batch, self._page_addresses, kv_format(pages[0].k)),
+            ctypes.addressof(used),
             *(token_ids.data_ptr(), positions.data_ptr(), logit_rows.data_ptr(), rows),
             logits.data_ptr(),
         )
@@ -206,11 +208,12 @@ class NativeModel:
 
     def _check_pages(self, pages: Sequence[LayerPages]) -> ctypes.Array[c_void_p]:
         """The addresses of all pages, layer by layer."""
-        addresses = []
+        addresses, first = [], pages[0].k
         for layer, pair in zip(self._attends, pages, strict=True):
             heads = layer.heads
             for tensor, dim in zip(pair, (heads.dim, heads.value_dim), strict=True):
-                check(tensor, self._dtype, (*pages[0].k.shape[:2], heads.kv_heads, dim))
+                width = stored_dim(dim, first.dtype)
+                check(tensor, first, (*first.shape[:2], heads.kv_heads, width))
                 addresses.append(tensor.data_ptr())
         return (c_void_p * len(addresses))(*addresses)
 

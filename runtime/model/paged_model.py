@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +18,15 @@ from numpy.typing import NDArray
 from transformers.generation.configuration_utils import GenerationConfig
 
 from radixcache.errors import ModelError
-from radixcache.kernels.attention import AttentionBackend, AttentionPlan, LayerKind, PagedBatch
+from radixcache.kernels.attention import (
+    AttentionBackend,
+    AttentionPlan,
+    LayerKind,
+    PagedBatch,
+    fp8_pages,
+)
 from radixcache.kernels.choice import choose_backend
+from radixcache.kernels.kv_format import FP8, stored_dim
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.upload import send
 from radixcache.runtime.model.kv_pool import KVPool, LayerShape, bytes_per_token
@@ -58,8 +65,10 @@ class PagedModel(ABC):
         model_type: transformers' name of the model's family.
         generation_config: the model's default sampling.
         attention: the backend that plans this model's steps.
-        dtype, device: of the weights and of the KV pages.
-        shapes: a token's KV in each layer, for `KVPool`.
+        dtype, device: of the weights.
+        kinds: of all layers that attend, in order.
+        kv_dtype: of the KV pages.
+        shapes: a token's KV in each layer as it is stored, for `KVPool`.
         vocab_size: width of the logits.
         max_context: the most tokens that a sequence may have.
         eos_token_ids: the tokens that end a text, by the model's generation config, without those
@@ -96,7 +105,8 @@ class PagedModel(ABC):
         self.model_type, self.generation_config = model_type, generation_config
         self.dtype, self.device = dtype, device
         self.vocab_size = vocab_size
-        self.shapes = [LayerShape(k.kv_heads, k.head_dim, k.value_dim) for k in kinds]
+        self.kinds = list(kinds)
+        self.store_kv(dtype)
         self.attention = attention or choose_backend(device, dtype, kinds)
         self.max_context = max_context or 1 << 30
         eos = generation_config.eos_token_id
@@ -105,6 +115,20 @@ class PagedModel(ABC):
         if any(type(token) is not int for token in ends):
             raise ModelError(f"the tokens that end a text cannot be {eos!r}")
         self.eos_token_ids = [token for token in ends if 0 <= token < vocab_size]
+
+    def store_kv(self, dtype: torch.dtype, scales: Sequence[tuple[float, float]] = ()) -> None:
+        """Keep KV in pages of `dtype`, which the backend takes; `scales` are those of each layer's
+        keys and values in fp8."""
+        self.kv_dtype, self._scales = dtype, scales
+        self.shapes = [
+            LayerShape(k.kv_heads, stored_dim(k.head_dim, dtype), stored_dim(k.value_dim, dtype))
+            for k in self.kinds
+        ]
+
+    @property
+    def kv_name(self) -> str:
+        """The dtype of the KV as `kv_cache_dtype` names it."""
+        return "fp8" if self.kv_dtype == FP8 else str(self.kv_dtype).removeprefix("torch.")
 
     @property
     def max_graph_rows(self) -> int:
@@ -130,7 +154,7 @@ class PagedModel(ABC):
     @property
     def bytes_per_token(self) -> int:
         """Bytes of KV that one token keeps in all layers."""
-        return bytes_per_token(self.shapes, self.dtype)
+        return bytes_per_token(self.shapes, self.kv_dtype)
 
     @property
     def placement(self) -> str:
@@ -139,7 +163,8 @@ class PagedModel(ABC):
         if self.device.type == "cuda":
             place += f" ({torch.cuda.get_device_name(self.device)})"
         dtype = str(self.dtype).removeprefix("torch.")
-        more = ", exact" if self.exact else ""
+        more = "" if self.kv_dtype == self.dtype else f", KV in {self.kv_name}"
+        more += ", exact" if self.exact else ""
         if self.device.type == "cpu" and (reason := problem()) is not None:
             more += f"; slower without the native kernels ({reason})"
         return (
@@ -154,10 +179,19 @@ class PagedModel(ABC):
 
     def allocate(self, num_pages: int, page_size: int, num_states: int = 0) -> KVPool:
         """A pool of KV pages for this model, and of states if it is recurrent."""
-        pool = KVPool(self.shapes, num_pages, page_size, self.dtype, self.device)
+        dtype = torch.uint8 if self.kv_dtype == FP8 else self.kv_dtype  # torch copies no fp8
+        pool = self._make_pool(self.shapes, num_pages, page_size, dtype, self.device)
+        if self.kv_dtype == FP8:
+            pool.layers = [
+                fp8_pages(k, v, *scales)
+                for (k, v), scales in zip(pool.layers, self._scales, strict=True)
+            ]
         if self.state_shapes:
             pool.states = StatePool(self.state_shapes, num_states, self.device)
         return pool
+
+    def _make_pool(self, *args: Any) -> KVPool:
+        return KVPool(*args)
 
     @torch.inference_mode()
     def forward(

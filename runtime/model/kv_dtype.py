@@ -1,0 +1,125 @@
+"""`kv_cache_dtype`: KV in another dtype than the model's, where the model bears it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+from radixcache.errors import InvalidRequest, ModelError
+from radixcache.kernels.attention import PagedBatch
+from radixcache.kernels.choice import choose_backend
+from radixcache.kernels.kv_format import BLOCK, FP8
+from radixcache.runtime.model.checkpoint import checkpoint_files
+from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.model.progress import report
+from radixcache.states import SequenceStates
+
+_log = logging.getLogger("radixcache")
+
+KV_DTYPES = {
+    "float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8, "fp8": FP8,
+}  # fmt: skip
+
+MOST_KL = 0.05
+"""Mean Kullback-Leibler divergence of the logits, in nats, beyond which a dtype is refused. In
+SmolLM2, int8 has 4e-4, e4m3 9e-3 and e5m2 4e-2, where every eleventh likeliest token is another
+one; 4 bits, with 0.11, ruin it."""
+
+_TOKENS = 48
+_PAGE_SIZE = 16
+
+
+def check_kv_dtype(name: str, device: torch.device, exact: bool) -> None:
+    """Refuse what no model can have.
+
+    Raises:
+        InvalidRequest: there is no such `kv_cache_dtype`, or not on this device or in exact mode.
+    """
+    if name not in ("auto", *KV_DTYPES):
+        raise InvalidRequest(f"unknown kv_cache_dtype {name!r}: say auto, {', '.join(KV_DTYPES)}")
+    if name != "fp8":
+        return
+    if exact:
+        raise InvalidRequest("exact mode takes every kv_cache_dtype but fp8: int8 takes as little")
+    if device.type != "cuda":
+        raise InvalidRequest(
+            f"kv_cache_dtype='fp8' needs FlashInfer on an NVIDIA GPU, and this is {device}: "
+            "int8 takes as little memory"
+        )
+
+
+def store_kv(model: PagedModel, name: str, name_or_path: str | Path) -> None:
+    """Let a loaded model keep its KV in `kv_cache_dtype`, and compare logits with those before.
+
+    Raises:
+        InvalidRequest: the model has no KV of that dtype.
+        ModelError: its logits would be other ones, or its scales of fp8 make no sense.
+    """
+    dtype = KV_DTYPES.get(name, model.dtype)
+    if dtype == model.dtype:
+        return
+    report("comparing logits")
+    dims = {dim for kind in model.kinds for dim in (kind.head_dim, kind.value_dim)}
+    wrong = sorted(dim for dim in dims if dim % BLOCK)
+    kind = str(model.dtype).removeprefix("torch.")
+    if any(kind.mla for kind in model.kinds):
+        raise InvalidRequest(f"kv_cache_dtype={name!r} is not for the latents of MLA: say auto")
+    if dtype == torch.int8 and wrong:
+        raise InvalidRequest(
+            f"kv_cache_dtype='int8' takes heads of multiples of {BLOCK}, and here are some of "
+            f"{wrong[0]}"
+        )
+    if dtype.itemsize == 2 and model.dtype != torch.float32:
+        raise InvalidRequest(
+            f"kv_cache_dtype={name!r} is for a model in float32, and this one is in {kind}: say "
+            "auto, or int8"
+        )
+    plain = _logits(model)
+    if dtype not in model.attention.kv_dtypes:
+        model.attention = choose_backend(model.device, model.dtype, model.kinds, dtype)
+    model.store_kv(dtype, _scales(name_or_path, len(model.kinds)) if dtype == FP8 else ())
+    kl = float(torch.nn.functional.kl_div(
+        _logits(model).log_softmax(-1), plain.log_softmax(-1), reduction="sum", log_target=True
+    )) / len(plain)  # fmt: skip
+    if not kl <= MOST_KL:  # nor if it is NaN
+        raise ModelError(
+            f"this model does not bear kv_cache_dtype={name!r}: its logits change by {kl:.2g} nats "
+            f"({MOST_KL} at most); say auto"
+        )
+    _log.info("KV in %s changes the logits by %.1e nats", name, kl)
+
+
+@torch.inference_mode()
+def _logits(model: PagedModel) -> torch.Tensor:
+    """[T, vocab_size] float32 of a sequence of random tokens."""
+    length = min(_TOKENS, model.max_context)
+    tokens = np.random.default_rng(0).integers(0, model.vocab_size, length)
+    table = np.arange(-(-length // _PAGE_SIZE), dtype=np.int32)
+    pool = model.allocate(len(table), _PAGE_SIZE, 1)
+    states = [SequenceStates(-1, 0)] if model.state_shapes else []
+    batch = PagedBatch.of([table], [length], [length], _PAGE_SIZE)
+    return model.forward(tokens, batch, np.arange(length), pool, states)
+
+
+def _scales(name_or_path: str | Path, layers: int) -> list[tuple[float, float]]:
+    """The scales of each layer's keys and values by the checkpoint; 1 without any."""
+    found: dict[tuple[int, str], float] = {}
+    for path in checkpoint_files(str(name_or_path)):
+        with safe_open(path, framework="pt") as file:
+            for name in list(file.keys()):
+                if match := re.search(r"\blayers\.(\d+)\..*\b([kv])_scale$", name):
+                    scale = file.get_tensor(name).float()
+                    if scale.numel() != 1 or not 0 < scale.item() < torch.inf:
+                        raise ModelError(f"the scale {name} of fp8 is not one number above 0")
+                    found[int(match[1]), match[2]] = scale.item()
+    numbers = sorted({number for number, _ in found})
+    if not found:
+        return [(1.0, 1.0)] * layers
+    if len(numbers) != layers:
+        raise ModelError(f"the scales of fp8 are of {len(numbers)} layers, and {layers} attend")
+    return [(found.get((n, "k"), 1.0), found.get((n, "v"), 1.0)) for n in numbers]
