@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from radixcache import LLM, InvalidRequest
+from radixcache import LLM, InvalidRequest, SamplingParams
 from radixcache.errors import ModelError
 from radixcache.kernels.attention import PagedBatch
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.torch_backend import TorchBackend
+from radixcache.runtime.model import kv_dtype
 from radixcache.runtime.model.kv_dtype import _scales
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
+from tests.helpers import engines
 from tests.helpers.models import tiny_model
 from tests.runtime.model.exact_schedules import WIDE, folder
 
@@ -92,13 +95,13 @@ def test_latents_of_mla_are_refused(tmp_path: Path) -> None:
         load(path, kv_cache_dtype="bfloat16")
 
 
-def huge_biases(path: Path) -> Path:
+def huge_biases(path: Path, **sizes: int) -> Path:
     """As in Qwen2.5: the keys of some pairs lie far from 0, so that blocks have wide steps."""
-    tiny_model("qwen2", path, tokenizer=False, **WIDE)
+    tiny_model("qwen2", path, tokenizer=False, **(WIDE | sizes))
     weights = load_file(path / "model.safetensors")
     for name, bias in weights.items():
         if name.endswith("k_proj.bias"):
-            bias[5::32] = 900.0
+            bias[5::16] = 900.0
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     return path
 
@@ -133,3 +136,48 @@ def test_scales_of_a_checkpoint_are_read(tmp_path: Path) -> None:
     for wrong in (torch.zeros(()), torch.tensor(torch.nan), torch.ones(2)):
         with pytest.raises(ModelError, match="is not one number above 0"):
             scales(**{names[0]: wrong})
+
+
+# On a GPU, which is pretended.
+
+
+def test_fp8_gives_a_hit_the_tokens_of_a_miss(gpu, path: Path, monkeypatch) -> None:
+    """In graphs and copies of pages; with the scales of the checkpoint, which the pool keeps."""
+    monkeypatch.setattr(kv_dtype, "_scales", lambda path, layers: [(0.5, 0.25)] * layers)
+    rng = np.random.default_rng(0)
+    stem = rng.integers(0, 256, 30).tolist()
+    prompts = [stem + rng.integers(0, 256, int(n)).tolist() for n in rng.integers(1, 20, 7)]
+    params, answers = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), []
+    for cache in ("radix", "none"):
+        model = load_model(path, device="cuda", dtype="float32", kv_cache_dtype="fp8")
+        monkeypatch.setattr(engines, "paged_model", lambda *_, made=model: made)
+        made = engines.make_engine(path, cache, page_size=4)
+        gpu.kernels.calls.clear()
+        answers.append(
+            [engines.generated(engines.run(made, [prompt], params)) for prompt in prompts]
+        )
+        assert not gpu.kernels.calls["ragged"] and gpu.kernels.calls["paged"]
+        assert bool(made.cache.stats.copied_pages) == (cache == "radix")
+        pages = made.kv_pool.layers[1]
+        assert pages.k.dtype == torch.float8_e4m3fn and model.bytes_per_token == 2 * 2 * 2 * 16
+        assert (pages.k_scale, pages.v_scale) == (0.5, 0.25)  # type: ignore[attr-defined]
+    assert answers[0] == answers[1]
+
+
+def test_fp8_without_flashinfer_is_refused_and_so_is_a_model_that_does_not_bear_it(
+    gpu, path: Path, tmp_path: Path, monkeypatch
+) -> None:
+    load_on_gpu = partial(load_model, device="cuda", dtype="float32", kv_cache_dtype="fp8")
+    with pytest.raises(ModelError, match="does not bear kv_cache_dtype='fp8'"):
+        load_on_gpu(huge_biases(tmp_path, head_dim=16))
+    monkeypatch.setitem(sys.modules, "radixcache.kernels.flashinfer_backend", None)
+    with pytest.raises(InvalidRequest, match="'fp8' needs FlashInfer: FlashInfer is not installed"):
+        load_on_gpu(path)
+
+
+def test_int8_on_a_gpu_is_not_for_flashinfer(gpu, tmp_path: Path) -> None:
+    path = tiny_model("qwen3", tmp_path, tokenizer=False, **WIDE)
+    model = load_model(path, device="cuda", dtype="float32", kv_cache_dtype="int8")
+    assert "FlashInfer" not in model.attention.name and model.kv_dtype == torch.int8
+    expected = logits_of(load(path, kv_cache_dtype="int8"))
+    assert (logits_of(model).cpu() - expected).abs().max() < 0.02 * expected.abs().max()
