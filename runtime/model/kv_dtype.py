@@ -21,9 +21,7 @@ from radixcache.states import SequenceStates
 
 _log = logging.getLogger("radixcache")
 
-KV_DTYPES = {
-    "float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8, "fp8": FP8,
-}  # fmt: skip
+KV_DTYPES = {n: getattr(torch, n) for n in ("float16", "bfloat16", "int8")} | {"fp8": FP8}
 
 MOST_KL = 0.05
 """Mean Kullback-Leibler divergence of the logits, in nats, beyond which a dtype is refused. In
@@ -42,14 +40,11 @@ def check_kv_dtype(name: str, device: torch.device, exact: bool) -> None:
     """
     if name not in ("auto", *KV_DTYPES):
         raise InvalidRequest(f"unknown kv_cache_dtype {name!r}: say auto, {', '.join(KV_DTYPES)}")
-    if name != "fp8":
-        return
-    if exact:
-        raise InvalidRequest("exact mode takes every kv_cache_dtype but fp8: int8 takes as little")
-    if device.type != "cuda":
+    if name == "fp8" and exact:
+        raise InvalidRequest("exact mode takes every kv_cache_dtype but fp8: say int8")
+    if name == "fp8" and device.type != "cuda":
         raise InvalidRequest(
-            f"kv_cache_dtype='fp8' needs FlashInfer on an NVIDIA GPU, and this is {device}: "
-            "int8 takes as little memory"
+            f"kv_cache_dtype='fp8' needs FlashInfer on an NVIDIA GPU, not {device}: say int8"
         )
 
 
@@ -63,29 +58,22 @@ def store_kv(model: PagedModel, name: str, name_or_path: str | Path) -> None:
     dtype = KV_DTYPES.get(name, model.dtype)
     if dtype == model.dtype:
         return
+    odd = [dim for kind in model.kinds for dim in (kind.head_dim, kind.value_dim) if dim % BLOCK]
+    for is_wrong, why in (
+        (any(kind.mla for kind in model.kinds), "is not for the latents of MLA"),
+        (dtype == torch.int8 and odd, f"is for heads of multiples of {BLOCK}, not of {odd[:1]}"),
+        (dtype.itemsize == 2 and model.dtype != torch.float32, "is for a model in float32"),
+    ):
+        if is_wrong:
+            raise InvalidRequest(f"kv_cache_dtype={name!r} {why}: say auto")
     report("comparing logits")
-    dims = {dim for kind in model.kinds for dim in (kind.head_dim, kind.value_dim)}
-    wrong = sorted(dim for dim in dims if dim % BLOCK)
-    kind = str(model.dtype).removeprefix("torch.")
-    if any(kind.mla for kind in model.kinds):
-        raise InvalidRequest(f"kv_cache_dtype={name!r} is not for the latents of MLA: say auto")
-    if dtype == torch.int8 and wrong:
-        raise InvalidRequest(
-            f"kv_cache_dtype='int8' takes heads of multiples of {BLOCK}, and here are some of "
-            f"{wrong[0]}"
-        )
-    if dtype.itemsize == 2 and model.dtype != torch.float32:
-        raise InvalidRequest(
-            f"kv_cache_dtype={name!r} is for a model in float32, and this one is in {kind}: say "
-            "auto, or int8"
-        )
-    plain = _logits(model)
+    plain = _logits(model).log_softmax(-1)
     if dtype not in model.attention.kv_dtypes:
         model.attention = choose_backend(model.device, model.dtype, model.kinds, dtype)
-    model.store_kv(dtype, _scales(name_or_path, len(model.kinds)) if dtype == FP8 else ())
-    kl = float(torch.nn.functional.kl_div(
-        _logits(model).log_softmax(-1), plain.log_softmax(-1), reduction="sum", log_target=True
-    )) / len(plain)  # fmt: skip
+    scales = _scales(name_or_path, len(model.kinds)) if dtype == FP8 else ()
+    model.store_kv(dtype, name, scales)
+    stored = _logits(model).log_softmax(-1)
+    kl = float((plain.exp() * (plain - stored)).sum(-1).mean())
     if not kl <= MOST_KL:  # nor if it is NaN
         raise ModelError(
             f"this model does not bear kv_cache_dtype={name!r}: its logits change by {kl:.2g} nats "
@@ -117,9 +105,7 @@ def _scales(name_or_path: str | Path, layers: int) -> list[tuple[float, float]]:
                     if scale.numel() != 1 or not 0 < scale.item() < torch.inf:
                         raise ModelError(f"the scale {name} of fp8 is not one number above 0")
                     found[int(match[1]), match[2]] = scale.item()
-    numbers = sorted({number for number, _ in found})
-    if not found:
-        return [(1.0, 1.0)] * layers
+    numbers = sorted({number for number, _ in found}) or [*range(layers)]
     if len(numbers) != layers:
         raise ModelError(f"the scales of fp8 are of {len(numbers)} layers, and {layers} attend")
     return [(found.get((n, "k"), 1.0), found.get((n, "v"), 1.0)) for n in numbers]

@@ -67,7 +67,7 @@ class PagedModel(ABC):
         attention: the backend that plans this model's steps.
         dtype, device: of the weights.
         kinds: of all layers that attend, in order.
-        kv_dtype: of the KV pages.
+        kv_dtype: of the KV pages; `kv_cache_dtype` is its name, "auto" that of `dtype`.
         shapes: a token's KV in each layer as it is stored, for `KVPool`.
         vocab_size: width of the logits.
         max_context: the most tokens that a sequence may have.
@@ -106,7 +106,7 @@ class PagedModel(ABC):
         self.dtype, self.device = dtype, device
         self.vocab_size = vocab_size
         self.kinds = list(kinds)
-        self.store_kv(dtype)
+        self.store_kv(dtype, "auto")
         self.attention = attention or choose_backend(device, dtype, kinds)
         self.max_context = max_context or 1 << 30
         eos = generation_config.eos_token_id
@@ -116,19 +116,16 @@ class PagedModel(ABC):
             raise ModelError(f"the tokens that end a text cannot be {eos!r}")
         self.eos_token_ids = [token for token in ends if 0 <= token < vocab_size]
 
-    def store_kv(self, dtype: torch.dtype, scales: Sequence[tuple[float, float]] = ()) -> None:
+    def store_kv(
+        self, dtype: torch.dtype, name: str, scales: Sequence[tuple[float, float]] = ()
+    ) -> None:
         """Keep KV in pages of `dtype`, which the backend takes; `scales` are those of each layer's
         keys and values in fp8."""
-        self.kv_dtype, self._scales = dtype, scales
+        self.kv_dtype, self.kv_cache_dtype, self._scales = dtype, name, scales
         self.shapes = [
             LayerShape(k.kv_heads, stored_dim(k.head_dim, dtype), stored_dim(k.value_dim, dtype))
             for k in self.kinds
         ]
-
-    @property
-    def kv_name(self) -> str:
-        """The dtype of the KV as `kv_cache_dtype` names it."""
-        return "fp8" if self.kv_dtype == FP8 else str(self.kv_dtype).removeprefix("torch.")
 
     @property
     def max_graph_rows(self) -> int:
@@ -163,7 +160,7 @@ class PagedModel(ABC):
         if self.device.type == "cuda":
             place += f" ({torch.cuda.get_device_name(self.device)})"
         dtype = str(self.dtype).removeprefix("torch.")
-        more = "" if self.kv_dtype == self.dtype else f", KV in {self.kv_name}"
+        more = "" if self.kv_cache_dtype == "auto" else f", KV in {self.kv_cache_dtype}"
         more += ", exact" if self.exact else ""
         if self.device.type == "cpu" and (reason := problem()) is not None:
             more += f"; slower without the native kernels ({reason})"

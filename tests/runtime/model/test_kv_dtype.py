@@ -75,10 +75,10 @@ def test_both_backends_of_a_cpu_write_the_same_bytes(tmp_path: Path) -> None:
     ("options", "match"),
     [
         ({"kv_cache_dtype": "int4"}, "unknown kv_cache_dtype 'int4': say auto, float16"),
-        ({"kv_cache_dtype": "fp8"}, "needs FlashInfer on an NVIDIA GPU, and this is cpu"),
+        ({"kv_cache_dtype": "fp8"}, "needs FlashInfer on an NVIDIA GPU, not cpu: say int8"),
         ({"kv_cache_dtype": "fp8", "exact": True}, "every kv_cache_dtype but fp8"),
         ({"kv_cache_dtype": "float16", "dtype": "bfloat16"}, "is for a model in float32"),
-        ({"kv_cache_dtype": "int8"}, "heads of multiples of 32, and here are some of 16"),
+        ({"kv_cache_dtype": "int8"}, r"for heads of multiples of 32, not of \[16\]: say auto"),
     ],
 )
 def test_what_cannot_be_is_refused(options: Any, match, tmp_path: Path) -> None:
