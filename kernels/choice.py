@@ -39,13 +39,8 @@ def choose_backend(
     """The fastest backend whose kernels run for all these layers: on a GPU FlashInfer, then Triton;
     on a CPU native kernels; else torch. MLA has FlashInfer and torch only.
 
-    On a GPU without FlashInfer, a warning says why, and what to do.
-
-    Args:
-        kv_dtype: of the pages, if it is not `dtype`: of them FlashInfer reads fp8, and only that.
-
-    Raises:
-        InvalidRequest: no backend reads these pages.
+    On a GPU without FlashInfer, a warning says why, and what to do. Where pages are of `kv_dtype`,
+    not `dtype`, FlashInfer reads fp8 alone, which nobody else does: else `InvalidRequest`.
     """
     if device.type == "cpu":
         native = dtype in DTYPES and problem() is None and not any(kind.mla for kind in kinds)

@@ -96,8 +96,7 @@ class TorchBackend(AttentionBackend):
     def gather(
         self, name: str, tile: _Tile, pages: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """[spans, kv_heads, keys, head_dim] of the tile in `dtype`, a view of scratch memory where
-        that is the pages' own."""
+        """[spans, kv_heads, keys, head_dim] of the tile, a view of scratch memory or decoded."""
         _, page_size, heads, dim = pages.shape  # the last as it is stored
         num_pages = tile.pages.numel()
         size = num_pages * page_size * heads * dim

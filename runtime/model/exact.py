@@ -140,7 +140,5 @@ def _difference(
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers as integers: the two zeros differ, and a NaN equals itself."""
-    return tensor.contiguous().view(
-        {4: torch.int32, 2: torch.int16}.get(tensor.itemsize, torch.int8)
-    )
+    """The numbers as bytes: the two zeros differ, and a NaN equals itself."""
+    return tensor.contiguous().view(torch.uint8)

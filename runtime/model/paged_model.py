@@ -7,10 +7,10 @@ which sequence a row belongs to, and finds its keys by the step's page tables.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -174,10 +174,16 @@ class PagedModel(ABC):
         """Bytes of a recurrent model's state of a sequence; 0 for other models."""
         return bytes_per_state(self.state_shapes)
 
-    def allocate(self, num_pages: int, page_size: int, num_states: int = 0) -> KVPool:
+    def allocate(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_states: int = 0,
+        make: Callable[..., KVPool] = KVPool,
+    ) -> KVPool:
         """A pool of KV pages for this model, and of states if it is recurrent."""
         dtype = torch.uint8 if self.kv_dtype == FP8 else self.kv_dtype  # torch copies no fp8
-        pool = self._make_pool(self.shapes, num_pages, page_size, dtype, self.device)
+        pool = make(self.shapes, num_pages, page_size, dtype, self.device)
         if self.kv_dtype == FP8:
             pool.layers = [
                 fp8_pages(k, v, *scales)
@@ -186,9 +192,6 @@ class PagedModel(ABC):
         if self.state_shapes:
             pool.states = StatePool(self.state_shapes, num_states, self.device)
         return pool
-
-    def _make_pool(self, *args: Any) -> KVPool:
-        return KVPool(*args)
 
     @torch.inference_mode()
     def forward(

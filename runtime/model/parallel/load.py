@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -67,14 +68,13 @@ class LeadingModel(TransformersModel):
         if self.ranks is not None:
             self.ranks.close()
 
-    def allocate(self, num_pages: int, page_size: int, num_states: int = 0) -> KVPool:
+    def allocate(
+        self, num_pages: int, page_size: int, num_states: int = 0, make: Any = None
+    ) -> KVPool:
         if self.ranks is None:
             return super().allocate(num_pages, page_size)
         with self.ranks.broadcast("allocate", num_pages, page_size):
-            return super().allocate(num_pages, page_size)
-
-    def _make_pool(self, *args: Any) -> KVPool:
-        return KVPool(*args) if self.ranks is None else _LeadingPool(self.ranks, *args)
+            return super().allocate(num_pages, page_size, make=partial(_LeadingPool, self.ranks))
 
     def forward(self, *step: Any) -> torch.Tensor:  # token_ids, batch, logit_rows, pool, no states
         if self.ranks is None:
