@@ -15,6 +15,7 @@ from radixcache.kernels.attention import PagedBatch
 from radixcache.kernels.choice import choose_backend
 from radixcache.kernels.kv_format import BLOCK, FP8
 from radixcache.runtime.model.checkpoint import checkpoint_files
+from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
 from radixcache.states import SequenceStates
@@ -25,8 +26,8 @@ KV_DTYPES = {n: getattr(torch, n) for n in ("float16", "bfloat16", "int8")} | {"
 
 MOST_KL = 0.05
 """Mean Kullback-Leibler divergence of the logits, in nats, beyond which a dtype is refused. In
-SmolLM2, int8 has 4e-4, e4m3 9e-3 and e5m2 4e-2, where every eleventh likeliest token is another
-one; 4 bits, with 0.11, ruin it."""
+SmolLM2 int8 has 4e-4 and e4m3 9e-3; with 4e-2 (e5m2) every eleventh likeliest token is another one,
+and 0.11 (4 bits) ruins it."""
 
 _TOKENS = 48
 _PAGE_SIZE = 16
@@ -67,12 +68,13 @@ def store_kv(model: PagedModel, name: str, name_or_path: str | Path) -> None:
         if is_wrong:
             raise InvalidRequest(f"kv_cache_dtype={name!r} {why}: say auto")
     report("comparing logits")
-    plain = _logits(model).log_softmax(-1)
+    tokens, plain = _own_text(model)
     if dtype not in model.attention.kv_dtypes:
         model.attention = choose_backend(model.device, model.dtype, model.kinds, dtype)
     scales = _scales(name_or_path, len(model.kinds)) if dtype == FP8 else ()
     model.store_kv(dtype, name, scales)
-    stored = _logits(model).log_softmax(-1)
+    pool = model.allocate(_TOKENS // _PAGE_SIZE, _PAGE_SIZE, 1)
+    stored = _log_probs(model, pool, tokens, len(tokens))
     kl = float((plain.exp() * (plain - stored)).sum(-1).mean())
     if not kl <= MOST_KL:  # nor if it is NaN
         raise ModelError(
@@ -83,15 +85,27 @@ def store_kv(model: PagedModel, name: str, name_or_path: str | Path) -> None:
 
 
 @torch.inference_mode()
-def _logits(model: PagedModel) -> torch.Tensor:
-    """[T, vocab_size] float32 of a sequence of random tokens."""
-    length = min(_TOKENS, model.max_context)
-    tokens = np.random.default_rng(0).integers(0, model.vocab_size, length)
-    table = np.arange(-(-length // _PAGE_SIZE), dtype=np.int32)
-    pool = model.allocate(len(table), _PAGE_SIZE, 1)
-    states = [SequenceStates(-1, 0)] if model.state_shapes else []
-    batch = PagedBatch.of([table], [length], [length], _PAGE_SIZE)
-    return model.forward(tokens, batch, np.arange(length), pool, states)
+def _own_text(model: PagedModel) -> tuple[list[int], torch.Tensor]:
+    """Tokens that the model draws, with the log-probabilities [T, vocab_size] after each: random
+    tokens would weigh up to ten times what text does."""
+    pool = model.allocate(_TOKENS // _PAGE_SIZE, _PAGE_SIZE, 1)
+    generator = torch.Generator().manual_seed(0)
+    tokens, rows = (model.eos_token_ids or [0])[:1], list[torch.Tensor]()
+    for _ in range(min(_TOKENS, model.max_context)):
+        rows.append(_log_probs(model, pool, tokens, 1))
+        drawn = torch.multinomial(rows[-1][0].exp().cpu(), 1, generator=generator)
+        tokens.append(int(drawn))
+    return tokens[:-1], torch.cat(rows)
+
+
+@torch.inference_mode()
+def _log_probs(model: PagedModel, pool: KVPool, tokens: list[int], count: int) -> torch.Tensor:
+    """[count, vocab_size] after the last `count` tokens, those before having been computed."""
+    table, length = np.arange(pool.num_pages, dtype=np.int32), len(tokens)
+    states = [SequenceStates(0 if count < length else -1, 0)] if model.state_shapes else []
+    batch = PagedBatch.of([table], [count], [length], _PAGE_SIZE)
+    chunk = np.array(tokens[-count:])
+    return model.forward(chunk, batch, np.arange(count), pool, states).log_softmax(-1)
 
 
 def _scales(name_or_path: str | Path, layers: int) -> list[tuple[float, float]]:
