@@ -95,6 +95,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     serving("--schedule-policy", choices=("fcfs", "lpm"), default="fcfs")
     engine = parser.add_argument_group("engine level").add_argument
     engine("--model", metavar="M", help="folder or hub id (the bundled tabletalk)")
+    engine("--kv-dtype", metavar="D", help="kv_cache_dtype: int8, say (the model's dtype)")
     engine("--device", default="auto", metavar="D", help="cpu, cuda or auto")
     engine("--speculate", action="store_true", help="draft tokens from earlier texts (no drafts)")
     engine("--repeats", type=int, default=3, metavar="N", help="timed runs (3)")
@@ -188,6 +189,8 @@ def _check(args: argparse.Namespace) -> None:
         (args.states and args.level != "index", "--states are simulated: --level index alone"),
         (args.speculate and args.level == "index",
          "--speculate needs a model: --level engine or both"),
+        (args.kv_dtype is not None and args.level == "index",
+         "--kv-dtype is a model's: at --level index say --token-bytes"),
         (args.seed < 0, f"--seed must be at least 0, not {args.seed}"),
         ((args.file is None) != (args.format is None), "--file and --format go together"),
         *_unused(args),
@@ -259,7 +262,9 @@ def _load_model(args: argparse.Namespace) -> PagedModel:
 
     if args.model is None:
         logging.disable_progress_bar()
-    return load_model(args.model or BUNDLED_MODEL, device=args.device)
+    return load_model(
+        args.model or BUNDLED_MODEL, device=args.device, kv_cache_dtype=args.kv_dtype or "auto"
+    )
 
 
 def _settings(

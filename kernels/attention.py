@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from radixcache.kernels.kv_format import FP8
+
 Arrays = Sequence[NDArray[np.integer]]
 
 
@@ -162,11 +164,25 @@ class LayerKind(NamedTuple):
 
 
 class LayerPages(NamedTuple):
-    """K and V pages of one layer: [num_pages, page_size, num_kv_heads, head_dim] each (NHD),
-    contiguous but for gaps between pages, of the same strides if of the same shape."""
+    """K and V pages of one layer, [num_pages, page_size, num_kv_heads, head_dim] each (NHD); where
+    their dtype is not the model's, as `kv_format` says. Contiguous but for gaps between pages, of
+    the same strides if of the same shape."""
 
     k: torch.Tensor
     v: torch.Tensor
+
+
+class Fp8Pages(LayerPages):
+    """Pages of fp8, and the scales of this layer's keys and values."""
+
+    k_scale = v_scale = 1.0
+
+
+def fp8_pages(k: torch.Tensor, v: torch.Tensor, k_scale: float, v_scale: float) -> Fp8Pages:
+    """Of pages in uint8, the memory that is copied."""
+    pages = Fp8Pages(k.view(FP8), v.view(FP8))
+    pages.k_scale, pages.v_scale = k_scale, v_scale
+    return pages
 
 
 class LayerInputs(NamedTuple):
@@ -230,6 +246,9 @@ class AttentionBackend(ABC):
 
     name: str
     """Name and version, for users."""
+
+    kv_dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.int8)
+    """Of pages that it takes beside those of the model's dtype."""
 
     reads_shared_once = False
     """Whether `PagedBatch.shared` makes a step faster."""

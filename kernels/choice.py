@@ -10,9 +10,10 @@ from functools import partial
 import numpy as np
 import torch
 
-from radixcache.errors import first_line
+from radixcache.errors import InvalidRequest, first_line
 from radixcache.kernels.attention import (
     AttentionBackend,
+    Fp8Pages,
     LayerInputs,
     LayerKind,
     LayerPages,
@@ -20,6 +21,7 @@ from radixcache.kernels.attention import (
     SharedPrefix,
 )
 from radixcache.kernels.fallback import first_that_runs
+from radixcache.kernels.kv_format import FP8, encode
 from radixcache.kernels.load_flashinfer import explain_failure
 from radixcache.kernels.native.attention import NativeBackend
 from radixcache.kernels.native.library import DTYPES, problem
@@ -29,12 +31,16 @@ _log = logging.getLogger("radixcache")
 
 
 def choose_backend(
-    device: torch.device, dtype: torch.dtype, kinds: Sequence[LayerKind]
+    device: torch.device,
+    dtype: torch.dtype,
+    kinds: Sequence[LayerKind],
+    kv_dtype: torch.dtype | None = None,
 ) -> AttentionBackend:
     """The fastest backend whose kernels run for all these layers: on a GPU FlashInfer, then Triton;
     on a CPU native kernels; else torch. MLA has FlashInfer and torch only.
 
-    On a GPU without FlashInfer, a warning says why, and what to do.
+    On a GPU without FlashInfer, a warning says why, and what to do. Where pages are of `kv_dtype`,
+    not `dtype`, FlashInfer reads fp8 alone, which nobody else does: else `InvalidRequest`.
     """
     if device.type == "cpu":
         native = dtype in DTYPES and problem() is None and not any(kind.mla for kind in kinds)
@@ -45,15 +51,20 @@ def choose_backend(
 
     def tried(make: Callable[..., AttentionBackend]) -> AttentionBackend:
         backend = make(device, dtype, kinds)
-        try_out(backend, device, dtype, kinds)
+        try_out(backend, device, dtype, kinds, kv_dtype)
         return backend
 
-    backend, errors = first_that_runs(partial(tried, make_flashinfer), partial(tried, make_triton))
+    makers: list[Callable[..., AttentionBackend]] = [make_flashinfer, make_triton]
+    if kv_dtype is not None:
+        makers = [partial(make_flashinfer, kv_dtype=FP8)] if kv_dtype == FP8 else [make_triton]
+    backend, errors = first_that_runs(*(partial(tried, make) for make in makers))
     reason = explain_failure(errors[0]) if errors else None
+    if backend is None and kv_dtype == FP8:
+        raise InvalidRequest(f"kv_cache_dtype='fp8' needs FlashInfer: {reason}")
     if backend is None:
         _log.warning(
             "attention runs in plain torch, which is slow on a GPU: %s. Nor does Triton run: %s",
-            reason, first_line(errors[1]),
+            reason, first_line(errors[-1]),
         )  # fmt: skip
         return TorchBackend(device)
     if reason is not None:
@@ -64,14 +75,14 @@ def choose_backend(
 
 
 def make_flashinfer(
-    device: torch.device, dtype: torch.dtype, kinds: Sequence[LayerKind]
+    device: torch.device, dtype: torch.dtype, kinds: Sequence[LayerKind], **kv_dtype: torch.dtype
 ) -> AttentionBackend:
     from radixcache.kernels.flashinfer_backend import FlashInferBackend
     from radixcache.kernels.flashinfer_mla import FlashInferMLABackend
 
     _log.info("FlashInfer compiles kernels that it has not compiled before: that takes minutes")
     is_mla = all(kind.mla for kind in kinds)
-    return (FlashInferMLABackend if is_mla else FlashInferBackend)(device, dtype, kinds)
+    return (FlashInferMLABackend if is_mla else FlashInferBackend)(device, dtype, kinds, **kv_dtype)
 
 
 def make_triton(
@@ -88,6 +99,7 @@ def try_out(
     device: torch.device,
     dtype: torch.dtype,
     kinds: Sequence[LayerKind],
+    kv_dtype: torch.dtype | None = None,
 ) -> None:
     """Run decodes, decodes that share a page, a suffix and a fresh prompt through every layer kind.
 
@@ -116,10 +128,11 @@ def try_out(
             def zeros(rows: int, heads: int, dim: int) -> torch.Tensor:
                 return torch.zeros(rows, heads, dim, dtype=dtype, device=device)
 
-            pages = LayerPages(
-                zeros(len(own), kind.kv_heads, kind.head_dim)[:, None],
-                zeros(len(own), kind.kv_heads, kind.value_dim)[:, None],
+            k_pages, v_pages = (
+                encode(zeros(len(own), kind.kv_heads, dim)[:, None], kv_dtype or dtype)
+                for dim in (kind.head_dim, kind.value_dim)
             )
+            pages = (Fp8Pages if kv_dtype == FP8 else LayerPages)(k_pages, v_pages)
             query = zeros(tokens, kind.query_heads, kind.query_dim)
             key = zeros(tokens, kind.kv_heads, kind.head_dim)
             value = zeros(tokens, kind.kv_heads, kind.value_dim)

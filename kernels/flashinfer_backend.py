@@ -29,12 +29,14 @@ from radixcache.kernels.attention import (
     AttentionBackend,
     AttentionPlan,
     FixedShape,
+    Fp8Pages,
     LayerInputs,
     LayerKind,
     LayerPages,
     PagedBatch,
 )
 from radixcache.kernels.cascade import MIN_ROWS, split_levels
+from radixcache.kernels.kv_format import FP8, encode
 from radixcache.kernels.load_flashinfer import explain_failure, load_flashinfer
 from radixcache.kernels.upload import Staged, StepUploads
 
@@ -97,6 +99,10 @@ class FlashInferPlan(AttentionPlan):
     @torch.inference_mode()
     def run(self, inputs: LayerInputs) -> torch.Tensor:
         query, key, value, pages, layer, sinks = inputs
+        options = _scales(pages)
+        if isinstance(pages, Fp8Pages):  # appending copies bytes
+            key = encode(key, FP8, pages.k_scale)
+            value = encode(value, FP8, pages.v_scale)
         for part in self.parts:  # write all K/V first: a row may attend to those of other rows
             tables = part.tables
             flashinfer.append_paged_kv_cache(
@@ -110,21 +116,21 @@ class FlashInferPlan(AttentionPlan):
                 kv_last_page_len=tables.last_page_len.device,
                 kv_layout="NHD",
             )
-        out, sums = torch.empty_like(query), {}
+        out = torch.empty_like(query)
         if sinks is not None:
             lse = query.new_empty(query.shape[:2], dtype=torch.float32)
         for part in self.parts:
             rows, wrapper = part.rows, part.wrappers[layer]
             if sinks is not None:
-                sums = {"lse": lse[rows], "return_lse": True}
+                options |= {"lse": lse[rows], "return_lse": True}
             if part.use == "ragged":
-                wrapper.run(query[rows], key[rows], value[rows], out=out[rows], **sums)
+                wrapper.run(query[rows], key[rows], value[rows], out=out[rows], **options)
             elif part.use == "decode" and self.shared is not None:
                 own = self._run_levels(query[rows], pages, wrapper, layer, out[rows])
                 if sinks is not None:
                     lse[rows] = own
             else:
-                wrapper.run(query[rows], pages, out=out[rows], **sums)
+                wrapper.run(query[rows], pages, out=out[rows], **options)
         return out if sinks is None else weigh_sinks(out, lse, sinks)
 
     def _run_levels(
@@ -138,14 +144,20 @@ class FlashInferPlan(AttentionPlan):
         """Attention of the decodes over shared pages and their own, into `out`; returns the base-2
         logarithm of the sums of weights."""
         assert self.shared is not None
-        shared_out = torch.empty_like(query)
+        shared_out, scales = torch.empty_like(query), _scales(pages)
         lse, shared_lse = query.new_empty(2, *query.shape[:2], dtype=torch.float32)
-        wrapper.run(query, pages, out=out, lse=lse, return_lse=True)
+        wrapper.run(query, pages, out=out, lse=lse, return_lse=True, **scales)
         self.shared.wrappers[layer].run(
-            query, pages, out=shared_out, lse=shared_lse, return_lse=True
+            query, pages, out=shared_out, lse=shared_lse, return_lse=True, **scales
         )
         flashinfer.merge_state_in_place(out, lse, shared_out, shared_lse, mask=self.in_group)
         return lse
+
+
+def _scales(pages: LayerPages) -> dict[str, Any]:
+    if not isinstance(pages, Fp8Pages):
+        return {}
+    return {"k_scale": pages.k_scale, "v_scale": pages.v_scale}
 
 
 def weigh_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
@@ -158,23 +170,32 @@ class FlashInferBackend(AttentionBackend):
 
     Args:
         kinds: every kind of layer that the model has.
+        kv_dtype: of the pages: `dtype`, or fp8. fp8 is read by fa2 alone, and from pages alone: a
+            fresh prompt would else attend over what is not rounded, and a hit over what is.
 
     Raises:
         ValueError: FlashInfer has no kernel for this dtype or these layers.
     """
 
     name = f"FlashInfer {flashinfer.__version__}"
+    kv_dtypes: tuple[torch.dtype, ...] = ()
     max_fixed_rows = MAX_FIXED_ROWS
     max_fixed_tokens = MAX_FIXED_TOKENS
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, kinds: Sequence[LayerKind]
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        kinds: Sequence[LayerKind],
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"it computes in float16 and bfloat16, not {dtype}")
         for kind in kinds:
             self._check(kind)
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self._kv_dtype = device, dtype, kv_dtype or dtype
+        if kv_dtype == FP8:
+            self.kv_dtypes, self.name = (FP8,), f"{self.name} over fp8"
         self._kinds = list(dict.fromkeys(kinds))
         # A window hides another part of the shared prefix from each row; and the kernel that
         # merges two states has at most 1,024 threads with eight elements each.
@@ -199,6 +220,7 @@ class FlashInferBackend(AttentionBackend):
     def compile_in_background(self) -> None:
         hopper = torch.cuda.get_device_capability(self.device) == (9, 0)
         plain = [kind for kind in self._kinds if kind.window is None and kind.softcap is None]
+        plain *= self._kv_dtype == self.dtype
         if hopper and plain:
             Thread(target=self._load_fa3, args=(plain,), name="fa3", daemon=True).start()
 
@@ -257,7 +279,8 @@ class FlashInferBackend(AttentionBackend):
             subs.append(("decode", own.rows(0, decodes)))
         if decodes < total:
             rest = own.rows(decodes, total)
-            fresh = not fixed and bool((rest.query_lens == rest.kv_lens).all())
+            plain = self._kv_dtype == self.dtype and not fixed
+            fresh = plain and bool((rest.query_lens == rest.kv_lens).all())
             subs.append(("ragged" if fresh else "prefill", rest))
         if levels is not None:
             subs.append(("shared", levels.shared))
@@ -325,7 +348,7 @@ class FlashInferBackend(AttentionBackend):
             "window_left": -1 if kind.window is None else kind.window - 1,
             "logits_soft_cap": kind.softcap,
             "q_data_type": self.dtype,
-            "kv_data_type": self.dtype,
+            "kv_data_type": self._kv_dtype,
         }
         if use == "ragged":
             wrapper.plan(

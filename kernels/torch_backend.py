@@ -32,6 +32,7 @@ from radixcache.kernels.attention import (
     LayerInputs,
     PagedBatch,
 )
+from radixcache.kernels.kv_format import decode, encode
 from radixcache.kernels.upload import send
 
 # Query rows of a wide tile, and bytes of keys in a narrow one: they stay in a CPU's cache
@@ -92,9 +93,11 @@ class TorchBackend(AttentionBackend):
         groups += _similar(narrow, self._narrow_bytes // (key_width * dtype.itemsize))
         return [self._tile(batch, group, reach, dtype) for group in groups]
 
-    def gather(self, name: str, tile: _Tile, pages: torch.Tensor) -> torch.Tensor:
-        """[spans, kv_heads, keys, head_dim] of the tile, a view of scratch memory."""
-        _, page_size, heads, dim = pages.shape
+    def gather(
+        self, name: str, tile: _Tile, pages: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """[spans, kv_heads, keys, head_dim] of the tile, a view of scratch memory or decoded."""
+        _, page_size, heads, dim = pages.shape  # the last as it is stored
         num_pages = tile.pages.numel()
         size = num_pages * page_size * heads * dim
         scratch = self._scratch.get((name, pages.dtype))
@@ -105,7 +108,8 @@ class TorchBackend(AttentionBackend):
         torch.index_select(pages.flatten(1), 0, tile.pages, out=flat)
         if tile.unwritten is not None:  # masked scores do not help against NaN: 0 * NaN is NaN
             flat.view(-1, heads * dim).index_fill_(0, tile.unwritten, 0)
-        return flat.view(tile.spans, -1, heads, dim)[:, : tile.keys].transpose(1, 2)
+        found = flat.view(tile.spans, -1, heads, dim)[:, : tile.keys]
+        return decode(found, dtype).transpose(1, 2)
 
     def _tile(self, batch: PagedBatch, spans: list[_Span], reach: int, dtype: torch.dtype) -> _Tile:
         page_size = batch.page_size
@@ -174,7 +178,7 @@ class TorchPlan(AttentionPlan):
     def run(self, inputs: LayerInputs) -> torch.Tensor:
         query, key, value, pages, layer, _ = inputs
         for side, new in zip(pages, (key, value), strict=True):
-            side[self._places] = new
+            side[self._places] = encode(new, side.dtype)
         out = query.new_empty((*query.shape[:2], layer.out_dim))
         reach = min(layer.window or self._longest, self._longest)  # longest: sees everything
         kind = reach, query.dtype, layer.kv_heads * layer.head_dim
@@ -193,7 +197,8 @@ class TorchPlan(AttentionPlan):
         no copy, and torch has a kernel for them.
         """
         gather, pages, layer = self._backend.gather, inputs.pages, inputs.layer
-        keys, values = gather("key", tile, pages.k), gather("value", tile, pages.v)
+        keys = gather("key", tile, pages.k, rows.dtype)
+        values = gather("value", tile, pages.v, rows.dtype)
         if layer.mla:
             keys = values = torch.cat([keys, values], dim=-1)
         mask, group, sinks = tile.mask, rows.shape[2], inputs.sinks

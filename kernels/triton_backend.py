@@ -170,12 +170,43 @@ def _append(
     """Write one token's K and V of one head to its slot."""
     row, head = tl.program_id(0), tl.program_id(1)
     at = tl.load(slots + row).to(tl.int64)
-    page, slot = at // PAGE, at % PAGE
-    d, v = tl.arange(0, DIM_2), tl.arange(0, VALUE_2)
-    k = tl.load(key + row * key_row + head * key_head + d, mask=d < DIM)
-    tl.store(k_pages + page * k_page + slot * k_slot + head * k_head + d, k, mask=d < DIM)
-    k = tl.load(value + row * value_row + head * value_head + v, mask=v < VALUE)
-    tl.store(v_pages + page * v_page + slot * v_slot + head * v_head + v, k, mask=v < VALUE)
+    k_at, v_at = at // PAGE * k_page + at % PAGE * k_slot, at // PAGE * v_page + at % PAGE * v_slot
+    _store(k_pages + k_at + head * k_head, key + row * key_row + head * key_head, DIM, DIM_2)
+    _store(v_pages + v_at + head * v_head, value + row * value_row + head * value_head,
+           VALUE, VALUE_2)  # fmt: skip
+
+
+@triton.jit
+def _store(to, head, DIM: tl.constexpr, DIM_2: tl.constexpr):
+    """Write a head as pages hold it: see `kv_format.encode`."""
+    d = tl.arange(0, DIM_2)
+    x = tl.load(head + d, mask=d < DIM, other=0.0)
+    if to.dtype.element_ty == tl.int8:
+        x, b = tl.reshape(x.to(tl.float32), (DIM_2 // 32, 32)), tl.arange(0, DIM_2 // 32)
+        # As integers, a NaN is the largest.
+        most = tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
+        scale = (most / 127).to(tl.float16)
+        factor = tl.where(scale == 0, 0.0, 1 / scale.to(tl.float32))
+        x = tl.minimum(tl.maximum(x * factor[:, None], -127.0), 127.0)
+        x = x + 12582912.0 - 12582912.0  # to the nearest, ties to even
+        at = to + b * 34
+        tl.store(at.to(tl.pointer_type(tl.float16)), scale, mask=b * 32 < DIM)
+        at = at[:, None] + 2 + tl.arange(0, 32)[None, :]
+        tl.store(at, x.to(tl.int8), mask=(b * 32 < DIM)[:, None])
+    else:
+        tl.store(to + d, x.to(to.dtype.element_ty), mask=d < DIM)
+
+
+@triton.jit
+def _load(heads, d, mask):
+    """The numbers d [1, n] of stored heads [m, 1]."""
+    if heads.dtype.element_ty == tl.int8:
+        block = heads + d // 32 * 34
+        numbers = tl.load(block + 2 + d % 32, mask=mask, other=0).to(tl.float32)
+        scales = tl.load(block.to(tl.pointer_type(tl.float16)), mask=mask, other=0.0)
+        return numbers * scales.to(tl.float32)
+    else:
+        return tl.load(heads + d, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -192,10 +223,10 @@ def _attend_block(
     k_at, v_at = page * k_page + at % PAGE * k_slot, page * v_page + at % PAGE * v_slot
     k_mask = there[:, None] & (d < DIM)[None, :]
     v_mask = there[:, None] & (v < VALUE)[None, :]
-    keys = tl.load(k_pages + k_at[:, None] + d[None, :], mask=k_mask, other=0.0)
-    values = tl.load(v_pages + v_at[:, None] + v[None, :], mask=v_mask, other=0.0)
     if UPCAST:
-        q, keys, values = q.to(tl.float32), keys.to(tl.float32), values.to(tl.float32)
+        q = q.to(tl.float32)
+    keys = _load(k_pages + k_at[:, None], d[None, :], k_mask).to(q.dtype)
+    values = _load(v_pages + v_at[:, None], v[None, :], v_mask).to(q.dtype)
     if EXACT:  # not TF32
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
     else:

@@ -32,15 +32,81 @@ struct Batch {  // as PagedBatch
     const int64_t* slots;
 };
 
-template <class T>
-struct Pages {  // of a layer: page p begins at k + p * k_stride and v + p * v_stride
-    T *k, *v;
-    int64_t k_stride, v_stride;
-};
-
 struct Heads {  // of a layer; window: INT32_MAX for none; softcap: 0 for none
     int32_t heads, kv_heads, dim, value_dim, window;
     float scale, softcap;
+};
+
+enum class KVFormat : int32_t { FLOAT32, BFLOAT16, FLOAT16, Q8_0 };  // of pages
+
+struct q8 {  // a byte of blocks of 32: a float16 scale, and 32 numbers of 8 bits
+    uint8_t byte;
+};
+
+// Elements that `dim` numbers take.
+template <class S>
+inline int64_t stored(int dim) { return std::is_same_v<S, q8> ? dim / 32 * 34 : dim; }
+
+// Number d of a stored head and those behind it. Exact: 8 bits times 11 fit a float.
+template <class S>
+inline vec load_stored(const S* row, int d, int n) { return load(row + d, n); }
+
+inline vec load_stored(const q8* row, int d, int) {
+    typedef int8_t bvec __attribute__((vector_size(W)));
+    const q8* block = row + stored<q8>(d);
+    ivec numbers = __builtin_convertvector(read<bvec>(block + 2 + d % 32), ivec);
+    return __builtin_convertvector(numbers, vec) * number(read<fp16>(block));
+}
+
+template <class S, class T>
+void store_row(S* to, const T* from, int n) {
+    if (std::is_same_v<S, T>) memcpy(to, from, n * sizeof(T));
+    else for (int d = 0; d < n; d += W) store(to + d, load(from + d, n - d), n - d);
+}
+
+template <class T>
+void store_row(q8* to, const T* from, int n) {
+    typedef int8_t bvec __attribute__((vector_size(W)));
+    for (; n > 0; n -= 32, from += 32, to += 34) {
+        ivec sizes = {};
+        for (int d = 0; d < 32; d += W) {
+            ivec size = (ivec)load(from + d) & 0x7fffffff;  // as integers: a NaN is the largest
+            sizes = size > sizes ? size : sizes;
+        }
+        int32_t most = 0;
+        for (int i = 0; i < W; i++) most = std::max(most, sizes[i]);
+        fp16 scale;
+        store(&scale, all(read<float>(&most) / 127), 1);
+        memcpy(to, &scale, 2);
+        float factor = number(scale) == 0 ? 0 : 1 / number(scale);
+        for (int d = 0; d < 32; d += W) {
+            vec x = load(from + d) * factor;
+            x = x > 127.0f ? all(127) : x < -127.0f ? all(-127) : x;
+            ivec nearest = __builtin_convertvector(x + 12582912.0f - 12582912.0f, ivec);
+            bvec numbers = __builtin_convertvector(nearest, bvec);
+            memcpy(to + 2 + d, &numbers, W);
+        }
+    }
+}
+
+template <class F>
+void with_format(KVFormat format, const F& f) {
+    switch (format) {
+        case KVFormat::FLOAT32: return f((float*)nullptr);
+        case KVFormat::BFLOAT16: return f((bf16*)nullptr);
+        case KVFormat::FLOAT16: return f((fp16*)nullptr);
+        case KVFormat::Q8_0: return f((q8*)nullptr);
+    }
+}
+
+struct Pages {  // of a layer: [page_size][kv_heads][stored dim] each, so many bytes apart
+    char *k, *v;
+    int64_t k_stride, v_stride;
+    KVFormat format;
+
+    static char* page(char* pages, int64_t stride, int64_t number) {
+        return pages + number * stride;
+    }
 };
 
 template <class T>
@@ -165,7 +231,7 @@ template <class T>
 struct Attention {
     const Plan& plan;
     Tokens<T> query;
-    const Pages<T>& pages;
+    const Pages& pages;
     T* out;
     const float* sinks = nullptr;  // each head's score for an extra key without a value
     const Batch& batch = plan.batch;
@@ -209,19 +275,20 @@ struct Attention {
     };
 
     // Copies the first `count` keys and values of a block into panels, the keys transposed.
+    template <class S>
     void pack(int s, int kv_head, int block, int count, Room& room) const {
         int dim = heads.dim, value_dim = heads.value_dim, size = batch.page_size;
         const int32_t* table = batch.kv_indices + batch.kv_indptr[s];
-        const T *keys[KEYS + W], *values[KEYS];
+        const S *keys[KEYS + W], *values[KEYS];
         int first = std::max(0, batch.first[s] - block * KEYS);
         for (int j = first; j < count;) {  // page by page
             int at = block * KEYS + j - batch.first[s], slot = at % size;
-            const T *k = pages.k + table[at / size] * pages.k_stride,
-                    *v = pages.v + table[at / size] * pages.v_stride;
+            const S *k = (const S*)pages.page(pages.k, pages.k_stride, table[at / size]),
+                    *v = (const S*)pages.page(pages.v, pages.v_stride, table[at / size]);
             for (int row = slot * heads.kv_heads + kv_head; slot < size && j < count;
                  slot++, j++, row += heads.kv_heads) {
-                keys[j] = k + row * dim;
-                values[j] = v + row * value_dim;
+                keys[j] = k + row * stored<S>(dim);
+                values[j] = v + row * stored<S>(value_dim);
             }
         }
         std::fill(keys, keys + first, keys[first]);  // no row sees these: any will do
@@ -232,9 +299,9 @@ struct Attention {
             for (int d = 0; d < dim; d += W) {
                 vec r[W];
                 for (int i = 0; i < W; i++) {
-                    __builtin_prefetch(keys[j + W + i] + d);
-                    if (j + i < count) __builtin_prefetch(values[j + i] + d);
-                    r[i] = load(keys[j + i] + d, dim - d);
+                    __builtin_prefetch(keys[j + W + i] + stored<S>(d));
+                    if (j + i < count) __builtin_prefetch(values[j + i] + stored<S>(d));
+                    r[i] = load_stored(keys[j + i], d, dim - d);
                 }
                 transpose(r);
                 float* to = room.keys + (j / WIDE * dim + d) * WIDE + j % WIDE;
@@ -242,7 +309,7 @@ struct Attention {
             }
         for (int j = 0; j < count; j++)
             for (int d = 0; d < plan.width; d += W) {
-                vec x = d < value_dim ? load(values[j] + d, value_dim - d) : vec{};
+                vec x = d < value_dim ? load_stored(values[j], d, value_dim - d) : vec{};
                 store(room.values + (d / WIDE * KEYS + j) * WIDE + d % WIDE, x);
             }
     }
@@ -300,7 +367,10 @@ struct Attention {
             int n = 0, count = 0;
             for (const Part* p = begin; p < end; p++)
                 count = std::max(count, std::min(KEYS, plan.position(p->s, p->to) - block * KEYS));
-            pack(begin->s, kv_head, block, count, room);
+            with_format(pages.format, [&](auto* stored_as) {
+                pack<std::remove_pointer_t<decltype(stored_as)>>(begin->s, kv_head, block, count,
+                                                                 room);
+            });
             for (const Part* p = begin; p < end; p++)
                 for (int row = p->from * plan.group; row < p->to * plan.group; row++) {
                     int i = row / plan.group, head = kv_head * plan.group + row % plan.group;

@@ -21,7 +21,8 @@ from radixcache.kernels.attention import (
     LayerPages,
     PagedBatch,
 )
-from radixcache.kernels.native.library import check, kernel
+from radixcache.kernels.kv_format import stored_dim
+from radixcache.kernels.native.library import check, kernel, kv_format
 
 NO_WINDOW = 2**31 - 1
 
@@ -39,16 +40,17 @@ class _Batch(ctypes.Structure):
 class Pages(ctypes.Structure):
     """`Pages` of attention.h."""
 
-    _fields_ = [*((name, c_void_p) for name in ("k", "v"))] + [
-        (name, ctypes.c_int64) for name in ("k_stride", "v_stride")
+    _fields_ = [
+        *((name, c_void_p) for name in ("k", "v")),
+        *((name, ctypes.c_int64) for name in ("k_stride", "v_stride")),
+        ("format", c_int32),
     ]
 
 
-def pages_of(pages: LayerPages, like: torch.Tensor, dims: tuple[int, int, int, int, int]) -> Pages:
+def pages_of(pages: LayerPages, dtype: torch.dtype, dims: tuple[int, int, int, int, int]) -> Pages:
     """The structure of a layer's pages.
 
     Args:
-        like: has their dtype.
         dims: pages, page size, heads, and the dimensions of keys and values.
 
     Raises:
@@ -56,8 +58,9 @@ def pages_of(pages: LayerPages, like: torch.Tensor, dims: tuple[int, int, int, i
     """
     *shape, dim, value_dim = dims
     for tensor, last in ((pages.k, dim), (pages.v, value_dim)):
-        check(tensor, like, (*shape, last), apart=True)
-    return Pages(*(t.data_ptr() for t in pages), *(t.stride(0) for t in pages))
+        check(tensor, dtype, (*shape, stored_dim(last, dtype)), apart=True)
+    strides = (tensor.stride(0) * tensor.itemsize for tensor in pages)
+    return Pages(*(tensor.data_ptr() for tensor in pages), *strides, kv_format(pages.k))
 
 
 class Heads(ctypes.Structure):
@@ -157,7 +160,7 @@ class NativePlan(AttentionPlan):
         check(query, query, (tokens, heads, dim), apart=True)
         check(key, query, (tokens, kv_heads, dim), apart=True)
         check(value, query, (tokens, kv_heads, value_dim), apart=True)
-        page_struct = pages_of(inputs.pages, query, (pages, size, kv_heads, dim, value_dim))
+        page_struct = pages_of(inputs.pages, k_pages.dtype, (pages, size, kv_heads, dim, value_dim))
         if sinks is not None:
             sinks = sinks.float().contiguous()
             check(sinks, sinks, (heads,))

@@ -9,21 +9,6 @@
 
 namespace {
 
-float half(const uint8_t* at) {
-    uint32_t bits = at[0] | at[1] << 8, sign = (bits & 0x8000) << 16, rest = bits & 0x7fff;
-    uint32_t wide = rest << 13;
-    if (rest >= 0x7c00) wide += (255 - 31) << 23;  // infinite, or no number
-    else if (rest >= 0x400) wide += (127 - 15) << 23;
-    float value;
-    if (rest < 0x400) {
-        value = (float)rest / (1 << 24);  // exact
-        memcpy(&wide, &value, 4);
-    }
-    wide |= sign;
-    memcpy(&value, &wide, 4);
-    return value;
-}
-
 constexpr uint8_t NONLINEAR[16] = {1,   24,  45,  63,  79,  93,  106, 118,
                                    129, 141, 153, 166, 181, 197, 217, 241};
 constexpr uint8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
@@ -34,7 +19,7 @@ struct Block {
     uint8_t numbers[256];
     float scales[16], minimums[16];
 
-    float half_at(int at) const { return half(from + at); }
+    float half_at(int at) const { return number(read<fp16>(from + at)); }
 
     // Of a format without minimums, in which the number `zero` stands for 0.
     void symmetric(int i, float scale, int zero) {

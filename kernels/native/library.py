@@ -15,6 +15,8 @@ from radixcache.kernels.native.build import build
 
 DTYPES = (torch.float32, torch.bfloat16)
 
+_KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+
 _TYPES = {"*": c_void_p, "i": c_int32, "l": c_int64, "f": c_float}
 _KERNELS = {  # in the order of native.cpp
     "attend": "***l*l*l***i",
@@ -74,6 +76,13 @@ def kernel(name: str, dtype: torch.dtype | None = None) -> Callable[..., None]:
             raise IndexError("a token, or a row whose logits are wanted, that does not exist")
 
     return call
+
+
+def kv_format(pages: torch.Tensor) -> int:
+    """The `KVFormat` of attention.h; `ValueError` if the kernels read no such pages."""
+    if pages.dtype not in _KV_DTYPES:
+        raise ValueError(f"no native kernels for pages of {pages.dtype}")
+    return _KV_DTYPES.index(pages.dtype)
 
 
 class _Threads(local):

@@ -53,8 +53,8 @@ template <class T>
 struct Step {
     const Model& model;
     const Batch& batch;
-    const Batch& window;    // the tables of layers with a window
-    const Pages<T>* pages;  // of each layer that attends
+    const Batch& window;  // the tables of layers with a window
+    const Pages* pages;   // of each layer that attends
     const States& states;
     int threads;
 
@@ -85,7 +85,7 @@ struct Step {
         std::fill(residual, residual + rows * hidden, 0.0f);
         add(model.first);
         std::list<Plan> plans;
-        const Pages<T>* kv = pages;
+        const Pages* kv = pages;
         float* const* state = states.tensors;
         for (int i = 0; i < model.count; i++) {
             const Sublayer& sublayer = model.sublayers[i];
@@ -148,7 +148,7 @@ struct Step {
     }
 
     void attend(const AttentionLayer& layer, const Rope& rope, const Plan& plan,
-                const Pages<T>& pages, const int64_t* positions, const T* x, T* both, T* out) const {
+                const Pages& pages, const int64_t* positions, const T* x, T* both, T* out) const {
         const Heads& h = layer.heads;
         int64_t rows = batch.qo_indptr[batch.sequences], width = h.heads * h.value_dim;
         int64_t query = h.heads * h.dim, gates = layer.gated ? width : 0, key = h.kv_heads * h.dim;

@@ -216,12 +216,12 @@ class NativeModel:
 
     def _check_pages(self, pages: Sequence[LayerPages]) -> ctypes.Array[Pages]:
         """The structures of all pages, layer by layer; those with a window may have other sizes."""
-        like, found = torch.empty(0, dtype=self._dtype), []
+        found = []
         for layer, pair in zip(self._attends, pages, strict=True):
             heads = layer.heads
-            sizes = pages[self._first_of[heads.window != NO_WINDOW]].k.shape[:2]
-            dims = (*sizes, heads.kv_heads, heads.dim, heads.value_dim)
-            found.append(pages_of(pair, like, dims))
+            first = pages[self._first_of[heads.window != NO_WINDOW]].k
+            dims = (*first.shape[:2], heads.kv_heads, heads.dim, heads.value_dim)
+            found.append(pages_of(pair, first.dtype, dims))
         return (Pages * len(found))(*found)
 
     def _check_states(self, states: Sequence[torch.Tensor]) -> ctypes.Array[c_void_p]:

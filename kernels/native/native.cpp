@@ -17,7 +17,7 @@ int32_t enough_memory(const F& f) try {
 
 template <class T>
 int32_t attend(const Batch& batch, const Heads& heads, T* query, int64_t query_stride, T* key,
-               int64_t key_stride, T* value, int64_t value_stride, const Pages<T>& pages, T* out,
+               int64_t key_stride, T* value, int64_t value_stride, const Pages& pages, T* out,
                const float* sinks, int threads) {
     return enough_memory([&] {
         Tokens<T> q{query, query_stride}, k{key, key_stride}, v{value, value_stride};
@@ -45,8 +45,8 @@ int32_t activate(const T* gate, const T* up, T* out, int64_t rows, int width, in
 }
 
 template <class T>
-int32_t forward(const Model& model, const Batch& batch, const Batch& window,
-                const Pages<T>* pages, const States& states, const int64_t* ids, const int64_t* positions, const int64_t* wanted, int64_t count,
+int32_t forward(const Model& model, const Batch& batch, const Batch& window, const Pages* pages,
+                const States& states, const int64_t* ids, const int64_t* positions, const int64_t* wanted, int64_t count,
                 float* logits, int threads) {
     int64_t rows = batch.qo_indptr[batch.sequences];
     for (int64_t i = 0; i < rows; i++)

@@ -112,15 +112,14 @@ struct Rope {
     int half = 0;
 
     template <class T>
-    void turn(const T* from, T* to, int64_t token, int dim) const {
+    void turn(T* head, int64_t token) const {
         for (int d = 0; d < half; d += W) {
             int n = half - d;
-            vec x = load(from + d, n), y = load(from + half + d, n);
+            vec x = load(head + d, n), y = load(head + half + d, n);
             vec c = load(cos + token * half + d, n), s = load(sin + token * half + d, n);
-            store(to + d, fma(x, c, -(y * s)), n);
-            store(to + half + d, fma(y, c, x * s), n);
+            store(head + d, fma(x, c, -(y * s)), n);
+            store(head + half + d, fma(y, c, x * s), n);
         }
-        if (to != from) memcpy(to + 2 * half, from + 2 * half, (dim - 2 * half) * sizeof(T));
     }
 };
 
@@ -140,26 +139,30 @@ struct HeadNorms {  // of queries, keys and values before RoPE
     }
 };
 
-// Norms and rotates heads, queries in place; K and V go into the pages.
+// Norms and rotates heads in place; K and V go into the pages.
 template <class T>
 void write_kv(const Batch& batch, const Heads& heads, Tokens<T> query, Tokens<T> key,
-              Tokens<T> value, const Rope& rope, const HeadNorms& norms, const Pages<T>& pages,
+              Tokens<T> value, const Rope& rope, const HeadNorms& norms, const Pages& pages,
               int threads) {
     int dim = heads.dim, kv_heads = heads.kv_heads, value_dim = heads.value_dim;
     int width = (heads.heads + 2 * kv_heads) * dim, values = kv_heads * value_dim;
     parallel_rows(batch.qo_indptr[batch.sequences], width, threads, [&](int64_t t) {
         int64_t page = batch.slots[t] / batch.page_size, slot = batch.slots[t] % batch.page_size;
-        T* k_to = pages.k + page * pages.k_stride + slot * kv_heads * dim;
-        T* v_to = pages.v + page * pages.v_stride + slot * values;
         norms.apply(norms.key, key[t], kv_heads, dim);
-        for (int h = 0; h < kv_heads; h++) rope.turn(key[t] + h * dim, k_to + h * dim, t, dim);
         norms.apply(norms.query, query[t], heads.heads, dim);
-        for (int h = 0; h < heads.heads && rope.half; h++)
-            rope.turn(query[t] + h * dim, query[t] + h * dim, t, dim);
-        if (!norms.values) memcpy(v_to, value[t], values * sizeof(T));
-        for (int h = 0; h < kv_heads && norms.values; h++)
-            norm(value[t] + h * value_dim, nullptr, v_to + h * value_dim, value_dim, norms.eps,
-                 norms.centred);
+        for (int h = 0; h < kv_heads && rope.half; h++) rope.turn(key[t] + h * dim, t);
+        for (int h = 0; h < heads.heads && rope.half; h++) rope.turn(query[t] + h * dim, t);
+        for (int h = 0; h < kv_heads && norms.values; h++) {
+            T* head = value[t] + h * value_dim;
+            norm(head, nullptr, head, value_dim, norms.eps, norms.centred);
+        }
+        with_format(pages.format, [&](auto* stored_as) {
+            using S = std::remove_pointer_t<decltype(stored_as)>;
+            S *k = (S*)pages.page(pages.k, pages.k_stride, page),
+              *v = (S*)pages.page(pages.v, pages.v_stride, page);
+            store_row(k + slot * kv_heads * stored<S>(dim), key[t], kv_heads * dim);
+            store_row(v + slot * kv_heads * stored<S>(value_dim), value[t], values);
+        });
     });
 }
 

@@ -31,6 +31,10 @@ struct bf16 {
     uint16_t bits;
 };
 
+struct fp16 {
+    uint16_t bits;
+};
+
 inline vec all(float x) { return x - vec{}; }
 
 inline ivec lanes() {
@@ -52,6 +56,20 @@ inline vec load(const bf16* p) {
     return (vec)(__builtin_convertvector(read<hvec>(p), uvec) << 16);
 }
 
+inline vec load(const fp16* p) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_cvtph_ps(read<__m256i>(p));
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+    return (vec)_mm256_cvtph_ps(read<__m128i>(p));
+#else
+    ivec h = __builtin_convertvector(read<hvec>(p), ivec), rest = h & 0x7fff;
+    ivec wide = (rest << 13) + (112 << 23);
+    wide += (rest >= 0x7c00) & 112 << 23;  // infinite, or no number
+    vec v = rest < 0x400 ? __builtin_convertvector(rest, vec) * 0x1p-24f : (vec)wide;
+    return (vec)((ivec)v | (h & 0x8000) << 16);
+#endif
+}
+
 inline void store(float* p, vec v) { memcpy(p, &v, sizeof v); }
 
 inline void store(bf16* p, vec v) {  // to the nearest, ties to even
@@ -61,7 +79,27 @@ inline void store(bf16* p, vec v) {  // to the nearest, ties to even
     memcpy(p, &h, sizeof h);
 }
 
+inline void store(fp16* p, vec v) {  // to the nearest, ties to even
+    uvec u = (uvec)v, rest = u & 0x7fffffff;
+    uvec h = ((rest + 0xfff + (rest >> 13 & 1)) >> 13) - (112 << 10);
+    uvec small = (uvec)((vec)rest + 0.5f) - 0x3f000000;  // the last place of 0.5 is that of these
+    h = rest < 0x38800000 ? small : h;
+    h = rest >= 0x47800000 ? uvec{} + 0x7c00 : h;
+    h = (rest > 0x7f800000 ? uvec{} + 0x7e00 : h) | (u >> 16 & 0x8000);
+    hvec to = __builtin_convertvector(h, hvec);
+    memcpy(p, &to, sizeof to);
+}
+
 inline float number(float x) { return x; }
+
+inline float number(fp16 x) {
+#if defined(__F16C__)
+    return _cvtsh_ss(x.bits);
+#else
+    fp16 part[W] = {x};
+    return load(part)[0];
+#endif
+}
 
 inline float number(bf16 x) {
     uint32_t bits = (uint32_t)x.bits << 16;

@@ -80,6 +80,9 @@ class EngineArgs:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "number format; auto is float32 on a CPU, the checkpoint's on a GPU"
     )
+    kv_cache_dtype: Literal["auto", "float16", "bfloat16", "int8", "fp8"] = setting(
+        "auto", "number format of KV pages; auto is the model's, int8 takes half of 16 bits"
+    )
     device: str = setting("auto", "cpu, cuda, or auto: a GPU if there is one", metavar="D")
     tensor_parallel_size: int = setting(
         1, "devices to split the model across, with a process each", metavar="N", rule=_COUNT

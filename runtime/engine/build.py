@@ -281,11 +281,11 @@ def load(args: EngineArgs) -> PagedModel:
         from radixcache.runtime.model.parallel.load import load_parallel
 
         ranks = args.tensor_parallel_size
-        read = partial(load_parallel, path, ranks, args.dtype, args.device)
+        read = partial(load_parallel, path, ranks, args.dtype, args.device, args.kv_cache_dtype)
     else:
         read = partial(
             load_model, path, dtype=args.dtype, device=args.device, exact=args.exact,
-            max_model_len=args.max_model_len,
+            max_model_len=args.max_model_len, kv_cache_dtype=args.kv_cache_dtype,
         )  # fmt: skip
     if resolve_device(args.device).type != "cpu":
         return read()

@@ -41,6 +41,7 @@ def fingerprint(model: PagedModel, name_or_path: str, page_size: int) -> str:
         "model_type": model.model_type,
         "shapes": model.shapes,
         "dtype": str(model.dtype),
+        **({} if model.kv_cache_dtype == "auto" else {"kv": model.kv_cache_dtype}),
         "layers": model.layers_by,
         "attention": model.attention.name,
         "exact": model.exact,

@@ -140,5 +140,5 @@ def _difference(
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers as integers: the two zeros differ, and a NaN equals itself."""
-    return tensor.contiguous().view(torch.int32 if tensor.itemsize == 4 else torch.int16)
+    """The numbers as bytes: the two zeros differ, and a NaN equals itself."""
+    return tensor.contiguous().view(torch.uint8)

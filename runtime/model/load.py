@@ -33,6 +33,7 @@ from radixcache.runtime.model.gguf.config import (
     settings_of,
 )
 from radixcache.runtime.model.gguf.weights import GGUFWeights
+from radixcache.runtime.model.kv_dtype import check_kv_dtype, store_kv
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
 from radixcache.runtime.model.transformers_loading import call_transformers, load_transformers
@@ -52,6 +53,7 @@ def load_model(
     attention: AttentionBackend | None = None,
     exact: bool = False,
     max_model_len: int | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> PagedModel:
     """Load a causal LM from a folder, a GGUF file or the Hugging Face hub, if it runs right here.
 
@@ -64,11 +66,13 @@ def load_model(
         attention: the backend; None chooses the fastest that works.
         exact: a row's bits depend only on its own tokens (see `exact.py`).
         max_model_len: the most tokens of a sequence; None takes the config's.
+        kv_cache_dtype: of the KV pages: "float16", "bfloat16", "int8" or "fp8"; "auto" is `dtype`.
 
     Raises:
         ModelError: there is no such model, or it cannot be loaded or trusted over pages; or it, or
-            this machine, cannot be exact.
-        InvalidRequest: a dtype or device that does not exist, or that is never exact.
+            this machine, cannot be exact; or it does not bear `kv_cache_dtype`.
+        InvalidRequest: a dtype or device that does not exist, or that is never exact; or a
+            `kv_cache_dtype` that the model or this device cannot have.
     """
     place = resolve_device(device)
     warn_of_untried({"torch": torch.__version__, "transformers": transformers.__version__})
@@ -79,6 +83,7 @@ def load_model(
         check_sizes(settings)
         if exact:
             exactness.require(place, kind)
+        check_kv_dtype(kv_cache_dtype, place, exact)
         model: PagedModel | None = None
         try:
             model = _load_decoder(
@@ -94,6 +99,7 @@ def load_model(
             _log.info("transformers' own layers run this model: %s", reason)
         if model is None:  # outside of the handler, whose traceback holds the weights
             model = load_transformers(name_or_path, kind, place, attention, max_model_len)
+        store_kv(model, kv_cache_dtype, name_or_path)
         if exact:
             exactness.check(model)
         return model

@@ -7,7 +7,7 @@ which sequence a row belongs to, and finds its keys by the step's page tables.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,8 +18,15 @@ from numpy.typing import NDArray
 from transformers.generation.configuration_utils import GenerationConfig
 
 from radixcache.errors import ModelError
-from radixcache.kernels.attention import AttentionBackend, AttentionPlan, LayerKind, PagedBatch
+from radixcache.kernels.attention import (
+    AttentionBackend,
+    AttentionPlan,
+    LayerKind,
+    PagedBatch,
+    fp8_pages,
+)
 from radixcache.kernels.choice import choose_backend
+from radixcache.kernels.kv_format import FP8, stored_dim
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.upload import send
 from radixcache.runtime.model.kv_pool import (
@@ -64,8 +71,10 @@ class PagedModel(ABC):
         model_type: transformers' name of the model's family.
         generation_config: the model's default sampling.
         attention: the backend that plans this model's steps.
-        dtype, device: of the weights and of the KV pages.
-        shapes: a token's KV in each layer, for `KVPool`.
+        dtype, device: of the weights.
+        kinds: of all layers that attend, in order.
+        kv_dtype: of the KV pages; `kv_cache_dtype` is its name, "auto" that of `dtype`.
+        shapes: a token's KV in each layer as it is stored, for `KVPool`.
         windows: of each layer; None sees all tokens.
         vocab_size: width of the logits.
         max_context: the most tokens that a sequence may have.
@@ -103,8 +112,9 @@ class PagedModel(ABC):
         self.model_type, self.generation_config = model_type, generation_config
         self.dtype, self.device = dtype, device
         self.vocab_size = vocab_size
-        self.shapes = [LayerShape(k.kv_heads, k.head_dim, k.value_dim) for k in kinds]
+        self.kinds = list(kinds)
         self.windows = [kind.window for kind in kinds]
+        self.store_kv(dtype, "auto")
         self.attention = attention or choose_backend(device, dtype, kinds)
         self.max_context = max_context or 1 << 30
         eos = generation_config.eos_token_id
@@ -113,6 +123,17 @@ class PagedModel(ABC):
         if any(type(token) is not int for token in ends):
             raise ModelError(f"the tokens that end a text cannot be {eos!r}")
         self.eos_token_ids = [token for token in ends if 0 <= token < vocab_size]
+
+    def store_kv(
+        self, dtype: torch.dtype, name: str, scales: Sequence[tuple[float, float]] = ()
+    ) -> None:
+        """Keep KV in pages of `dtype`, which the backend takes; `scales` are those of each layer's
+        keys and values in fp8."""
+        self.kv_dtype, self.kv_cache_dtype, self._scales = dtype, name, scales
+        self.shapes = [
+            LayerShape(k.kv_heads, stored_dim(k.head_dim, dtype), stored_dim(k.value_dim, dtype))
+            for k in self.kinds
+        ]
 
     @property
     def max_graph_rows(self) -> int:
@@ -138,7 +159,7 @@ class PagedModel(ABC):
     @property
     def bytes_per_token(self) -> int:
         """Bytes of KV that one token keeps in all layers."""
-        return bytes_per_token(self.shapes, self.dtype)
+        return bytes_per_token(self.shapes, self.kv_dtype)
 
     @property
     def placement(self) -> str:
@@ -147,7 +168,8 @@ class PagedModel(ABC):
         if self.device.type == "cuda":
             place += f" ({torch.cuda.get_device_name(self.device)})"
         dtype = str(self.dtype).removeprefix("torch.")
-        more = ", exact" if self.exact else ""
+        more = "" if self.kv_cache_dtype == "auto" else f", KV in {self.kv_cache_dtype}"
+        more += ", exact" if self.exact else ""
         if self.device.type == "cpu" and (reason := problem()) is not None:
             more += f"; slower without the native kernels ({reason})"
         return (
@@ -162,7 +184,7 @@ class PagedModel(ABC):
 
     def bytes_per_page(self, page_size: int, windows: WindowLayout | None = None) -> int:
         """Bytes of a page in all layers, or in those of either kind."""
-        return bytes_per_page(self.shapes, page_size, self.dtype, windows)
+        return bytes_per_page(self.shapes, page_size, self.kv_dtype, windows)
 
     def allocate(
         self,
@@ -170,9 +192,16 @@ class PagedModel(ABC):
         page_size: int,
         num_states: int = 0,
         windows: WindowLayout | None = None,
+        make: Callable[..., KVPool] = KVPool,
     ) -> KVPool:
         """A pool of KV pages for this model, and of states if it is recurrent."""
-        pool = KVPool(self.shapes, num_pages, page_size, self.dtype, self.device, windows)
+        dtype = torch.uint8 if self.kv_dtype == FP8 else self.kv_dtype  # torch copies no fp8
+        pool = make(self.shapes, num_pages, page_size, dtype, self.device, windows)
+        if self.kv_dtype == FP8:
+            pool.layers = [
+                fp8_pages(k, v, *scales)
+                for (k, v), scales in zip(pool.layers, self._scales, strict=True)
+            ]
         if self.state_shapes:
             pool.states = StatePool(self.state_shapes, num_states, self.device)
         return pool

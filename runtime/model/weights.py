@@ -171,8 +171,9 @@ class CheckpointWeights:
             )
 
     def _is_spare(self, name: str) -> bool:
-        """Whether a tensor is not for the next token of a text: images, or the tokens after it."""
-        if re.match(r"(model\.)?(mtp|visual)", name) or name.endswith(".rotary_emb.inv_freq"):
+        """Whether a tensor is not for the layers of a text's next token, but for images, say."""
+        skipped = (".rotary_emb.inv_freq", ".k_scale", ".v_scale")  # the scales of fp8: `kv_dtype`
+        if re.match(r"(model\.)?(mtp|visual)", name) or name.endswith(skipped):
             return True
         if layer := re.match(re.escape(self._prefix) + r"layers\.(\d+)\.", name):
             spare = FAMILIES[self._architecture.family].spare_layers

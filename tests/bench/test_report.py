@@ -310,6 +310,7 @@ def test_a_report_of_a_hybrid_model_has_a_row_for_each_rule(capsys):
         ("--step-time 1e308", "must be from 1e-09 to 1e+12"),
         ("--seed -1", "--seed must be at least 0, not -1"),
         ("--file x", "--file and --format go together"),
+        ("--level index --kv-dtype int8", "at --level index say --token-bytes"),
         ("--file /nowhere --format mooncake", "cannot read /nowhere"),
         ("--arrivals poisson", "needs a --rate"),
         ("--arrivals trace", "needs a file with times"),

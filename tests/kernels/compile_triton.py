@@ -18,7 +18,10 @@ from triton.compiler import ASTSource
 from radixcache.kernels import triton_backend
 from radixcache.kernels.triton_backend import block_of
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {
+    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
+    "int8": torch.bfloat16,  # pages of int8
+}  # fmt: skip
 
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 163 << 10),
@@ -49,6 +52,8 @@ def compile_one(name: str, rows: int, target: str, dtype: str, dim: int) -> None
             return "constexpr"
         if argument in INDICES:
             return "*i32"
+        if argument in POINTERS and dtype == "int8":
+            return "*i8" if "pages" in argument else "*bf16"
         if argument in POINTERS:
             return f"*{dtype}"
         if argument in ("parts", "sums", "sinks"):
@@ -70,7 +75,7 @@ def compile_one(name: str, rows: int, target: str, dtype: str, dim: int) -> None
 
 
 if __name__ == "__main__":
-    for dtype in sys.argv[1:] or ("bf16", "fp16", "fp32"):
+    for dtype in sys.argv[1:] or DTYPES:
         for target, dim in product(TARGETS, (64, 128, 256, 512)):
             if (target, dtype, dim) == ("gfx942", "fp32", 512):
                 continue  # no tile fits: plain torch computes there

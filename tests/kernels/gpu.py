@@ -107,12 +107,13 @@ class Kernels:
 
     def attention(self, kind: str, q: Any, kv: Any, o: Any, index: Any, *key: Any) -> Attention:
         """The compiled module for these types and heads."""
-        assert q == kv == o and (self.any_dtype or q in DTYPES), f"no kernel for {q}, {kv}, {o}"
+        assert q == o and (self.any_dtype or q in DTYPES), f"no kernel for {q}, {kv}, {o}"
+        assert kv in (q, torch.float8_e4m3fn), f"no kernel for {q}, {kv}, {o}"
         dim, value_dim = key[:2]
         assert dim == value_dim or kind == "prefill", "batch_decode.cu: one head_dim"
         assert self.any_dtype or {dim, value_dim} <= {*HEAD_DIMS}, f"no kernel for heads of {dim}"
         assert index == torch.int32, "the kernels would misread other indices"
-        return Attention(self, kind, q, tuple(key))
+        return Attention(self, kind, q, tuple(key), kv)
 
     def check(self, **tensors: torch.Tensor) -> None:
         """tvm_ffi_utils.h: CHECK_INPUT, which is CHECK_CUDA and CHECK_CONTIGUOUS."""
@@ -278,8 +279,11 @@ class Kernels:
 class Attention(SimpleNamespace):
     """A compiled module of batch_prefill.cu or batch_decode.cu, by dtype and head sizes."""
 
-    def __init__(self, kernels: Kernels, kind: str, dtype: Any, key: tuple[Any, ...]) -> None:
+    def __init__(
+        self, kernels: Kernels, kind: str, dtype: Any, key: tuple[Any, ...], kv: Any = None
+    ) -> None:
         super().__init__(kernels=kernels, kind=kind, dtype=dtype, head_dim=key[0], value_dim=key[1])
+        self.kv_dtype = kv or dtype
 
     def plan(self, workspace: Any, ints: Any, pinned: Any, *rest: Any) -> list[int]:
         """The plan; what `run` gets of it is the size of the query tile, in packed rows."""
@@ -338,7 +342,8 @@ class Attention(SimpleNamespace):
         own = self.kernels
         own.check(out=out, **({} if lse is None else {"lse": lse}))
         for tensor, dim in ((q, self.head_dim), (k, self.head_dim), (v, self.value_dim)):
-            assert isinstance(tensor, DeviceTensor) and tensor.dtype == self.dtype, "plan()'s dtype"
+            planned = self.dtype if tensor is q else self.kv_dtype
+            assert isinstance(tensor, DeviceTensor) and tensor.dtype == planned, "plan()'s dtype"
             assert tensor.shape[-1] == dim and tensor.stride(-1) == 1
         assert out.dtype == self.dtype and out.shape == (*q.shape[:2], self.value_dim)
         assert lse is None or (lse.shape == q.shape[:2] and lse.dtype == torch.float32)
@@ -361,6 +366,7 @@ class Attention(SimpleNamespace):
         *rest: Any,
     ) -> None:  # fmt: skip
         self._shape(q, k, v, out, lse)
+        assert self.kv_dtype == self.dtype, "a prompt attends over what a hit would not"
         self.kernels.check(qo_indptr=qo_indptr, kv_indptr=kv_indptr)
         options = (mask_mode == 1, window, *rest[6:8], info[0], "ragged")
         args = (q, k, v, qo_indptr, kv_indptr, None, None, out, lse)
@@ -400,6 +406,7 @@ class Attention(SimpleNamespace):
                 table = indices[mine].long()
                 assert ((table >= 0) & (table < len(keys))).all(), "pages outside of the pool"
                 k, v = (side[table].flatten(0, 1)[: lens[owner]] for side in (keys, values))
+            k, v = (x.double() if x.itemsize == 1 else x for x in (k, v))
             result, sums = self._attend(q[own], k, v, causal, window, cap, scale)
             out[own] = result.to(out.dtype)
             if lse is not None:

@@ -111,6 +111,7 @@ struct Trial {
     Case c;
     std::vector<std::vector<int32_t>> tables;
     std::vector<T> query, key, value, k_pages, v_pages;
+    Pages stored{};  // in another format, in place of k_pages and v_pages
     std::vector<float> cos, sin;
     size_t q = 0, k = 0, v = 0, tokens = 0;  // elements of a token
 
@@ -183,13 +184,15 @@ struct Trial {
         Batch batch{(int32_t)lens.size(), c.page_size, qo.data(), kv.data(),
                     pages.data(),         lens.data(), slots.data()};
         size_t wide = c.kv_heads * c.group * c.value_dim;
+        auto format = sizeof(T) == 4 ? KVFormat::FLOAT32 : KVFormat::BFLOAT16;
+        Pages kept = stored.k ? stored : Pages{k_pages.data(), v_pages.data(), format};
         std::vector<T> part(rows.size() * wide);
         Tokens<T> queries{some_q.data(), (int64_t)q}, keys{some_k.data(), (int64_t)k};
         Tokens<T> values{some_v.data(), (int64_t)v};
         write_kv(batch, heads(), queries, keys, values, Rope{some_cos.data(), some_sin.data(), c.half},
-                 HeadNorms{}, k_pages.data(), v_pages.data(), threads);
+                 HeadNorms{}, kept, threads);
         Plan plan(batch, heads());
-        Attention<T>{plan, queries, k_pages.data(), v_pages.data(), part.data()}.run(threads);
+        Attention<T>{plan, queries, kept, part.data()}.run(threads);
         for (size_t i = 0; i < rows.size(); i++) {
             std::copy_n(&part[i * wide], wide, &out[rows[i] * wide]);
             std::copy_n(&some_q[i * q], q, &turned[rows[i] * q]);
@@ -300,6 +303,31 @@ void check_attention(const Case& c, uint64_t seed) {
             check(equal, name + ": " + std::to_string(threads) + " threads, chunks of "
                              + std::to_string(chunk));
         }
+}
+
+// Pages in another format give the bits of float32 pages with the numbers that they hold.
+template <class S>
+void check_pages(KVFormat format, double tolerance) {
+    std::string name = "pages of format " + std::to_string((int)format);
+    Case c{3, 2, 3, 64, 32, 0, 300, 6, true, {{1, 600}, {2, 640}, {9, 520}}};
+    Trial<float> plain(c, 9);
+    auto keep = [&](std::vector<float>& numbers) {
+        std::vector<S> kept(stored<S>(numbers.size()));
+        store_row(kept.data(), numbers.data(), numbers.size());
+        std::vector<double> expected(numbers.begin(), numbers.end());
+        for (size_t i = 0; i < numbers.size(); i += W)
+            store(&numbers[i], load_stored(kept.data(), i, W));
+        check_near(numbers, expected, name, tolerance);
+        return kept;
+    };
+    keep(plain.key), keep(plain.value);
+    auto keys = keep(plain.k_pages), values = keep(plain.v_pages);
+    Trial<float> other = plain;
+    other.stored = {keys.data(), values.data(), format};
+    std::vector<float> turned(plain.tokens * plain.q), out(plain.tokens * 6 * c.value_dim);
+    std::vector<float> other_out(out.size());
+    plain.run(0, 3, 0, 9, 2, turned, out), other.run(0, 3, 0, 9, 2, turned, other_out);
+    check(same(out, other_out), name + ": the bits of float32 pages");
 }
 
 // ---- Row by row.
@@ -493,6 +521,8 @@ int main(int count, char** arguments) {
     wrong = count > 1 && !strcmp(arguments[1], "wrong");
     check_all<float>();
     check_all<bf16>();
+    check_pages<bf16>(KVFormat::BFLOAT16, 4e-3), check_pages<fp16>(KVFormat::FLOAT16, 5e-4);
+    check_pages<q8>(KVFormat::Q8_0, 5e-3);
     printf("%d passed, %d failed, vectors of %d, hash %016llx\n", passed, failed, W,
            (unsigned long long)hash);
     return failed > 0;

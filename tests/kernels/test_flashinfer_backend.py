@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ from radixcache.kernels.attention import (
     LayerPages,
     PagedBatch,
     SharedPrefix,
+    fp8_pages,
 )
+from radixcache.kernels.kv_format import FP8, encode
 from radixcache.runtime.model.cuda_graphs import Shape, pad
 from tests.helpers.pretend_cuda import CUDA
 from tests.kernels.reference import Step, inputs_of, make_step, random_step
@@ -30,10 +33,10 @@ def kind_of(step: Step, scale: float, window: int | None = None, softcap: float 
     return LayerKind(*heads, scale, window, softcap)
 
 
-def make_backend(*kinds: LayerKind, dtype: torch.dtype = torch.float32):
+def make_backend(*kinds: LayerKind, dtype: torch.dtype = torch.float32, **kv_dtype):
     from radixcache.kernels.flashinfer_backend import FlashInferBackend  # over the stand-in
 
-    return FlashInferBackend(CUDA, dtype, kinds)
+    return FlashInferBackend(CUDA, dtype, kinds, **kv_dtype)
 
 
 def attend(backend, step: Step, batch: PagedBatch | None = None, fixed: bool = False, **options):
@@ -77,6 +80,36 @@ def test_random_steps_equal_the_reference(seed) -> None:
     for window in windows:  # layers of two kinds share one plan
         out = run(plan, step, **options | {"window": window, "sinks": sinks})
         assert error(step, out, **options | {"window": window}) < 2e-5
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_pages_of_fp8_hold_rounded_numbers_which_all_rows_read(gpu, seed) -> None:
+    """Fresh prompts too, and cascades: of the wrapper without pages its stand-in knows no fp8."""
+    step, options = random_step(seed, (16, 64), (torch.float32,), most=300)
+    scales = ((1.0, 1.0), (0.25, 0.5))[seed % 2]
+    step.key[0, 0, 0] = 1e4  # cut off
+
+    def rounded(numbers: torch.Tensor, scale: float) -> torch.Tensor:
+        return encode(numbers.nan_to_num(0), FP8, scale).float() * scale
+
+    sides = [encode(side.nan_to_num(0), FP8, scale) for side, scale in zip(
+        (step.k_pages, step.v_pages), scales, strict=True)]  # fmt: skip
+    kind = kind_of(step, 0.3, options["window"], options["softcap"])
+    backend, batch = make_backend(kind, kv_dtype=FP8), step.batch
+    if backend.reads_shared_once and batch.num_decodes > 1 and step.share:
+        batch = with_shared(batch, (0, batch.num_decodes, step.share))
+    k_pages, v_pages = (side.view(torch.uint8).to(CUDA) for side in sides)
+    pages = fp8_pages(k_pages, v_pages, *scales)
+    query, key, value = (t.to(CUDA) for t in (step.query, step.key, step.value))
+    sinks = None if options["sinks"] is None else options["sinks"].to(CUDA)
+    out = backend.plan(batch).run(LayerInputs(query, key, value, pages, kind, sinks))
+    held = replace(
+        step,
+        key=rounded(step.key, scales[0]), value=rounded(step.value, scales[1]),
+        k_pages=rounded(step.k_pages, scales[0]), v_pages=rounded(step.v_pages, scales[1]),
+    )  # fmt: skip
+    assert error(held, out, **options) < 1e-4 and not gpu.kernels.calls["ragged"]
+    assert "over fp8" in backend.name and backend.kv_dtypes == (FP8,)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

@@ -15,6 +15,7 @@ import torch
 
 from radixcache import LLM, SamplingParams
 from radixcache.kernels.attention import LayerKind, PagedBatch
+from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime.engine import build
 from radixcache.runtime.model.cuda_graphs import Shape, pad
 from radixcache.runtime.model.load import load_model
@@ -22,6 +23,7 @@ from tests.helpers.models import tiny_model
 from tests.helpers.sources import ROOT
 from tests.kernels.reference import Step, error, inputs_of, make_step, random_step, run
 from tests.kernels.test_cpu_backends import SHAPES
+from tests.kernels.test_kv_format import attend, held
 
 pytest.importorskip("triton", reason="`make test-gpu` brings it")
 from radixcache.kernels import triton_backend
@@ -40,6 +42,20 @@ def make_backend(dtype: torch.dtype = torch.float32):
 def test_output_equals_the_reference(seed) -> None:
     step, options = random_step(seed, (16, 64, 80, 128), (torch.float32,), most=120)
     assert error(step, run(step, make_backend(), **options), **options) < 2e-5
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_pages_of_fewer_bits_hold_what_torch_writes_there(seed) -> None:
+    """With slots that hold what is no number. (The interpreter does not round to bfloat16.)"""
+    dtype = (torch.int8, torch.float16)[seed % 2]
+    kinds = (torch.float32, torch.bfloat16) if dtype == torch.int8 else (torch.float32,)
+    step, options = random_step(seed, (32, 64, 96), kinds, most=120)
+    out, *sides = attend(step, make_backend(step.query.dtype), dtype, **options)
+    _, *others = attend(step, TorchBackend(), dtype, **options)
+    limit = 5e-5 if step.query.dtype == torch.float32 else 8e-2
+    assert error(held(step, dtype), out, **options) < limit
+    for side, other in zip(sides, others, strict=True):
+        np.testing.assert_array_equal(side.view(torch.int8), other.view(torch.int8))
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 5e-3), (torch.bfloat16, 4e-2)])
@@ -149,7 +165,11 @@ def test_an_engine_gives_the_same_tokens_over_its_page_tables(tmp_path: Path) ->
         assert triton.cache.stats.hit_tokens > 40
 
 
-DTYPES = ["bf16", *(pytest.param(d, marks=pytest.mark.exhaustive) for d in ("fp16", "fp32"))]
+DTYPES = [
+    "bf16",
+    "int8",
+    *(pytest.param(d, marks=pytest.mark.exhaustive) for d in ("fp16", "fp32")),
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,6 +30,7 @@ from radixcache.errors import (
 from radixcache.runtime.checkpoints.model_files import check_model, split_gguf
 from radixcache.runtime.model.compatibility import refusal
 from radixcache.runtime.model.device import resolve_device, resolve_dtype
+from radixcache.runtime.model.kv_dtype import check_kv_dtype, store_kv
 from radixcache.runtime.model.kv_pool import KVPool, WindowLayout
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.parallel.workers import Ranks, as_rank_0, join
@@ -72,13 +74,12 @@ class LeadingModel(TransformersModel):
         page_size: int,
         num_states: int = 0,
         windows: WindowLayout | None = None,
+        make: Any = None,
     ) -> KVPool:
         if self.ranks is None:
             return super().allocate(num_pages, page_size)
         with self.ranks.broadcast("allocate", num_pages, page_size):
-            return _LeadingPool(
-                self.ranks, self.shapes, num_pages, page_size, self.dtype, self.device
-            )
+            return super().allocate(num_pages, page_size, make=partial(_LeadingPool, self.ranks))
 
     def forward(self, *step: Any) -> torch.Tensor:  # token_ids, batch, logit_rows, pool, no states
         if self.ranks is None:
@@ -102,7 +103,9 @@ class _LeadingPool(KVPool):
             super().copy(*copies)
 
 
-def load_parallel(name_or_path: str, count: int, dtype: str, device: str) -> PagedModel:
+def load_parallel(
+    name_or_path: str, count: int, dtype: str, device: str, kv_cache_dtype: str = "auto"
+) -> PagedModel:
     """Load a model onto `count` devices, or into as many processes on a CPU.
 
     Raises:
@@ -116,15 +119,17 @@ def load_parallel(name_or_path: str, count: int, dtype: str, device: str) -> Pag
         raise MissingDependency(
             "tensor parallelism needs accelerate: in a checkout, pip install '.[tensor-parallel]'"
         )
+    check_kv_dtype(kv_cache_dtype, place, exact=False)
     check_model(name_or_path)
     _check_cut(name_or_path, count)
     ranks = Ranks(count, follow)
     try:
         with as_rank_0(), TemporaryDirectory(prefix="radixcache-") as folder:
-            ranks.tell(name_or_path, count, kind, place.type, f"{folder}/ranks")
+            ranks.tell(name_or_path, count, kind, place.type, f"{folder}/ranks", kv_cache_dtype)
             join(0, count, f"{folder}/ranks", place, ranks)
             model = load_transformers(name_or_path, kind, place, ranks=count, make=LeadingModel)
             assert isinstance(model, LeadingModel)
+            store_kv(model, kv_cache_dtype, name_or_path)
         ranks.loaded = True
     except BaseException as error:
         reason = ranks.lost if ranks.lost_one() else first_sentence(error)
@@ -141,12 +146,13 @@ def load_parallel(name_or_path: str, count: int, dtype: str, device: str) -> Pag
 
 def follow(rank: int, hear: Callable[[], Any]) -> None:
     """Load a rank's part of the model, and repeat rank 0's calls."""
-    name_or_path, count, kind, device_type, meeting = hear()
+    name_or_path, count, kind, device_type, meeting, kv_cache_dtype = hear()
     place = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, rank)
     if place.type == "cuda":
         torch.cuda.set_device(place)
     join(rank, count, meeting, place)
     model: Any = load_transformers(name_or_path, kind, place, ranks=count)
+    store_kv(model, kv_cache_dtype, name_or_path)
     pool: Any = None
     while True:
         call, *given = hear()

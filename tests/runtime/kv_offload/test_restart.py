@@ -65,6 +65,17 @@ def test_conversations_and_prefixes_go_on_to_the_token(tmp_path: Path) -> None:
         assert third.num_cached_tokens < 20
 
 
+def test_a_folder_of_another_kv_dtype_is_not_read(tmp_path: Path, caplog) -> None:
+    """float16 and bfloat16 have pages of equal bytes: only the folder's name tells them apart."""
+    answers: dict[str, Any] = {}
+    for name in ("float16", "float16", "bfloat16", "bfloat16", "int8", "int8", "auto", "auto"):
+        with open_llm(tmp_path, kv_cache_dtype=name) as llm:
+            answer, hit, loaded = ask(llm, TABLE + "Who?")
+            assert bool(hit) == bool(loaded) == (name in answers)
+            assert answers.setdefault(name, answer)[0] == answer[0]
+    assert "are removed, of tabletalk in float32, KV in float16, pages of 16" in caplog.text
+
+
 def test_what_is_salted_stays_off_the_disk(tmp_path: Path) -> None:
     with open_llm(tmp_path) as llm:
         ask(llm, TABLE, "mine")

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from dataclasses import dataclass, fields
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -69,23 +70,27 @@ GGUFS = {
 }
 """Files of these kinds of blocks, matrix by matrix in turn."""
 DTYPES = ("float32", "bfloat16")
+WIDE = {"hidden_size": 128, "head_dim": 32}
+"""For `kv_cache_dtype="int8"`, which takes heads of multiples of 32."""
+NEVER_WIDE = ("granitemoehybrid", *GGUFS)
 
 
 @cache
-def folder(family: str) -> Path:
+def folder(family: str, wide: bool = False) -> Path:
     """Of a tiny model: a GGUF file, or peaky, with few and many weights, and odd widths."""
     path = Path(tempfile.mkdtemp(prefix="exact"))
     if family in GGUFS:
         write_model(path / "model.gguf", {"{}.context_length": 8192}, kinds=GGUFS[family])
         return path
     options = {name: value for name, value in MODELS[family].items() if value is not None}
-    options["max_position_embeddings"] = 8192
+    options |= {"max_position_embeddings": 8192} | (WIDE if wide else {})
     return tiny_model(family, path, tokenizer=False, **options)
 
 
 @cache
-def exact_model(family: str, dtype: str) -> PagedModel:
-    return load_model(folder(family), dtype=dtype, device="cpu", exact=True)
+def exact_model(family: str, dtype: str, kv: str = "auto", exact: bool = True) -> PagedModel:
+    path = folder(family, kv == "int8")
+    return load_model(path, dtype=dtype, device="cpu", exact=exact, kv_cache_dtype=kv)
 
 
 @dataclass
@@ -126,7 +131,8 @@ class Watch:
         free = np.append(~in_use(self._cache), False)
         for layer in self._pool.layers:  # what is in a free page does not matter
             for side in layer:
-                side[torch.from_numpy(free)] = torch.nan
+                # As a scale of int8, the bits of -1 are a NaN, too.
+                side[torch.from_numpy(free)] = torch.nan if side.is_floating_point() else -1
         logits = self._compute(chunks, tokens, batch, rows, unread)
         for row, values in zip(rows.tolist(), logits.clone(), strict=True):
             number = int(np.searchsorted(batch.qo_indptr[1:], row, side="right"))
@@ -171,7 +177,7 @@ def run_alone(model: PagedModel, tokens: Any) -> tuple[torch.Tensor, list[torch.
 
 def differing(one: torch.Tensor, other: torch.Tensor) -> int:
     """Numbers whose bits differ."""
-    kind = torch.int32 if one.itemsize == 4 else torch.int16
+    kind = {4: torch.int32, 2: torch.int16, 1: torch.int8}[one.itemsize]
     return int((one.contiguous().view(kind) != other.contiguous().view(kind)).sum())
 
 
@@ -279,24 +285,27 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=300, help="schedules (300)")
     parser.add_argument("--seed", type=int, default=0, help="of the first (0)")
     parser.add_argument("--models", nargs="+", default=[*MODELS, *GGUFS], metavar="M")
+    parser.add_argument("--kv", nargs="+", default=["auto"], metavar="D", help="kv_cache_dtype")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="(1 2)")
     parser.add_argument("--scale", type=int, default=1, help="of lengths, of some 50 tokens (1)")
     parser.add_argument("--default", action="store_true", help="without exact mode")
     args = parser.parse_args()
-    kinds = [(family, dtype) for family in args.models for dtype in DTYPES]
+    kinds = [
+        (family, dtype, kv)
+        for family, dtype, kv in product(args.models, DTYPES, args.kv)
+        if kv not in ("int8", "float16")
+        or (family not in NEVER_WIDE if kv == "int8" else dtype == "float32")
+    ]
     tallies = dict.fromkeys(kinds, Tally())
-    models = {
-        kind: load_model(folder(kind[0]), dtype=kind[1], device="cpu", exact=not args.default)
-        for kind in kinds
-    }
+    models = {kind: exact_model(*kind, exact=not args.default) for kind in kinds}
     for seed in range(args.seed, args.seed + args.count):
         kind = kinds[seed % len(kinds)]
         torch.set_num_threads(args.threads[seed // len(kinds) % len(args.threads)])
         tallies[kind] += play(models[kind], seed, args.scale)
     total = sum(tallies.values(), Tally())
     print(f"seeds {args.seed} to {args.seed + args.count - 1}, threads {args.threads}")
-    for kind, found in [*tallies.items(), (("all", ""), total)]:
-        print(f"{' '.join(kind):20}", *(f"{v:,} {name}" for name, v in vars(found).items()))
+    for kind, found in [*tallies.items(), (("all", "", ""), total)]:
+        print(f"{' '.join(kind):25}", *(f"{v:,} {name}" for name, v in vars(found).items()))
     return bool(total.differing or total.flips)
 
 

@@ -135,13 +135,21 @@ def schedules(model: PagedModel, seeds: range) -> Tally:
     return tally
 
 
+NARROW = [family for family in MODELS if family not in exact_schedules.NEVER_WIDE]
+
+
 @needs_exact
 @pytest.mark.parametrize(
-    ("family", "dtype"),
-    [(family, exact_schedules.DTYPES[n % 2]) for n, family in enumerate([*MODELS, *GGUFS])],
+    ("family", "dtype", "kv"),
+    [
+        *((one, exact_schedules.DTYPES[n % 2], "auto") for n, one in enumerate([*MODELS, *GGUFS])),
+        *((one, exact_schedules.DTYPES[n % 2], "int8") for n, one in enumerate(NARROW, 1)),
+        *((one, "float32", "float16") for one in ("qwen3", "gpt_oss", "llama of 4 bits")),
+        ("gemma3_text", "float32", "bfloat16"),
+    ],
 )
-def test_no_bit_of_random_schedules_differs_from_the_tokens_alone(family, dtype) -> None:
-    model = exact_model(family, dtype)
+def test_no_bit_of_random_schedules_differs_from_the_tokens_alone(family, dtype, kv) -> None:
+    model = exact_model(family, dtype, kv)
     tally = schedules(model, range(SEED, SEED + 4))
     assert isinstance(model, Decoder)
     assert tally.differing == tally.flips == 0

@@ -200,6 +200,15 @@ def test_two_ranks_answer_as_one_process_and_end_with_the_first_that_dies(
 
 
 @pytest.mark.usefixtures("forked")
+def test_two_ranks_keep_their_kv_in_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("qwen3", tmp_path, hidden_size=128, head_dim=32)
+    settings = SETTINGS | {"kv_cache_dtype": "int8"}
+    with LLM(model, **settings) as alone, LLM(model, tensor_parallel_size=2, **settings) as llm:
+        assert 2 * llm.engine.model.bytes_per_token == alone.engine.model.bytes_per_token == 272
+        check_equal(llm, alone, 10, seed=0, monkeypatch=monkeypatch)
+
+
+@pytest.mark.usefixtures("forked")
 def test_closing_does_not_wait_for_a_rank_that_is_stopped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

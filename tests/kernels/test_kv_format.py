@@ -1,0 +1,103 @@
+"""Pages of another dtype than the model's give the bits of plain pages with the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from radixcache.kernels.attention import AttentionBackend
+from radixcache.kernels.kv_format import FP8, decode, encode, stored_dim
+from radixcache.kernels.native.attention import NativeBackend
+from radixcache.kernels.native.library import problem
+from radixcache.kernels.quantized import Stored, dense
+from radixcache.kernels.torch_backend import TorchBackend
+from radixcache.runtime.model.gguf import blocks
+from tests.kernels.reference import Step, inputs_of, random_step
+
+F32, BF16, F16, INT8 = torch.float32, torch.bfloat16, torch.float16, torch.int8
+BACKENDS = [
+    TorchBackend,
+    pytest.param(NativeBackend, marks=pytest.mark.skipif(problem() is not None, reason="")),
+]
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.contiguous().view(INT8).numpy()
+
+
+def held(step: Step, dtype: torch.dtype) -> Step:
+    """The step whose K/V are the numbers that such pages would hold."""
+
+    def rounded(numbers: torch.Tensor) -> torch.Tensor:
+        return decode(encode(numbers, dtype), numbers.dtype)
+
+    names = ("key", "value", "k_pages", "v_pages")
+    changes: dict[str, Any] = {name: rounded(getattr(step, name)) for name in names}
+    return replace(step, **changes)
+
+
+def attend(
+    step: Step, backend: AttentionBackend, dtype: torch.dtype, **options
+) -> tuple[torch.Tensor, ...]:
+    """The output, and both sides of the pages, which are of `dtype`."""
+    sides = (encode(side, dtype) for side in (step.k_pages, step.v_pages))
+    inputs = inputs_of(step, **options)
+    pages = type(inputs.pages)(*sides)
+    return backend.plan(step.batch).run(inputs._replace(pages=pages)), *pages
+
+
+@pytest.mark.parametrize("make", BACKENDS)
+@pytest.mark.parametrize("seed", range(24))
+def test_attention_is_that_over_the_numbers_held(
+    seed, make: Callable[[], AttentionBackend]
+) -> None:
+    """With windows, caps, sinks and shared pages; slots without a token hold what is no number."""
+    dtype = (INT8, F16, BF16)[seed % 3]
+    step, options = random_step(seed, (32, 64, 96), (F32, BF16) if dtype == INT8 else (F32,))
+    out, *sides = attend(step, make(), dtype, **options)
+    plain, kind = held(step, dtype), step.query.dtype
+    if make is NativeBackend:  # sums in float32, and rounds the result
+        names = ("query", "key", "value", "k_pages", "v_pages")
+        exact: dict[str, Any] = {name: getattr(step, name).float() for name in names}
+        plain = held(replace(step, **exact), dtype)
+    expected, *written = attend(plain, make(), plain.query.dtype, **options)
+    assert out.dtype == kind
+    np.testing.assert_array_equal(bits(out), bits(expected.to(kind)))
+    for side, other in zip(sides, written, strict=True):  # a token is rounded by itself
+        read = decode(side, other.dtype).float()
+        np.testing.assert_array_equal(read.nan_to_num(7), other.float().nan_to_num(7))
+
+
+def test_int8_is_a_float16_scale_and_32_numbers() -> None:
+    heads = torch.zeros(4, 64)
+    heads[0, :3] = torch.tensor([127.0, -63.4, 0.5])  # a tie goes to the even number
+    heads[1, 40] = 1e-9  # a scale that float16 does not have
+    heads[2, 33] = torch.nan
+    heads[3, 1] = -2.0
+    stored = encode(heads, INT8)
+    assert stored.shape == (4, stored_dim(64, INT8)) == (4, 68)
+    scales, numbers = stored.view(4, 2, 34).split([2, 32], -1)
+    assert scales.contiguous().view(F16)[..., 0].nan_to_num(-1).tolist() == [
+        [1, 0], [0, 0], [0, -1], [torch.tensor(2 / 127).half().item(), 0]
+    ]  # fmt: skip
+    assert numbers[0, 0, :4].tolist() == [127, -63, 0, 0] and numbers[3, 0, 1] == -127
+    back = decode(stored, F32)
+    assert back[2, 32:].isnan().all() and not back[[0, 1, 3]].isnan().any()
+    assert (back - heads)[[0, 3]].abs().max() <= 0.5
+
+
+def test_int8_is_read_as_files_of_q8_0_are() -> None:
+    stored = encode(torch.randn(5, 64), INT8)
+    read = dense(Stored([(blocks._LAYOUTS["Q8_0"], stored.view(torch.uint8))]))
+    np.testing.assert_array_equal(read, decode(stored, F32))
+
+
+def test_fp8_is_cut_off_where_it_ends() -> None:
+    numbers = torch.tensor([1e6, -900.0, 448.0, 3.0, 0.0])
+    assert encode(numbers, FP8).float().tolist() == [448, -448, 448, 3, 0]
+    assert (encode(numbers, FP8, 2.0).float() * 2).tolist() == [896, -896, 448, 3, 0]
