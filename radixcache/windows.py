@@ -9,12 +9,16 @@ one pool, in which a page of all full layers holds `page_size` tokens and one of
 
 The page at p may be half-filled: its sequence goes on writing behind p, and others look before it.
 Whoever goes on from p copies it first.
+
+The pages of a checkpoint that is no longer than a window begin at the first token, so that others
+can go on from anywhere within; they look at multiples of `GRID` tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import wraps
+from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
@@ -26,6 +30,8 @@ from radixcache.pages import PagePool, Pages
 
 MOST_CHECKPOINTS = 2048
 """Kept checkpoints: a look-up tries each length among them."""
+
+GRID = 16
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -80,6 +86,10 @@ class WindowIndex(CheckpointIndex[Window]):
         """Tables and checkpoints that hold each page; together they are one holder in the pool."""
         self._running = np.zeros(self._pool.num_pages, np.int32)
         """Tables alone."""
+        self._holders: dict[Key, dict[Key, None]] = {}
+        """The checkpoints that hold all of these tokens (a multiple of `GRID`) from the first on."""
+        self._inside: dict[Key, list[Key]] = {}
+        """The same the other way about."""
         self.num_running = 0
         """Pages that tables hold: these cannot be evicted."""
 
@@ -161,6 +171,45 @@ class WindowIndex(CheckpointIndex[Window]):
 
     # -- checkpoints ---------------------------------------------------------------------------
 
+    def depth(self, tokens: Tokens, namespace: Hashable, limit: int) -> int:
+        inner, _ = self._deepest_inside(tokens, namespace, limit)
+        return max(super().depth(tokens, namespace, limit), inner.length if inner else 0)
+
+    def find(self, tokens: Tokens, namespace: Hashable, limit: int) -> Checkpoint[Window] | None:
+        """As in `CheckpointIndex`, or a place inside a checkpoint, as one that is not kept."""
+        inner, _ = self._deepest_inside(tokens, namespace, limit)
+        if inner is None or inner.length <= super().depth(tokens, namespace, limit):
+            return super().find(tokens, namespace, limit)
+        key = next(key for key in reversed(self._holders[inner]) if key in self._kept)
+        holder = self._kept[key]
+        self._use(holder)
+        holder.hits += 1
+        self._hits[holder.kind] += 1
+        pages = holder.held.pages[: -(-inner.length // self.page_size)]
+        return Checkpoint(inner, Window(0, pages), holder.kind, hits=1)
+
+    def coming(self, tokens: Tokens, namespace: Hashable, limit: int) -> int:
+        if not self._written:
+            return 0
+        _, inner = self._deepest_inside(tokens, namespace, limit)
+        return max(super().coming(tokens, namespace, limit), inner)
+
+    def _deepest_inside(
+        self, tokens: Tokens, namespace: Hashable, limit: int
+    ) -> tuple[Key | None, int]:
+        """The deepest place inside a kept checkpoint, and the length of the deepest in one that the
+        step writes. O(window)."""
+        found, coming, digest = None, 0, blake2b(digest_size=32)
+        for end in range(GRID, min(limit, self.window) + 1, GRID):
+            digest.update(tokens[end - GRID : end].tobytes())
+            place = Key(namespace, end, digest.copy().digest())
+            holders = self._holders.get(place)
+            if holders is None:  # nor is there a deeper one
+                break
+            found = place if any(key in self._kept for key in reversed(holders)) else found
+            coming = end if any(key in self._written for key in holders) else coming
+        return found, coming
+
     @_change
     def write(self, lease: Lease, tokens: Tokens, kind: Kind) -> Checkpoint[Window] | None:
         """A checkpoint after `tokens`, which the step being scheduled writes into the lease's
@@ -196,6 +245,12 @@ class WindowIndex(CheckpointIndex[Window]):
         assert skipped >= 0, "a part of the window is gone"
         pages = table.pages[skipped : skipped + -(-position // size) - first].copy()
         self._hold(pages)
+        if not first:
+            self._inside[key] = [
+                key_of(tokens[:end], lease.namespace) for end in range(GRID, position + 1, GRID)
+            ]
+            for place in self._inside[key]:
+                self._holders.setdefault(place, {})[key] = None
         return self._add(to, key, Window(first * size, pages), kind)
 
     def evict(self, last_use: int | None = None) -> bool:
@@ -208,8 +263,16 @@ class WindowIndex(CheckpointIndex[Window]):
         if last_use is not None and not is_dead and victim.last_use > last_use:
             return False
         self._remove(victim)
-        self._let_go(victim.held.pages)
+        self._forget(victim)
         return True
+
+    def _forget(self, checkpoint: Checkpoint[Window]) -> None:
+        self._let_go(checkpoint.held.pages)
+        for place in self._inside.pop(checkpoint.key, ()):
+            holders = self._holders[place]
+            del holders[checkpoint.key]
+            if not holders:
+                del self._holders[place]
 
     def forget(self) -> None:
         """Drop all checkpoints, while no lease has a table, within a change of the cache."""
@@ -218,7 +281,7 @@ class WindowIndex(CheckpointIndex[Window]):
 
     def recover(self) -> None:
         for checkpoint in self._written.values():
-            self._let_go(checkpoint.held.pages)
+            self._forget(checkpoint)
         super().recover()
 
     # -- holders -------------------------------------------------------------------------------
@@ -258,4 +321,11 @@ class WindowIndex(CheckpointIndex[Window]):
         assert np.array_equal(running, self._running)
         assert self.num_running == np.count_nonzero(running)
         self._check_keys()
+        holders = {(place, key) for place, keys in self._holders.items() for key in keys}
+        assert holders == {(place, key) for key, places in self._inside.items() for place in places}
+        assert self._inside.keys() == {
+            checkpoint.key
+            for checkpoint in [*self._kept.values(), *self._written.values()]
+            if not checkpoint.held.first
+        }
         return (self._refs > 0).astype(np.int32)

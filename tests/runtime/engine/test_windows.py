@@ -6,9 +6,13 @@ import random
 from collections import Counter
 from typing import Any
 
+import pytest
+
+from radixcache import SamplingParams
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.model.kv_pool import WindowLayout
 from tests.helpers.cover import seeds
+from tests.helpers.engines import finish
 from tests.helpers.hash_model import VOCAB, greedy, hash_engine
 from tests.helpers.traffic import serve
 
@@ -48,3 +52,33 @@ def test_random_requests_get_the_tokens_of_their_own_texts(seed: int) -> None:
         assert total["hits"] > total["finished"] / 12
         assert total["evicted"] > 100
         assert total["preempted"] > 0
+
+
+def ask(engine: Engine, prompt: list[int]) -> int:
+    """The cached tokens of a prompt whose answer is right."""
+    request = engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=2))
+    finish(engine)
+    assert request.sequences[0].generated.tolist() == greedy(prompt, 2)
+    return request.sequences[0].cached_tokens
+
+
+@pytest.mark.parametrize("cut", [5, 16, 37, 60])
+def test_inside_a_first_window_a_prompt_goes_on_from_anywhere(cut: int) -> None:
+    """On a grid of 16 tokens."""
+    engine = hash_engine(page_size=4, windows=WindowLayout(64, 3, (True, False)))
+    rng = random.Random(cut)
+    stem = [rng.randrange(VOCAB) for _ in range(60)]
+    assert ask(engine, stem) == 0
+    other = [*stem[:cut], (stem[cut % 60] + 1) % VOCAB, 1]
+    assert ask(engine, other) == (60 if cut == 60 else cut // 16 * 16)
+
+
+def test_beyond_a_window_the_second_prompt_leaves_a_checkpoint_for_the_third() -> None:
+    engine = hash_engine(page_size=4, windows=WindowLayout(20, 3, (True, False)))
+    rng = random.Random(1)
+    stem = [rng.randrange(VOCAB) for _ in range(100)]
+    assert ask(engine, stem) == 0
+    assert ask(engine, [*stem[:50], 27, 1]) == 0
+    assert ask(engine, [*stem[:50], 27, 2]) == 50
+    assert ask(engine, stem) == 100, "its last logits are kept, and the window before"
+    assert ask(engine, [*stem, 5]) == 100
