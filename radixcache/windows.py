@@ -87,7 +87,7 @@ class WindowIndex(CheckpointIndex[Window]):
         self._running = np.zeros(self._pool.num_pages, np.int32)
         """Tables alone."""
         self._holders: dict[Key, dict[Key, None]] = {}
-        """The checkpoints that hold all of these tokens (a multiple of `GRID`) from the first on."""
+        """The checkpoints that hold all of these tokens, whose number `GRID` divides."""
         self._inside: dict[Key, list[Key]] = {}
         """The same the other way about."""
         self.num_running = 0

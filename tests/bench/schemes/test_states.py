@@ -69,8 +69,7 @@ class CheckedScheduler(Scheduler):
 def replay(workload, rule, states, concurrency=1, budget=64):
     """What became of the requests, and the slots."""
     scheme = Scheme("radix", 1, rule)
-    planner = scheme.planner(states, workload)
-    cache = scheme.make(1 << 14)
+    cache, planner = scheme.make_planned(1 << 14, states, workload)
     scheduler = CheckedScheduler(cache, budget, min(8, states - 1), "fcfs", planner)
 
     def check():
