@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from radixcache.bench.replay.figures import Figures
@@ -114,7 +115,7 @@ def _reasons(workload: WorkloadReport, rows: list[Figures]) -> Iterator[str]:
         )
     else:
         yield from _under_lru(caching, workload.optimal_hits.get(given, 0))
-    best = workload.optimal_hits.get(given, 0)
+    best = workload.optimal_hits.get(given, math.inf)
     if above := [row.scheme for row in rows if row.hit_tokens > best and not row.has_tier]:
         yield (
             f"{', '.join(above)} above the optimum, which serves one request after the other in "

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
-from radixcache.bench.schemes.named import MODELS, Scheme, windowed_schemes
-from radixcache.bench.schemes.windows import ALL_KEPT, WINDOW_RULES, WindowedModel
+from radixcache.bench.schemes.named import Scheme, windowed_schemes
+from radixcache.bench.schemes.windows import ALL_KEPT, MODELS, WINDOW_RULES, WindowedModel
 from radixcache.bench.workloads.generators import generate
 from radixcache.bench.workloads.workload import Workload
 from radixcache.runtime.engine.scheduler import Scheduler
