@@ -115,12 +115,15 @@ def faults(right: Architecture) -> Iterator[tuple[str, Architecture, Any]]:
 
 @torch.inference_mode()
 def logits_by_reference(
-    folder: Path, described: Architecture | None = None, fault: Any = None
+    folder: Path,
+    described: Architecture | None = None,
+    fault: Any = None,
+    tokens: torch.Tensor = TOKENS,
 ) -> torch.Tensor:
-    """[60, vocab_size], by what is described and read, or by what is wrong in it."""
+    """[T, vocab_size], by what is described and read, or by what is wrong in it."""
     with read(folder) as (right, weights):
         architecture = described or right
-        hidden = reference.embed(architecture, TOKENS, weights.embedding())
+        hidden = reference.embed(architecture, tokens, weights.embedding())
         for number, layer in enumerate(architecture.layers):
             found, attention = weights.layer(number), None
             if isinstance(layer.mixer, Attention):
