@@ -108,11 +108,12 @@ INDEX = "model.safetensors.index.json"
     ("config.json", {"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000: no model has"),
     ("config.json", "[]", "no dictionary"),
     ("generation_config.json", "[]", "does not make sense"),
-    (INDEX, "[]", "does not load"),
-    (INDEX, '"x"', "does not load"),
-    (INDEX, "{}", "does not load"),
-    (INDEX, {"weight_map": ["a"]}, "does not load"),
-    (INDEX, {"weight_map": {"a": None}}, "does not load"),
+    *((INDEX, content, "is no index of weights: .") for content in (
+        "", "[]", '"x"', "{}", "null", {"weight_map": ["a"]}, {"weight_map": 3}, "[" * 99999)),
+    *((INDEX, {"weight_map": {"a": name}}, "is no index of weights: .* is no file beside it")
+      for name in (None, 3, "/etc/passwd", "../model.safetensors")),
+    *((INDEX, {"weight_map": {"a": name}}, f"lacks {name}, which its index names")
+      for name in ("", "model-00002-of-00002.safetensors")),
     ("tokenizer.json", "{", "tokenizer of .* does not load: .*Expecting property name"),
     ("tokenizer.json", "", "tokenizer of .* does not load: .*Expecting value"),
     ("tokenizer.json", None, "a tokenizer_config.json, and no vocabulary beside it"),
