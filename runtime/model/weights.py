@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from radixcache.errors import ModelError
+from radixcache.errors import ModelError, first_sentence
 from radixcache.kernels.quantized import Quantized
 from radixcache.runtime.model.checkpoint import Checkpoint
 from radixcache.runtime.model.description import (
@@ -157,9 +157,10 @@ class CheckpointWeights:
 
         try:
             layer = _Layer(self._architecture, number, self._layers[number], empty)
-        except (RuntimeError, IndexError) as error:  # what is to be cut has another shape
+        except (RuntimeError, IndexError, TypeError, ValueError) as error:  # of another shape
             raise ModelError(
-                f"the checkpoint's layer {number} cannot be cut where its config says ({error})"
+                f"the checkpoint's layer {number} cannot be cut where its config says "
+                f"({first_sentence(error)})"
             ) from None
         wanted = self._architecture.layer_shapes(number)
         for name in sorted(layer.weights.keys() ^ wanted.keys()):

@@ -314,6 +314,13 @@ def test_what_a_checkpoint_may_have_and_what_not(tmp_path) -> None:
     fused = tiny_model("phi3", tmp_path / "phi3", tokenizer=False)
     wrong = changed(fused, {"model.layers.0.self_attn.qkv_proj.weight": torch.ones(3, 64)})
     refused(wrong, "where its config says", ModelError)
+    for family, name in (
+        ("gpt_oss", "mlp.experts.down_proj_bias"),
+        ("qwen3_next", "linear_attn.in_proj_ba.weight"),
+    ):
+        other = tiny_model(family, tmp_path / family, **DECODERS[family])
+        wrong = changed(other, {f"model.layers.0.{name}": torch.tensor(1.0)})
+        refused(wrong, r"layer 0 cannot be cut where its config says \([^\n]*\)$", ModelError)
     granite = tiny_model("granitemoe", tmp_path / "granite", **DECODERS["granitemoe"])
     at = "model.layers.1.block_sparse_moe."
     for count in (0, 9):
