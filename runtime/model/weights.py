@@ -269,7 +269,8 @@ class _Layer:
             self._product("q", "mixer.q_proj")
         if "k" not in weights:
             self._product("k", "mixer.k_proj")
-            keys = self._family.value_is_key and "mixer.v_proj.weight" not in self._names
+            keys = self._family.value_is_key and kind.window is None
+            keys = keys and "mixer.v_proj.weight" not in self._names
             self._product("v", "mixer.k_proj" if keys else "mixer.v_proj")
         self._product("o", "mixer.o_proj")
         if attention.head_norms is not None:

@@ -241,8 +241,8 @@ class _Names:
             both = torch.arange(2 * shape[0]).view(kind.query_heads, 2, -1)
             rows = both[:, int(stem == "q_gate")].flatten()
             return _Piece(f"{self._at}{part}{end}", (2 * shape[0], *shape[1:]), rows)
-        keys = FAMILIES[self._architecture.family].value_is_key and "attn_v.weight" not in self
-        if stem == "v" and keys:
+        keys = FAMILIES[self._architecture.family].value_is_key and kind.window is None
+        if stem == "v" and keys and "attn_v.weight" not in self:
             part = self._parts["k"]
         return _Piece(f"{self._at}{part}{end}", shape, rows)
 
