@@ -105,6 +105,7 @@ INDEX = "model.safetensors.index.json"
     ("config.json", {"rms_norm_eps": float("nan")}, "not numbers"),
     ("config.json", {"rope_parameters": {"rope_type": ["x"], "rope_theta": 1}}, "does not load"),
     ("config.json", {"head_dim": 10**9}, "head_dim 1000000000: no model has over 65536"),
+    ("config.json", {"a": {"b": {"head_dim": 10**9}}}, "head_dim 1000000000: no model has over"),
     ("config.json", {"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000: no model has"),
     ("config.json", "[]", "no dictionary"),
     ("generation_config.json", "[]", "does not make sense"),
