@@ -62,8 +62,9 @@ def shards(index: str | Path) -> list[str]:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ModelError(f"{index} is no index of weights: {first_sentence(error)}") from None
     for name in names:
-        if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ModelError(f"{index} is no index of weights: {name!r} is no file beside it")
+        beside = isinstance(name, str) and not Path(name).is_absolute() and ".." not in name
+        if not beside or not name.endswith(".safetensors"):
+            raise ModelError(f"{index} is no index of weights: {name!r} is no safetensors file")
     return names
 
 

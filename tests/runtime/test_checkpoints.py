@@ -111,10 +111,9 @@ INDEX = "model.safetensors.index.json"
     ("generation_config.json", "[]", "does not make sense"),
     *((INDEX, content, "is no index of weights: .") for content in (
         "", "[]", '"x"', "{}", "null", {"weight_map": ["a"]}, {"weight_map": 3}, "[" * 99999)),
-    *((INDEX, {"weight_map": {"a": name}}, "is no index of weights: .* is no file beside it")
-      for name in (None, 3, "/etc/passwd", "../model.safetensors")),
-    *((INDEX, {"weight_map": {"a": name}}, f"lacks {name}, which its index names")
-      for name in ("", "model-00002-of-00002.safetensors")),
+    *((INDEX, {"weight_map": {"a": name}}, "is no index of weights: .* is no safetensors file")
+      for name in (None, 3, "", "/model.safetensors", "../model.safetensors", "config.json")),
+    (INDEX, {"weight_map": {"a": "b.safetensors"}}, r"lacks b.safetensors, which its index names"),
     ("tokenizer.json", "{", "tokenizer of .* does not load: .*Expecting property name"),
     ("tokenizer.json", "", "tokenizer of .* does not load: .*Expecting value"),
     ("tokenizer.json", None, "a tokenizer_config.json, and no vocabulary beside it"),
