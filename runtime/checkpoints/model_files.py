@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,9 @@ from radixcache.errors import ModelError, first_sentence
 BUNDLED_MODEL = Path(__file__).parents[1] / "tabletalk"
 """The default model: it answers questions about tables of people."""
 
+INDEX = "model.safetensors.index.json"
+"""Says which file of a checkpoint has which tensor."""
+
 _HUB_SECONDS = 10.0
 
 
@@ -19,8 +23,9 @@ def check_model(name_or_path: str | None) -> None:
     """Refuse a name without a model, quickly and without torch; None is the bundled one.
 
     Raises:
-        ModelError: a folder without a config or a single GGUF file, another kind of file, or a name
-            that is neither a folder nor, as far as can be told, on the hub.
+        ModelError: a folder without a config or a single GGUF file, or without a file that its
+            index names; another kind of file; or a name that is neither a folder nor, as far as can
+            be told, on the hub.
     """
     if name_or_path is None:
         return
@@ -30,6 +35,10 @@ def check_model(name_or_path: str | None) -> None:
         if not (path / file).is_file():
             either = " and no GGUF file" if file == "config.json" else ""
             raise ModelError(f"no model at {name_or_path}: the folder has no {file}{either}")
+        index, whole = path / INDEX, path / "model.safetensors"
+        named = shards(index) if index.is_file() and not gguf and not whole.exists() else []
+        if lost := [name for name in named if not (path / name).is_file()]:
+            raise ModelError(f"the model at {name_or_path} lacks {lost[0]}, which its index names")
     elif path.exists():
         raise ModelError(
             f"no model at {name_or_path}: a model is a folder with a config.json and weights, "
@@ -40,6 +49,23 @@ def check_model(name_or_path: str | None) -> None:
             f"no model at {name_or_path}: no such folder, and no model of that name in reach"
             f"{problem}"
         )
+
+
+def shards(index: str | Path) -> list[str]:
+    """The files of a checkpoint that its index names.
+
+    Raises:
+        ModelError: it is no index, or names a file outside of the checkpoint's folder.
+    """
+    try:
+        names = [*dict.fromkeys(json.loads(Path(index).read_text("utf-8"))["weight_map"].values())]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{index} is no index of weights: {first_sentence(error)}") from None
+    for name in names:
+        beside = isinstance(name, str) and not Path(name).is_absolute() and ".." not in name
+        if not beside or not name.endswith(".safetensors"):
+            raise ModelError(f"{index} is no index of weights: {name!r} is no safetensors file")
+    return names
 
 
 def split_gguf(name_or_path: str) -> tuple[str, str | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from radixcache.runtime.checkpoints.model_files import find_file
+from radixcache.runtime.checkpoints.model_files import INDEX, find_file, shards
 
 _WHOLE = "model.safetensors"
-_INDEX = f"{_WHOLE}.index.json"
 
 
 class Checkpoint:
@@ -58,7 +56,6 @@ def checkpoint_files(name_or_path: str) -> list[str]:
     """The safetensors files of a folder or hub id; none if it has none."""
     if whole := find_file(name_or_path, _WHOLE):
         return [whole]
-    if index := find_file(name_or_path, _INDEX):
-        parts = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()
-        return [path for name in dict.fromkeys(parts) if (path := find_file(name_or_path, name))]
+    if index := find_file(name_or_path, INDEX):
+        return [path for name in shards(index) if (path := find_file(name_or_path, name))]
     return []

@@ -45,9 +45,13 @@ def check_sizes(settings: Mapping[str, Any]) -> None:
     Raises:
         ModelError: a size of the config is beyond all reason.
     """
-    for name, most in _MOST.items():
-        for part in (settings, settings.get("text_config")):
-            size = part.get(name) if isinstance(part, Mapping) else None
+    parts: list[Any] = [settings]
+    for part in parts:  # also what is said of a text, or of one layer
+        if not isinstance(part, Mapping):
+            continue
+        parts += part.values()
+        for name, most in _MOST.items():
+            size = part.get(name)
             if isinstance(size, int) and size > most:
                 raise ModelError(f"the model's config says {name} {size}: no model has over {most}")
 

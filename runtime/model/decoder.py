@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from transformers.generation.configuration_utils import GenerationConfig
 
+from radixcache.errors import ModelError
 from radixcache.kernels.attention import AttentionBackend, AttentionPlan, PagedBatch
 from radixcache.kernels.native.attention import NativeBackend
 from radixcache.kernels.native.library import quiet_torch
 from radixcache.runtime.model import reference
-from radixcache.runtime.model.description import Architecture, Experts, Unknown
+from radixcache.runtime.model.description import Architecture, Experts, Unknown, Weights
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.operations.selector import choose_operations
 from radixcache.runtime.model.paged_model import PagedModel
@@ -34,6 +35,15 @@ _CHECKED_ROWS = 4096
 # Root mean square of the logits' error, over that of their spread around the mean.
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 _ROUNDINGS = 4  # each layer of the loop rounds some ten times; 2 to 3 were seen in deep models
+
+
+def _check_numbers(weights: Weights, number: int) -> None:
+    """Refuse vectors with NaN: one that chooses experts makes no logit NaN. Matrices have too many
+    numbers; what comes of theirs is seen in the logits of a step."""
+    for name, found in weights.items():
+        for weight in found if isinstance(found, list) else [found]:
+            if isinstance(weight, torch.Tensor) and weight.ndim == 1 and weight.isnan().any():
+                raise ModelError(f"{name} of the model's layer {number} has values that are NaN")
 
 
 class Decoder(PagedModel):
@@ -56,6 +66,7 @@ class Decoder(PagedModel):
 
         Raises:
             Unknown: no operations run the architecture, or the logits differ by more than rounding.
+            ModelError: a weight is no number.
         """
         ropes = [
             replace(rope, frequencies=rope.frequencies.to(device)) for rope in architecture.ropes
@@ -86,6 +97,7 @@ class Decoder(PagedModel):
         del embedding, head
         for number in track(range(len(architecture.layers)), "reading weights"):
             layer = weights.layer(number)
+            _check_numbers(layer, number)
             hidden = reference.run_layer(architecture, number, hidden, layer)
             self._operations.layer(number, layer)
         last_norm = weights.last_norm()
@@ -133,4 +145,5 @@ class Decoder(PagedModel):
             )
             limit = max(limit, _ROUNDINGS * float((rounded - expected).std() / expected.std()))
         if not error <= limit:  # nor if it is NaN
-            raise Unknown(f"its logits come out wrong in our loop, by {error:.1%} of their spread")
+            told = f"come out wrong in our loop, by {error:.1%} of their spread"
+            raise Unknown(f"its logits {told if error == error else 'are not numbers'}")

@@ -159,6 +159,10 @@ def call_transformers(name_or_path: str | Path, read: Callable[..., Any]) -> Any
         return read(name_or_path, trust_remote_code=False)
     except Exception as error:
         reason = first_sentence(error)
+        if "alloc_cpu" in reason:
+            reason = "it takes more memory than there is"
+        elif "ignore_mismatched_sizes" in reason or "conversion of the weights" in reason:
+            reason = "it has weights of other shapes than its config says, or lacks some"
         # transformers raises OSError for a missing model, and for one that needs a licence.
         absent = isinstance(error, OSError) and "gated repo" not in reason
         if absent and not Path(name_or_path).is_dir():

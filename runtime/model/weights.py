@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from radixcache.errors import ModelError
+from radixcache.errors import ModelError, first_sentence
 from radixcache.kernels.quantized import Quantized
 from radixcache.runtime.model.checkpoint import Checkpoint
 from radixcache.runtime.model.description import (
@@ -57,6 +57,8 @@ _RENAMES = [
     )
 ]
 _HEAD_NORMS = ("query_norm", "key_norm")
+_CODES = ("_blocks", "_scales")
+"""Ends of the names of MXFP4's tensors, which are uint8."""
 _E2M1 = [0, 1, 2, 3, 4, 6, 8, 12]  # twice the values of MXFP4 without their signs
 
 
@@ -98,8 +100,9 @@ class CheckpointWeights:
         self._layers = self._names_of_layers()
         for number in range(len(architecture.layers)):
             self._check_layer(number)
-        if not all(self._is_spare(name) for name in self._shapes.keys() - self._used):
-            raise Unknown("its checkpoint has other weights")
+        for name in sorted(self._shapes.keys() - self._used):
+            if not self._is_spare(name):
+                raise Unknown(f"its checkpoint has other weights: it has {name}")
 
     def embedding(self) -> Weight:
         return self._tensor(self._embedding)
@@ -138,7 +141,8 @@ class CheckpointWeights:
         """The one of these names that the checkpoint has: of the embedding, the head or a norm."""
         found = [name for name in names if name in self._shapes]
         if len(found) != 1:
-            raise Unknown("its checkpoint has other weights")
+            told = f"it has {' and '.join(found)}" if found else f"it lacks {names[0]}"
+            raise Unknown(f"its checkpoint has other weights: {told}")
         name = found[0]
         self._used.add(name)
         rows = (self._architecture.vocab_size,) if len(self._shapes[name]) > 1 else ()
@@ -148,20 +152,29 @@ class CheckpointWeights:
     def _check_layer(self, number: int) -> None:
         def empty(name: str) -> torch.Tensor:
             self._used.add(name)
-            kind = torch.uint8 if name.endswith(("_blocks", "_scales")) else torch.float32
+            kind = torch.uint8 if name.endswith(_CODES) else torch.float32
             return torch.empty(self._shapes[name], dtype=kind, device="meta")
 
         try:
             layer = _Layer(self._architecture, number, self._layers[number], empty)
-        except (RuntimeError, IndexError) as error:  # what is to be cut has another shape
+        except (RuntimeError, IndexError, TypeError, ValueError) as error:  # of another shape
             raise ModelError(
-                f"the checkpoint's layer {number} cannot be cut where its config says ({error})"
+                f"the checkpoint's layer {number} cannot be cut where its config says "
+                f"({first_sentence(error)})"
             ) from None
         wanted = self._architecture.layer_shapes(number)
-        if layer.weights.keys() != wanted.keys():
-            raise Unknown("its checkpoint has other weights")
+        for name in sorted(layer.weights.keys() ^ wanted.keys()):
+            told = f"it {'lacks' if name in wanted else 'has'} {name} in layer {number}"
+            raise Unknown(f"its checkpoint has other weights: {told}")
         for name, weight in layer.weights.items():
-            for each in weight if isinstance(weight, list) else [weight]:
+            parts = weight if isinstance(weight, list) else [weight]
+            experts = self._architecture.layers[number].mlp
+            if parts is weight and len(parts) != getattr(experts, "count", 0):
+                raise ModelError(
+                    f"the checkpoint's layer {number} has {len(parts)} experts, where its config "
+                    f"says {getattr(experts, 'count', 0)}"
+                )
+            for each in parts:
                 self._check(layer.stored.get(name, name), tuple(each.shape), wanted[name])
 
     def _check(self, name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
@@ -182,10 +195,16 @@ class CheckpointWeights:
         return not text
 
     def _tensor(self, name: str) -> torch.Tensor:
-        """A tensor; vectors are float32, of the step's dtype unless more of them counts."""
+        """A tensor; vectors are float32, of the step's dtype unless more of them counts.
+
+        Raises:
+            ModelError: it is not of the kind of number that it should be.
+        """
         rounded = name.endswith((".weight", ".bias")) and not self._architecture.norm_offset
         vector = len(self._shapes[name]) == 1 or name.endswith("correction_bias")
         found = self._checkpoint.tensor(name, exact=vector and not rounded)
+        if found.is_floating_point() == name.endswith(_CODES):
+            raise ModelError(f"the checkpoint has {name} in {str(found.dtype)[6:]}")
         return found.float() if vector else found
 
 
@@ -222,7 +241,7 @@ class _Layer:
 
     def _take(self, name: str, ours: str) -> torch.Tensor:
         if name not in self._names:
-            raise Unknown("its checkpoint has other weights")
+            raise Unknown(f"its checkpoint has other weights: a layer lacks {name}")
         self.stored[ours] = self._names[name]
         return self._read(self._names[name])
 
@@ -251,7 +270,8 @@ class _Layer:
             self._product("q", "mixer.q_proj")
         if "k" not in weights:
             self._product("k", "mixer.k_proj")
-            keys = self._family.value_is_key and "mixer.v_proj.weight" not in self._names
+            keys = self._family.value_is_key and kind.window is None
+            keys = keys and "mixer.v_proj.weight" not in self._names
             self._product("v", "mixer.k_proj" if keys else "mixer.v_proj")
         self._product("o", "mixer.o_proj")
         if attention.head_norms is not None:

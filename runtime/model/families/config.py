@@ -76,6 +76,14 @@ class Config:
             raise Unknown(f"its {name} is {number}")
         return float(number)
 
+    def softcap(self, name: str) -> float | None:
+        """A setting that must be a positive number, or null."""
+        if self.maybe(name) is None:
+            return None
+        if not 0 < (found := self.number(name)) < float("inf"):
+            raise Unknown(f"its {name} is {found}")
+        return found
+
     def flag(self, name: str | bool) -> bool:
         """A setting as a truth value, or that of the family."""
         return bool(self.get(name)) if isinstance(name, str) else name

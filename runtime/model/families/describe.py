@@ -120,7 +120,7 @@ def _attention(config: Config, row: Family, ropes: Ropes, number: int, kind: str
         raise Unknown(f"its heads are {heads} on {kv_heads} of {dim}")
     window = config.size("sliding_window") if kind == "sliding_attention" else None
     scale = dim**-0.5 if row.scale is None else row.scale(config)
-    softcap = config.maybe("attn_logit_softcapping") if row.softcaps else None
+    softcap = config.softcap("attn_logit_softcapping") if row.softcaps else None
     turned, norms = row.turned(config, number, kind), row.head_norms
     if norms not in (None, "head", "whole"):
         norms = "head" if config.flag(norms) else None

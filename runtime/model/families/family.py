@@ -42,7 +42,7 @@ class Family:
         scales: fields of `Architecture`.
         offset: its `norm_offset`.
         pairs: a checkpoint has the pairs that RoPE turns side by side.
-        value_is_key: values without a product of their own are the keys.
+        value_is_key: in layers without a window, values that have no product are the keys.
         alternating: a checkpoint's experts are [in, out], and gate and up take turns in them.
         spare_layers: a checkpoint may have layers after the last, for the tokens after the next.
         ignored: settings, between spaces, that change nothing here, or not alone.

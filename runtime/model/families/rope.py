@@ -49,7 +49,9 @@ class Ropes:
         known = _KNOWN | {"llama_4_scaling_beta"} if self._family.query_scaling else _KNOWN
         if unknown := {name for name, value in found.items() if value is not None} - known:
             raise Unknown(f"its RoPE has {', '.join(sorted(unknown))}")
-        if not self._family.partial_rope and (found.get("partial_rotary_factor") or 1.0) != 1.0:
+        # Where RoPE may differ by type of layer, transformers reads it for scaled RoPE alone.
+        whole = not self._family.partial_rope or (self._family.nested_rope and kind == "default")
+        if found.get("partial_rotary_factor") not in (None, 1) and whole:
             raise Unknown(f"its RoPE is {kind}, for a part of a head")
         return found
 
@@ -70,7 +72,8 @@ class Ropes:
     def _make(self, rope: Mapping[str, Any], dim: int) -> Rope:
         kind = rope["rope_type"]
         if kind == "default":
-            turned = int(dim * (rope.get("partial_rotary_factor") or 1.0))
+            part = rope.get("partial_rotary_factor")
+            turned = dim if part is None else int(dim * part)
             if not 0 < turned <= dim:
                 raise Unknown(f"its RoPE turns {turned} elements of heads of {dim}")
             steps = torch.arange(0, turned, 2, dtype=torch.int64).float() / turned

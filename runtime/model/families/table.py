@@ -22,8 +22,11 @@ _LFM3 = {**_LFM2, "attended_norm": "post_operator_norm", "after_norm": "post_ffn
 def _gemma_scales(config: Config) -> dict[str, Any]:
     if config.maybe("use_bidirectional_attention") not in (None, False, "vision"):
         raise Unknown("its attention looks at what comes later")
-    softcap = config.maybe("final_logit_softcapping")
-    return {"embed_scale": config.size("hidden_size") ** 0.5, "logit_softcap": softcap}
+    return {"embed_scale": config.size("hidden_size") ** 0.5}
+
+
+def _gemma2_scales(config: Config) -> dict[str, Any]:
+    return {**_gemma_scales(config), "logit_softcap": config.softcap("final_logit_softcapping")}
 
 
 def _gemma4_heads(config: Config, number: int) -> tuple[int | None, int | None]:
@@ -68,8 +71,8 @@ _GEMMA: dict[str, Any] = {
 }  # fmt: skip
 _GEMMA2: dict[str, Any] = {
     **_GEMMA, "norms": _PRE | _POST, "activation": ("hidden_activation", "gelu_pytorch_tanh"),
-    "types": by_type, "softcaps": True, "ignored": "hidden_act",
-    "scale": lambda config: config.number("query_pre_attn_scalar") ** -0.5,
+    "types": by_type, "scales": _gemma2_scales, "ignored": "hidden_act",
+    "scale": lambda config: config.size("query_pre_attn_scalar") ** -0.5,
 }  # fmt: skip
 _GRANITE: dict[str, Any] = {
     "scale": lambda config: config.number("attention_multiplier"), "scales": _granite_scales,
@@ -107,14 +110,14 @@ FAMILIES: dict[str, Family] = {
     "qwen2": _row(_MLP_BIAS, bias=True, types=qwen_windows),
     "qwen3": _row(_MLP_BIAS, types=qwen_windows, head_norms="head"),
     "gemma": _row(_GEMMA),
-    "gemma2": _row(_GEMMA2),
+    "gemma2": _row(_GEMMA2, softcaps=True),
     "gemma3_text": _row(_GEMMA2, head_norms="head", nested_rope=True),
     "gemma4_text": _row(
         _GEMMA2, head_norms="head", nested_rope=True, partial_rope=True, offset=0.0,
         scale=lambda config: 1.0, heads=_gemma4_heads, value_norm=True, value_is_key=True,
         layer_scale=True, ignored="attention_k_eq_v use_double_wide_mlp vocab_size_per_layer_input",
     ),
-    "vaultgemma": _row(_GEMMA2, norms=_PRE),
+    "vaultgemma": _row(_GEMMA2, norms=_PRE, softcaps=True),
     "phi3": _row(
         _NO_BIAS, types=all_windows, partial_rope=True,
         ignored="full_attn_mod interpolate_factor original_max_position_embeddings",

@@ -37,9 +37,12 @@ def read_tensor(
         order: the file's row for each row; None keeps the file's order.
 
     Raises:
-        ModelError: it is of a kind that takes the package `gguf`, which is not installed.
+        ModelError: it is of a kind that takes the package `gguf`, which is not installed; or it is
+            a vector in blocks, which no file has.
     """
     kind, shape = tensor.kind, tensor.shape or (1,)
+    if len(shape) == 1 and kind.block > 1:
+        raise ModelError(f"the tensor {name} is a vector of kind {kind.name}, which is not read")
     stored = torch.frombuffer(tensor.data, dtype=torch.uint8)
     rows = stored.view(*shape[: max(len(shape) - 1, 1)], -1)  # a vector's elements are its rows
     if order is not None:

@@ -148,7 +148,8 @@ class _Metadata:
         found |= {name: rows for name, part in row.sizes.items() if (rows := self.rows(part))}
         eps = "attention.layer_norm_epsilon" in row.keys
         for key, name in {**COMMON, **({} if eps else _RMS), **row.keys}.items():
-            if (self.has(key) and not self.is_array(key)) or name not in found:
+            by_layer = key == "feed_forward_length" and self.is_array(key)
+            if (self.has(key) and not by_layer) or name not in found:
                 found[name] = self.plain(key)
         found |= {name: self.rows(part) is not None for name, part in row.flags.items()}
         found["rope_parameters"] = self.rope(head_dim)

@@ -25,6 +25,7 @@ from radixcache.runtime.model.description import (
     Weight,
     Weights,
 )
+from radixcache.runtime.model.families.table import FAMILIES
 from radixcache.runtime.model.gguf.architectures import ROWS, Row
 from radixcache.runtime.model.gguf.blocks import read_tensor
 
@@ -192,7 +193,8 @@ class _Names:
             self._parts = _PARTS | _SHORT_CONV
         elif isinstance(layer.mixer, DeltaNet | Mamba2):
             self._parts = _PARTS | _RECURRENT
-        if "ffn_norm.weight" not in self:  # it is called by its place behind attention, then
+        if "ffn_norm.weight" not in self and "attended_norm" not in layer.norms:
+            # It is called by its place behind attention.
             self._parts = {**self._parts, "mlp_norm": "post_attention_norm"}
         if layer.mixer is None:
             self._parts = {**self._parts, "mlp_norm": "attn_norm"}
@@ -239,7 +241,8 @@ class _Names:
             both = torch.arange(2 * shape[0]).view(kind.query_heads, 2, -1)
             rows = both[:, int(stem == "q_gate")].flatten()
             return _Piece(f"{self._at}{part}{end}", (2 * shape[0], *shape[1:]), rows)
-        if stem == "v" and f"{part}{end}" not in self:
+        keys = FAMILIES[self._architecture.family].value_is_key and kind.window is None
+        if stem == "v" and keys and "attn_v.weight" not in self:
             part = self._parts["k"]
         return _Piece(f"{self._at}{part}{end}", shape, rows)
 

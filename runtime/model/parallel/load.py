@@ -188,10 +188,12 @@ def _check_cut(name_or_path: str, count: int) -> None:
     text = config.get_text_config()
     if not text.base_model_tp_plan:
         raise ModelError(f"transformers has no tensor-parallel plan for {config.model_type!r}")
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    if heads % count or kv_heads % count:
-        raise ModelError(
-            f"{heads} query heads and {kv_heads} KV heads cannot be shared out evenly among "
-            f"{count} ranks: tensor_parallel_size must divide both"
-        )
+    own = getattr(text, "per_layer_config", None)  # of models whose layers differ, as Gemma 4
+    for layer in [text] if own is None else [own[n] for n in range(text.num_hidden_layers)]:
+        heads = layer.num_attention_heads
+        kv_heads = getattr(layer, "num_key_value_heads", None) or heads
+        if heads % count or kv_heads % count:
+            raise ModelError(
+                f"{heads} query heads and {kv_heads} KV heads cannot be shared out evenly among "
+                f"{count} ranks: tensor_parallel_size must divide both"
+            )

@@ -1,7 +1,8 @@
 """Whatever a config of the loop's families says: transformers' logits, or a refusal in a sentence.
 
 Each seed draws a config.json, in the spelling of transformers 5 or in the one before, some with a
-value that makes no sense. transformers reads it and makes the weights and the logits.
+value that makes no sense; or changes that of any family. transformers reads it and makes the
+weights and the logits.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from radixcache.runtime.model.description import Architecture, Unknown
 from radixcache.runtime.model.families.describe import describe
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
-from tests.helpers.models import make_peaky
+from tests.helpers.decoders import DECODERS
+from tests.helpers.models import make_peaky, tiny_model
+from tests.runtime.model.test_families import logits_by_reference, settings_of
 from tests.runtime.model.test_paged_model import LOOPED, relative_error, run_steps
 
 Settings = dict[str, Any]
@@ -229,3 +232,73 @@ def weightless(folder: Path, settings: Settings) -> None:
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     for dtype in ("float32", "bfloat16"):
         load(folder, dtype)
+
+
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+CHANGES: list[tuple[str, Settings]] = [
+    ("gemma", {"final_logit_softcapping": 30.0}),
+    ("gemma2", {"query_pre_attn_scalar": -1}),
+    ("gemma2", {"attn_logit_softcapping": 0.0}),
+    ("gemma3_text", {"attn_logit_softcapping": 5.0}),
+    ("gemma4_text", {"attn_logit_softcapping": 5.0}),
+    ("glm", {"rope_parameters": {**PARTIAL, "partial_rotary_factor": 0}}),
+    ("glm", {"rope_parameters": PARTIAL}),
+    ("granite", {"rope_parameters": PARTIAL}),
+    ("lfm3", {"partial_rotary_factor": 0.5}),
+]
+
+
+def change(rng: Random, value: Any) -> Any:
+    """Another value, more often than not of the same type."""
+    if isinstance(value, bool):
+        return rng.choice([not value, not value, None])
+    if isinstance(value, int):
+        return rng.choice([0, 1, 2, value + 1, 2 * value, value // 2, float(value), -1, None])
+    if isinstance(value, float):
+        return rng.choice([0.0, 1.0, 2 * value, value / 2, -value, "x", None])
+    if isinstance(value, list) and value:
+        return rng.choice([value[::-1], value[:-1], value + value[:1], rng.sample(value, 1) * 2])
+    if isinstance(value, dict) and value:
+        return {**value, (name := rng.choice([*value])): change(rng, value[name])}
+    return rng.choice([*NONSENSE, "silu", "gelu", "relu2", 0.5])
+
+
+@pytest.mark.parametrize("seed", [*CHANGES, *SEEDS])
+def test_a_changed_config_of_any_family_gives_transformers_logits_or_a_reason(
+    seed: int | tuple[str, Settings], tmp_path: Path
+) -> None:
+    if isinstance(seed, tuple):
+        family, more = seed
+        rng, settings = Random(0), settings_of(tiny_model(family, tmp_path, **DECODERS[family]))
+        settings |= more
+    else:
+        rng = Random(seed)
+        family, other = rng.sample([*DECODERS], 2)
+        settings = settings_of(tiny_model(family, tmp_path, **DECODERS[family]))
+        foreign = settings_of(tiny_model(other, tmp_path / other, **DECODERS[other]))
+        for _ in range(rng.choice([1, 1, 2])):
+            name = rng.choice(sorted(settings.keys() - {"model_type", "num_hidden_layers"}))
+            settings[name] = change(rng, settings[name])
+        if rng.random() < 0.5:
+            settings = {rng.choice([*foreign]): rng.choice([*foreign.values()]), **settings}
+        if rng.random() < 0.4:
+            settings |= draw_rope(rng)
+    print(f"{family}: {json.dumps(settings)}")
+    try:
+        described = describe(settings, PROMPT)
+    except Unknown as reason:
+        print(reason)
+        return
+    tokens = np.random.default_rng(0).integers(0, 256, min(PROMPT, described.max_context))
+    try:
+        expected, _ = plain_logits(tmp_path, settings, tokens)
+    except Exception as error:
+        print(f"transformers: {error!r}")
+        return
+    try:
+        got = logits_by_reference(tmp_path, described, tokens=torch.tensor(tokens))
+    except (Unknown, ModelError) as reason:
+        print(reason)
+        return
+    if expected.isfinite().all() and expected.std():
+        assert relative_error([got], [expected]) < 1e-4

@@ -29,6 +29,7 @@ from radixcache.runtime.model.operations import base as operations
 from radixcache.runtime.model.operations.base import Operations, PlainProduct
 from radixcache.runtime.model.operations.selector import choose_operations
 from radixcache.runtime.model.transformers_model import TransformersModel
+from tests.helpers.decoders import DECODERS
 from tests.helpers.models import NUM_LAYERS, tiny_model
 from tests.runtime.model import exact_schedules
 from tests.runtime.model.test_paged_model import (
@@ -317,7 +318,14 @@ def test_a_head_that_is_stored_beside_a_tied_embedding_is_taken(qwen, equal, tmp
 
 
 def test_weights_that_are_not_numbers_are_refused_at_load(qwen, tmp_path, caplog) -> None:
+    """Also one that chooses experts, after which logits are numbers."""
     caplog.set_level("INFO", "radixcache")
+    folder = tiny_model("glm4_moe", tmp_path / "moe", tokenizer=False, **DECODERS["glm4_moe"])
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.gate.e_score_correction_bias"][2] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="correction of the model's layer 1 has values that are N"):
+        load_model(folder, device="cpu")
     for file in ("config.json", "generation_config.json"):
         (tmp_path / file).write_text((qwen / file).read_text())
     weights = load_file(qwen / "model.safetensors")
@@ -325,7 +333,7 @@ def test_weights_that_are_not_numbers_are_refused_at_load(qwen, tmp_path, caplog
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match="its logits are not numbers"):
         load_model(tmp_path, device="cpu")
-    assert "come out wrong" in caplog.text
+    assert "own layers run this model: its logits are not numbers" in caplog.text
 
 
 def one_sequence(count: int) -> PagedBatch:

@@ -115,12 +115,15 @@ def faults(right: Architecture) -> Iterator[tuple[str, Architecture, Any]]:
 
 @torch.inference_mode()
 def logits_by_reference(
-    folder: Path, described: Architecture | None = None, fault: Any = None
+    folder: Path,
+    described: Architecture | None = None,
+    fault: Any = None,
+    tokens: torch.Tensor = TOKENS,
 ) -> torch.Tensor:
-    """[60, vocab_size], by what is described and read, or by what is wrong in it."""
+    """[T, vocab_size], by what is described and read, or by what is wrong in it."""
     with read(folder) as (right, weights):
         architecture = described or right
-        hidden = reference.embed(architecture, TOKENS, weights.embedding())
+        hidden = reference.embed(architecture, tokens, weights.embedding())
         for number, layer in enumerate(architecture.layers):
             found, attention = weights.layer(number), None
             if isinstance(layer.mixer, Attention):
@@ -300,13 +303,31 @@ def test_what_a_checkpoint_may_have_and_what_not(tmp_path) -> None:
     spare = ("model.layers.2.eh_proj.weight", "model.mtp_norm.weight", f"{at}rotary_emb.inv_freq")
     with read(changed(folder, {name: torch.ones(3) for name in spare})):
         pass
-    refused(changed(folder, {f"{at}magic": ones}), "other weights")
+    refused(changed(folder, {f"{at}magic": ones}), "other weights: it has model.*magic")
     wrong = changed(folder, {f"{at}q_proj.weight": ones}, f"{at}magic")
     refused(wrong, r"q_proj.weight as \[3\], where its config says \[64, 64\]", ModelError)
-    refused(changed(folder, {}, f"{at}q_proj.weight"), "other weights")
+    refused(changed(folder, {}, f"{at}q_proj.weight"), r"a layer lacks mixer.q_proj.weight")
+    whole = {f"{at}q_proj.weight": torch.ones(64, 64, dtype=torch.int8)}
+    reading, raises = read(changed(folder, whole)), pytest.raises(ModelError, match="in int8")
+    with reading as (_, weights), raises:
+        weights.layer(0)
     fused = tiny_model("phi3", tmp_path / "phi3", tokenizer=False)
     wrong = changed(fused, {"model.layers.0.self_attn.qkv_proj.weight": torch.ones(3, 64)})
     refused(wrong, "where its config says", ModelError)
+    for family, name in (
+        ("gpt_oss", "mlp.experts.down_proj_bias"),
+        ("qwen3_next", "linear_attn.in_proj_ba.weight"),
+    ):
+        other = tiny_model(family, tmp_path / family, **DECODERS[family])
+        wrong = changed(other, {f"model.layers.0.{name}": torch.tensor(1.0)})
+        refused(wrong, r"layer 0 cannot be cut where its config says \([^\n]*\)$", ModelError)
+    granite = tiny_model("granitemoe", tmp_path / "granite", **DECODERS["granitemoe"])
+    at = "model.layers.1.block_sparse_moe."
+    for count in (0, 9):
+        new = {f"{at}output_linear.weight": torch.ones(count, 64, 96)}
+        reason = f"layer 1 has {count} experts, where its config says 8"
+        refused(changed(granite, new), reason, ModelError)
+    refused(changed(granite, {}, "model.embed"), r"it lacks embed_tokens.weight")
 
 
 def test_vectors_are_float32_of_what_counts(tmp_path) -> None:

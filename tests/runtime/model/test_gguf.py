@@ -208,6 +208,7 @@ def test_llama_3s_rope_factors_are_read(path, tmp_path, sequences):
         ("llama", {"{}.attention.head_count": 0}, "num_attention_heads is 0"),
         ("llama", {"{}.attention.head_count_kv": [2, 4]}, "different numbers of heads"),
         ("llama", {"{}.embedding_length": "256"}, "embedding_length is not of type int"),
+        ("llama", {"{}.context_length": [512, 512]}, "context_length is not of type int"),
         ("llama", {"{}.embedding_length": 128}, "where its metadata says"),
         ("llama", {"{}.block_count": 1 << 31}, "metadata has 2147483648 layers"),
         ("llama", {"{}.block_count": 3}, "other weights"),
@@ -234,6 +235,12 @@ def test_a_kind_that_only_gguf_reads_names_the_package(path, monkeypatch):
     with pytest.raises(ModelError, match=r"IQ2_XXS, .* pip install '\.\[gguf\]'") as error:
         read_tensor("a", file.tensors["a"])
     assert "\n" not in str(error.value)
+
+
+def test_a_vector_in_blocks_is_refused(path):
+    file = opened(path, gguf_bytes({}, {"a": Stored("Q8_0", (64,), bytes(68))}))
+    with pytest.raises(ModelError, match="a is a vector of kind Q8_0, which is not read"):
+        read_tensor("a", file.tensors["a"])
 
 
 def test_a_kind_that_gguf_reads_becomes_float32(path, caplog):

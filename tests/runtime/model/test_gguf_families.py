@@ -125,6 +125,17 @@ def test_nonsense_in_the_metadata_is_one_sentence(family, tmp_path) -> None:
     assert not [said for said in outcomes if "\n" in said]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_tensor_takes_the_place_of_one_that_is_not_there(family, tmp_path) -> None:
+    """But the embedding that of the head; Gemma 4's values are its keys where it has no window."""
+    _, file = made(family, tmp_path)
+    for name in [name for name in file.tensors if name != "output.weight"]:
+        tensor = file.tensors.pop(name)
+        with pytest.raises((Unknown, ModelError)):
+            GGUFWeights(file, describe_gguf(file), CPU, torch.float32)
+        file.tensors[name] = tensor
+
+
 @pytest.mark.parametrize("family", ["qwen3_next", "gpt_oss"])
 def test_tensors_that_other_files_have_joined(family, tmp_path) -> None:
     """gate_up of experts, and the parts of a delta net by key heads."""

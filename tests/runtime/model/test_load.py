@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from radixcache import ModelError
 from radixcache.kernels.native.library import num_threads
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.model import load
+from radixcache.runtime.model.transformers_loading import call_transformers
 
 
 def test_loading_computes_on_the_pool_of_kernels_not_on_threads_that_spin(
@@ -40,3 +43,16 @@ def test_versions_that_were_not_tried_are_told(caplog: pytest.LogCaptureFixture)
         "torch 3.0.0.dev1 is newer than what was tried, 2.13",
         "transformers 5.25.0 is newer than what was tried, 5.24",
     ]
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: ...", "more memory"),
+        ("You set `ignore_mismatched_sizes` to `False`, thus ...", "other shapes"),
+        ("We encountered some issues during conversion of the weights. ...", "lacks some"),
+    ],
+)
+def test_what_transformers_says_first_and_means_later_is_told(said: str, told: str) -> None:
+    with pytest.raises(ModelError, match=f"^the model at . does not load: it .*{told}"):
+        call_transformers(".", Mock(side_effect=RuntimeError(said)))

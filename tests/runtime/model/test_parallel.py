@@ -30,6 +30,7 @@ from radixcache.errors import (
 from radixcache.runtime.model.parallel import load as parallel
 from radixcache.runtime.model.parallel.workers import Ranks
 from radixcache.runtime.model.transformers_patches import row_parallel_linear as local_linear
+from tests.helpers.decoders import DECODERS
 from tests.helpers.forks import Forked
 from tests.helpers.models import NUM_KV_HEADS, tiny_model
 
@@ -331,6 +332,7 @@ def test_without_accelerate_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
     [
         ("llama", {}, {"tensor_parallel_size": 3}, "4 query heads and 2 KV heads cannot be shared"),
         ("llama", {"num_key_value_heads": 1}, {}, "4 query heads and 1 KV heads cannot"),
+        ("gemma4_text", DECODERS["gemma4_text"], {}, "4 query heads and 1 KV heads cannot"),
         ("gpt2", {}, {}, "no tensor-parallel plan for 'gpt2'"),
         ("llama", {}, {"exact": True}, "exact mode is for one process"),
         (
