@@ -12,6 +12,7 @@ import pytest
 from radixcache import LLM, Chat, SamplingParams, StructuredOutputsParams
 from radixcache.kernels.native.library import problem
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
+from tests.runtime.engine.test_vocabulary import assert_as_llguidance_reads_it
 from tests.runtime.smollm2.record import LENGTH, PROMPTS, RECORD
 
 NEAR = 0.5
@@ -57,6 +58,12 @@ def test_greedy_tokens_are_those_of_llama_cpp_up_to_its_near_ties(llm) -> None:
             assert row["margins"][at] < NEAR, f"{row['prompt']!r}: token {at}"
     print(f"{same} of {LENGTH * len(rows)} tokens before the first near-tie, of which {ties}")
     assert same > LENGTH * len(rows) // 2
+
+
+def test_grammars_know_its_tokens_as_llguidance_reads_them(llm) -> None:
+    model = llm.engine.model
+    tokenizer, ends = llm.history.tokenizer, model.eos_token_ids
+    assert_as_llguidance_reads_it(tokenizer, model.vocab_size, [*ends])
 
 
 def test_hits_at_any_cut_give_the_tokens_of_no_cache(llm) -> None:
