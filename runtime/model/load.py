@@ -161,7 +161,7 @@ def _load_decoder(
             weights = GGUFWeights(file, architecture, device, dtype)
         stack.enter_context(on_device(device))
         report("preparing kernels", 0.0)  # which are compiled at the first start
-        return Decoder(
+        model = Decoder(
             architecture,
             _generation_config(name_or_path, file),
             weights,
@@ -170,6 +170,9 @@ def _load_decoder(
             attention,
             exact,
         )
+        if isinstance(weights, GGUFWeights):
+            model.kept = f" of {weights.bits:.1f} bits a weight"
+        return model
 
 
 def _generation_config(name_or_path: str | Path, file: GGUFFile | None) -> GenerationConfig:

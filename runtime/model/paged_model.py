@@ -73,6 +73,9 @@ class PagedModel(ABC):
     layers_by: str
     """Whose code computes the layers, for `placement`."""
 
+    kept = ""
+    """How weights are stored, for `placement`, if not in the model's dtype."""
+
     def __init__(
         self,
         model_type: str,
@@ -143,7 +146,7 @@ class PagedModel(ABC):
         if self.device.type == "cpu" and (reason := problem()) is not None:
             more += f"; slower without the native kernels ({reason})"
         return (
-            f"{self.model_type} in {dtype} on {place}, layers by {self.layers_by}, "
+            f"{self.model_type}{self.kept} in {dtype} on {place}, layers by {self.layers_by}, "
             f"attention by {self.attention.name}{more}"
         )
 

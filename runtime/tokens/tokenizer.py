@@ -326,7 +326,9 @@ class Tokenizer:
     def chat_template(self, tools: bool = False) -> str:
         """The chat template; a model may have another one for chats with tools."""
         if not self._templates:
-            raise InvalidRequest("the model has no chat template: use generate, not chat")
+            raise InvalidRequest(
+                "the model has no chat template: complete a text, by generate or /v1/completions"
+            )
         template: str = self._tokenizer.get_chat_template(tools=tools or None)
         return template
 

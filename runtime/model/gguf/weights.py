@@ -118,6 +118,12 @@ class GGUFWeights:
             if block is None or not count <= int(block[1]) < last:
                 raise Unknown(f"its checkpoint has other weights: it has {name}")
 
+    @property
+    def bits(self) -> float:
+        """Bits that the file has for a weight, on average."""
+        tensors = self._file.tensors.values()
+        return sum(8 * len(one.data) for one in tensors) / sum(prod(one.shape) for one in tensors)
+
     def embedding(self) -> Weight:
         return self._matrix(self._embedding)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import sys
 from contextlib import suppress
@@ -103,6 +104,7 @@ def test_a_model_gives_the_logits_of_its_dense_weights(
     model = load_model(path, device="cpu")
     assert model.layers_by.startswith("radixcache")
     assert model.model_type == family
+    assert re.match(rf"{family} of \d+\.\d bits a weight in float32 on cpu, ", model.placement)
     found = run_steps(model, sequences, STEPS, 4)
     assert relative_error(found, plain_logits(folder, sequences)) < 1e-5
     # And the same as our own loop over the folder gives, which the checkpoint alone decides.
