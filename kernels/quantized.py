@@ -15,6 +15,9 @@ import torch
 Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Numbers, scales and minimums, as `Quantized` has them."""
 
+MXFP4 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
+"""The numbers of MXFP4's 16 codes: twice their values, from -12 on."""
+
 _WEIGHTS_AT_ONCE = 1 << 21  # intermediate results of decoding stay in the caches
 
 
@@ -39,18 +42,6 @@ class Quantized:
 
     def tables(self) -> Tables:
         return self._tables
-
-    @property
-    def numbers(self) -> torch.Tensor:
-        return self.tables()[0]
-
-    @property
-    def scales(self) -> torch.Tensor:
-        return self.tables()[1]
-
-    @property
-    def minimums(self) -> torch.Tensor:
-        return self.tables()[2]
 
     def rows(self, ids: torch.Tensor) -> Quantized:
         """The rows with these numbers."""

@@ -143,9 +143,10 @@ def _load_decoder(
     Raises:
         Unknown: the loop does not know the model, or is wrong about it.
     """
-    architecture = (
-        describe(settings, max_model_len) if file is None else describe_gguf(file, max_model_len)
-    )
+    if file is None:
+        architecture = describe(settings, max_model_len)
+    else:
+        architecture = describe_gguf(file, settings, max_model_len)
     if dtype == "auto":
         named = str(settings.get("dtype") or settings.get("torch_dtype"))
         if named not in DTYPES:

@@ -188,7 +188,13 @@ class PagedModel(ABC):
         plan = self.attention.plan(batch, token_ids, batch.positions(), logit_rows)
         if unread is not None:
             unread.write(plan.arrays[0])
-        return self.compute(pool, plan, states=states)
+        with self._step(batch, pool, states):
+            return self.compute(pool, plan, states=states)
+
+    def _step(
+        self, batch: PagedBatch, pool: KVPool, states: Sequence[SequenceStates]
+    ) -> AbstractContextManager[None]:
+        return nullcontext()
 
     @torch.inference_mode()
     def compute(

@@ -19,8 +19,6 @@ def _experts(
     active = config.size("moe_k" if config.maybe("moe_k") else "num_experts_per_tok")
     each = replace(family.dense(config, inner), bias=False)
     one = family.dense(config, shared) if shared else None
-    if active > config.size(count):
-        raise Unknown(f"it chooses {active} of {config.size(count)} experts")
     return Experts(config.size(count), active, each, shared=one, **more)
 
 
@@ -77,10 +75,6 @@ def deepseek(config: Config, family: Family, number: int) -> MLP | Experts:
     shared = shared or config.size("moe_intermediate_size") * config.count("n_shared_experts")
     found = _experts(config, family, "n_routed_experts", "moe_intermediate_size", shared)
     groups, kept = config.size("n_group"), config.size("topk_group")
-    size = found.count // groups
-    whole = size * groups == found.count and kept <= groups and (size > 1 or groups == 1)
-    if not whole or found.active > size * kept:
-        raise Unknown(f"it chooses experts from {kept} of {groups} groups of {size}")
     return replace(
         _scaled(config, found), **_SIGMOID, epsilon=1e-20, groups=groups, kept_groups=kept
     )

@@ -98,24 +98,18 @@ _MULTIPLIERS = {
 }
 _ONES = dict.fromkeys(_MULTIPLIERS.values(), 1.0)
 _GELU = {"hidden_activation": "gelu_pytorch_tanh"}
-_DELTA = {
-    "ssm.conv_kernel": "linear_conv_kernel_dim",
-    "ssm.group_count": "linear_num_key_heads",
-    "ssm.state_size": "linear_key_head_dim",
-    "ssm.time_step_rank": "linear_num_value_heads",
-}
-_MAMBA = {
-    "ssm.conv_kernel": "mamba_d_conv",
-    "ssm.group_count": "mamba_n_groups",
-    "ssm.state_size": "mamba_d_state",
-    "ssm.time_step_rank": "mamba_n_heads",
-}
-_NEMOTRON = {
-    "ssm.conv_kernel": "conv_kernel",
-    "ssm.group_count": "n_groups",
-    "ssm.state_size": "ssm_state_size",
-    "ssm.time_step_rank": "mamba_num_heads",
-}
+
+
+def _ssm(*names: str) -> _Names:
+    keys = ("conv_kernel", "group_count", "state_size", "time_step_rank")
+    return {f"ssm.{key}": name for key, name in zip(keys, names, strict=True)}
+
+
+_DELTA = _ssm(*(f"linear_{x}" for x in (
+    "conv_kernel_dim", "num_key_heads", "key_head_dim", "num_value_heads",
+)))  # fmt: skip
+_MAMBA = _ssm("mamba_d_conv", "mamba_n_groups", "mamba_d_state", "mamba_n_heads")
+_NEMOTRON = _ssm("conv_kernel", "n_groups", "ssm_state_size", "mamba_num_heads")
 _NEMOTRON_FLAGS = {**_BIAS, **_MLP_BIAS, "use_conv_bias": "ssm_conv1d.bias"}
 _NEMOTRON_SAYS = {"mlp_hidden_act": "relu2", "intermediate_size": None}
 _SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": []}

@@ -11,15 +11,13 @@ import logging
 import torch
 
 from radixcache.errors import ModelError
-from radixcache.kernels.quantized import Layout, Quantized, Stored, Tables
+from radixcache.kernels.quantized import MXFP4, Layout, Quantized, Stored, Tables
 from radixcache.runtime.checkpoints.gguf_file import KINDS, GGUFTensor
 
 _log = logging.getLogger("radixcache")
 
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-
-_E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
 
 _Parts = Tables
 """Numbers [N, ...], scales and minimums [N, blocks], of N stored blocks."""
@@ -175,10 +173,10 @@ def _q6_k(stored: torch.Tensor) -> _Parts:
 
 
 def _mxfp4(stored: torch.Tensor) -> _Parts:
-    """Numbers are twice the values, from -12 on; a scale is a power of two, of 8 bits."""
+    """A scale is a power of two, of 8 bits."""
     exponents = stored[:, :1].int()
     scales = torch.where(exponents < 2, 1 << 21 << exponents, exponents - 1 << 23)
-    numbers = torch.tensor(_E2M1, dtype=torch.uint8)[_fields(stored[:, 1:], 4, 16).int()]
+    numbers = torch.tensor(MXFP4, dtype=torch.uint8)[_fields(stored[:, 1:], 4, 16).int()]
     return _symmetric(numbers, scales.view(torch.float32), 12)
 
 

@@ -14,6 +14,7 @@ from radixcache.errors import ModelError
 from radixcache.runtime.checkpoints.gguf_file import Array, GGUFFile
 from radixcache.runtime.checkpoints.model_files import find_gguf
 from radixcache.runtime.model.description import Architecture, Unknown
+from radixcache.runtime.model.families.config import Settings
 from radixcache.runtime.model.families.describe import describe
 from radixcache.runtime.model.gguf.architectures import COMMON, ROWS, Row
 from radixcache.runtime.model.gguf.ends import end_tokens
@@ -317,14 +318,16 @@ def _dtype(file: GGUFFile) -> str:
     return {"BF16": "bfloat16", "F16": "float16"}.get("".join(kinds), "float32")
 
 
-def describe_gguf(file: GGUFFile, max_model_len: int | None = None) -> Architecture:
-    """The architecture that the metadata describes; see `families.describe`.
+def describe_gguf(
+    file: GGUFFile, settings: Settings, max_model_len: int | None = None
+) -> Architecture:
+    """The architecture that a file of these `settings_of` has; see `families.describe`.
 
     Raises:
-        Unknown: the metadata has what this does not understand.
-        ModelError: it lacks what it must have, or has it as another type.
+        Unknown: the settings have what this does not understand.
+        ModelError: the file's divisors of frequencies are no vector of float32.
     """
-    described = describe(settings_of(file), max_model_len, whole=True)
+    described = describe(settings, max_model_len, whole=True)
     proportional = file.get("general.architecture", str) == "gemma4"
     if (tensor := file.tensors.get(_ROPE_FACTORS)) is None or proportional:
         return described

@@ -68,8 +68,8 @@ def test_blocks_of_each_kind_are_decoded_to_the_bit(path, monkeypatch, kind):
     assert isinstance(found, Quantized)
     assert isinstance(turned, Quantized)
     assert (found.bits, found.block) == BITS[kind]
-    assert int(found.numbers.max()) < 1 << found.bits
-    assert found.numbers.dtype == torch.uint8
+    numbers = found.tables()[0]
+    assert int(numbers.max()) < 1 << found.bits and numbers.dtype == torch.uint8
     wanted = decode(kind, blocks).reshape(rows, columns)
     assert np.isfinite(wanted).all()
     np.testing.assert_array_equal(found.dense().numpy(), wanted)
@@ -115,7 +115,7 @@ def test_a_model_gives_the_logits_of_its_dense_weights(
 def test_weights_are_given_without_loss(path):
     dense = write_model(path, None, "llama", ["Q4_K", "F16", "BF16", "F32", "Q6_K"])
     file = GGUFFile(path)
-    described = describe_gguf(file)
+    described = describe_gguf(file, settings_of(file))
     weights = GGUFWeights(file, described, CPU, torch.float32)
     layers = [weights.layer(number) for number in range(len(described.layers))]
     found = {"model.embed_tokens.weight": weights.embedding(), "lm_head.weight": weights.head()}
