@@ -81,10 +81,10 @@ class GGUFWeights:
         self._file, self._architecture = file, architecture
         self._device, self._dtype = device, dtype
         table = (architecture.vocab_size, architecture.hidden_size)
-        lfm = architecture.family.startswith("lfm2")
         self._embedding = [_Piece("token_embd.weight", table)]
         self._head = [] if architecture.tied else [_Piece("output.weight", table)]
-        last = "token_embd_norm.weight" if lfm else "output_norm.weight"
+        last = "token_embd_norm.weight"  # of LFM, behind its last layer
+        last = last if last in file.tensors else "output_norm.weight"
         self._last = [_Piece(last, table[1:])]
         row = ROWS[file.get("general.architecture", str)]
         self._layers: list[dict[str, list[_Piece]]] = []
