@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from radixcache.base import Tokens
 from radixcache.errors import Busy, InvalidRequest
 from radixcache.kernels.upload import send
+from radixcache.runtime.model.system_memory import give_back
 from radixcache.runtime.sampling.grammar_compiler import (
     DEEP_STACK,
     MAX_COMPILERS,
@@ -344,6 +345,7 @@ class GrammarBackend:
                 )
                 breaks = LineBreaks(texts, -(-self._vocab_size // 32) * 32)
                 self._vocabulary = vocabulary, vocabulary.read(), breaks
+                give_back()
             return self._vocabulary
 
 

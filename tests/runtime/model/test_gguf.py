@@ -215,6 +215,7 @@ def test_llama_3s_rope_factors_are_read(path, tmp_path, sequences):
         ("llama", {"{}.block_count": 3}, "other weights"),
         ("llama", {"split.count": 3}, "one of 3 parts .* --merge"),
         ("llama", {"general.architecture": 7}, "general.architecture is not of type str"),
+        ("llama", {"general.architecture": "falcon"}, "architecture falcon, which is not read$"),
     ],
 )
 def test_what_is_not_understood_is_refused_in_one_sentence(path, family, change, said):
@@ -222,12 +223,6 @@ def test_what_is_not_understood_is_refused_in_one_sentence(path, family, change,
     with pytest.raises(ModelError, match=said) as error:
         load_model(path, device="cpu")
     assert "\n" not in str(error.value)
-
-
-def test_an_architecture_without_a_row_is_refused(path):
-    write_model(path, {"general.architecture": "falcon"})
-    with pytest.raises(ModelError, match=r"has the architecture falcon, which is not read$"):
-        load_model(path, device="cpu")
 
 
 def test_a_kind_that_only_gguf_reads_names_the_package(path, monkeypatch):
