@@ -60,6 +60,8 @@ class Quantized:
     @staticmethod
     def join(parts: Sequence[Quantized]) -> Quantized:
         """Stack weights of one format along their rows."""
+        if len(parts) == 1:
+            return parts[0]
         stored = [part for part in parts if isinstance(part, Stored)]
         if len(stored) == len(parts):
             return Stored([rows for part in stored for rows in part.parts])
@@ -105,10 +107,15 @@ class Stored(Quantized):
     Attributes:
         parts: stored rows, uint8 [out, bytes], below each other, and their layouts, which have the
             same bits and blocks.
+        let_go: gives back the memory of a file's rows that were read, if they stand in one.
     """
 
-    def __init__(self, parts: Sequence[tuple[Layout, torch.Tensor]]) -> None:
-        self.parts = [*parts]
+    def __init__(
+        self,
+        parts: Sequence[tuple[Layout, torch.Tensor]],
+        let_go: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.parts, self.let_go = [*parts], let_go
         layout, rows = self.parts[0]
         self.bits, self.block = layout.bits, layout.block
         self.shape = sum(len(x) for _, x in parts), rows.shape[1] // layout.stored * layout.size

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from radixcache.errors import ModelError
-from radixcache.kernels.quantized import Quantized, dense
+from radixcache.kernels.quantized import Quantized, Stored, dense
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
 from radixcache.runtime.model.description import (
     Architecture,
@@ -161,6 +161,8 @@ class GGUFWeights:
         """The pieces below each other."""
         parts = [self._part(piece, expert) for piece in pieces]
         weight = parts[0] if len(parts) == 1 else torch.cat([dense(part) for part in parts])
+        if isinstance(weight, Stored):
+            weight.let_go = self._file.let_go
         if isinstance(weight, torch.Tensor):  # a router of one row may be a vector
             weight = weight.reshape(-1, weight.shape[-1])
         if self._device.type == "cpu":

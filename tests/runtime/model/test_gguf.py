@@ -8,6 +8,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 from radixcache import LLM, ModelError
 from radixcache.kernels import quantized
+from radixcache.kernels.native import blocks as native_blocks
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.native.linear import PackedLinear
 from radixcache.kernels.quantized import Quantized
@@ -84,6 +86,18 @@ def test_blocks_of_each_kind_are_decoded_to_the_bit(path, monkeypatch, kind):
     if problem() is None:  # and the panels are made of the stored blocks
         packed = PackedLinear(joined).weight.numpy()
         np.testing.assert_array_equal(packed.view(np.int32), joined.dense().numpy().view(np.int32))
+
+
+@pytest.mark.skipif(problem() is not None, reason="no native kernels here")
+def test_large_tables_are_packed_a_part_at_a_time(path, monkeypatch):
+    monkeypatch.setattr(native_blocks, "_ROWS", 32)
+    stored = random_blocks("Q6_K", 77 * 512, np.random.default_rng(0)).tobytes()
+    file = opened(path, gguf_bytes({}, {"a": Stored("Q6_K", (77, 512), stored)}))
+    table, let_go = read_tensor("a", file.tensors["a"]), Mock()
+    assert isinstance(table, quantized.Stored)
+    table.let_go = let_go
+    assert torch.equal(PackedLinear(table).weight, table.dense())
+    assert let_go.call_count == 3
 
 
 @pytest.mark.parametrize(
