@@ -344,7 +344,15 @@ class GrammarBackend:
                     texts, special, ends, tokenizer.added, tokenizer.encode_within
                 )
                 breaks = LineBreaks(texts, -(-self._vocab_size // 32) * 32)
-                self._vocabulary = vocabulary, vocabulary.read(), breaks
+                try:
+                    self._vocabulary = vocabulary, vocabulary.read(), breaks
+                except (KeyboardInterrupt, MemoryError):
+                    raise
+                except BaseException as error:  # it panics at tokens of thousands of bytes
+                    reason = first_part(str(error))
+                    raise InvalidRequest(
+                        f"structured output cannot read the tokenizer: {reason}"
+                    ) from None
                 give_back()
             return self._vocabulary
 

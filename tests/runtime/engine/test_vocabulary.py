@@ -62,3 +62,10 @@ def test_tiny_vocabularies(kind) -> None:
         assert_as_llguidance_reads_it(tokenizer, size + 5, [size - 1])
         with pytest.raises(InvalidRequest, match=rf"token {size - 1:,}, and the model has"):
             tokenizer.vocabulary(size - 1)
+
+
+def test_a_vocabulary_that_llguidance_panics_at_is_refused_in_a_sentence() -> None:
+    backend = tiny.byte_level()
+    backend.add_tokens(["x" * 5000])
+    with pytest.raises(InvalidRequest, match="cannot read the tokenizer: assertion failed"):
+        GrammarBackend(tiny.wrap(backend), 500, [1]).read_vocabulary()
