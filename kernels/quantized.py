@@ -15,6 +15,9 @@ import torch
 Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Numbers, scales and minimums, as `Quantized` has them."""
 
+MXFP4 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
+"""The numbers of MXFP4's 16 codes: twice their values, from -12 on."""
+
 _WEIGHTS_AT_ONCE = 1 << 21  # intermediate results of decoding stay in the caches
 
 
@@ -40,18 +43,6 @@ class Quantized:
     def tables(self) -> Tables:
         return self._tables
 
-    @property
-    def numbers(self) -> torch.Tensor:
-        return self.tables()[0]
-
-    @property
-    def scales(self) -> torch.Tensor:
-        return self.tables()[1]
-
-    @property
-    def minimums(self) -> torch.Tensor:
-        return self.tables()[2]
-
     def rows(self, ids: torch.Tensor) -> Quantized:
         """The rows with these numbers."""
         numbers, scales, minimums = (table[ids] for table in self.tables())
@@ -69,6 +60,8 @@ class Quantized:
     @staticmethod
     def join(parts: Sequence[Quantized]) -> Quantized:
         """Stack weights of one format along their rows."""
+        if len(parts) == 1:
+            return parts[0]
         stored = [part for part in parts if isinstance(part, Stored)]
         if len(stored) == len(parts):
             return Stored([rows for part in stored for rows in part.parts])
@@ -114,10 +107,15 @@ class Stored(Quantized):
     Attributes:
         parts: stored rows, uint8 [out, bytes], below each other, and their layouts, which have the
             same bits and blocks.
+        let_go: gives back the memory of a file's rows that were read, if they stand in one.
     """
 
-    def __init__(self, parts: Sequence[tuple[Layout, torch.Tensor]]) -> None:
-        self.parts = [*parts]
+    def __init__(
+        self,
+        parts: Sequence[tuple[Layout, torch.Tensor]],
+        let_go: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.parts, self.let_go = [*parts], let_go
         layout, rows = self.parts[0]
         self.bits, self.block = layout.bits, layout.block
         self.shape = sum(len(x) for _, x in parts), rows.shape[1] // layout.stored * layout.size

@@ -71,6 +71,9 @@ class _Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         known, unknown = super().parse_known_args(args, namespace)
+        waits = getattr(known, "MODEL", None) and getattr(known, "PROMPT", "") is None
+        if waits and len(unknown) == 1 and not unknown[0].startswith("-"):
+            known.PROMPT = unknown.pop()  # behind flags that are behind the model
         if unknown:
             flag = unknown[0].partition("=")[0]
             close = get_close_matches(flag, self._option_string_actions, 1)
@@ -100,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_report(commands)
     _add_cache(commands)
-    _add_command(commands, info, "what runs here: versions, threads, native kernels")
+    _add_info(commands)
     return parser
 
 
@@ -136,12 +139,13 @@ def _add_chat(commands: Any) -> None:
 
 def _add_generate(commands: Any) -> None:
     parser = _add_command(commands, generate, "complete prompts")
-    source = parser.add_mutually_exclusive_group(required=True)
+    _add_model(parser)
+    parser.add_argument("PROMPT", nargs="?", help="prompt text; - is stdin")
+    source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", metavar="TEXT", help="a prompt that may start with -")
     source.add_argument(
         "--prompt-file", metavar="FILE", nargs="+", help="files, a prompt each; - is stdin"
     )
-    source.add_argument("PROMPT", nargs="?", help="prompt text; - is stdin")
     parser.add_argument(
         "--jsonl",
         action="store_true",
@@ -184,6 +188,11 @@ def _add_cache(commands: Any) -> None:
     what = "list the contents, compare the checksums of all pages, or delete them"
     parser.add_argument("ACTION", choices=("inspect", "verify", "clear"), help=what)
     parser.add_argument("DIR", help="the folder of --kv-dir")
+
+
+def _add_info(commands: Any) -> None:
+    parser = _add_command(commands, info, "what runs here: versions, threads, native kernels")
+    parser.add_argument("MODEL", nargs="?", help="a model that is loaded, to say how it runs")
 
 
 def _add_report(commands: Any) -> None:

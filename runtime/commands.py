@@ -120,6 +120,7 @@ def generate(args: argparse.Namespace) -> int:
     given = _given(args, _SAMPLING)
     SamplingParams(**given)  # refuses bad values before the model is loaded
     prompts = _prompts(args)
+    _take_model(args)
     llm = _load(args)
     params = replace(llm.default_params, **given)
     outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
@@ -239,8 +240,9 @@ def _note_use(folder: Path) -> None:
         print("in use by a process, which writes the rest of what it has cached when it ends")
 
 
-def info(_: argparse.Namespace) -> int:
+def info(args: argparse.Namespace) -> int:
     """Print versions and what runs here, or why it does not."""
+    check_model(args.MODEL)
     import torch
     import transformers
 
@@ -270,6 +272,8 @@ def info(_: argparse.Namespace) -> int:
         ("exact mode", exact.describe()),
     ):
         print(f"{name:15} {text}")
+    if args.MODEL is not None:
+        print("", *_load(EngineArgs(model=args.MODEL)).notes, sep="\n")
     return 0
 
 
@@ -281,6 +285,11 @@ def _version_of(package: str) -> str | None:
 
 def _prompts(args: argparse.Namespace) -> list[Prompt]:
     """The prompts, from the one source that was named."""
+    named = args.prompt is not None or args.prompt_file is not None
+    if not named and args.PROMPT is None:  # a single text is the prompt
+        args.MODEL, args.PROMPT = None, args.MODEL
+    if named is (args.PROMPT is not None):
+        raise InvalidRequest("give one of a prompt, --prompt TEXT and --prompt-file FILE")
     if args.prompt is not None:
         sources = {"--prompt": args.prompt}
     elif args.PROMPT not in (None, "-"):

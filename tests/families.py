@@ -26,9 +26,6 @@ from tests.helpers.models import HYBRIDS, MLA, MULTIMODAL, tiny_model
 OTHERS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {}, "olmo": {}, "nemotron": {}, "phi": {}, "starcoder2": {}, "apertus": {},
     "stablelm": {}, "gpt_neox": {}, "gpt2": {}, "opt": {},
-    "granite_swa": {
-        "sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"],
-    },
 }  # fmt: skip
 """Families without a description."""
 # transformers bounds the time steps of a prefill, and not those of its decodes.
@@ -58,7 +55,7 @@ def tried(family: str, folder: Path) -> tuple[int, str]:
     return right, f"{kind}, exact" + ("" if family in IN_GGUF else "; no GGUF")
 
 
-IN_GGUF = {row.family for row in ROWS.values()} | {"mistral"}
+IN_GGUF = {row.family for row in ROWS.values()} | {"mistral", "mixtral", "olmo3"}
 """Families whose GGUF files are read."""
 
 

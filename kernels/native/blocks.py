@@ -16,6 +16,10 @@ _STORED = (  # in the order of blocks.h
 )  # fmt: skip
 
 
+_ROWS = 1 << 14
+"""Rows that are packed before their file's memory is given back; whole panels."""
+
+
 class _Rows(ctypes.Structure):
     """`StoredRows` of blocks.h."""
 
@@ -26,6 +30,13 @@ def pack_quantized(weight: Quantized, panels: torch.Tensor) -> None:
     """Write a weight [out, in] to int32 panels, which are large enough."""
     (rows, depth), bits, block = weight.shape, weight.bits, weight.block
     sizes = bits, block, rows, depth, panels.data_ptr()
+    if isinstance(weight, Stored) and len(weight.parts) == 1 and rows > _ROWS:
+        ((layout, data),) = weight.parts
+        words = depth // block * (2 + block * bits // 32)  # of a row
+        for at in range(0, rows, _ROWS):
+            pack_quantized(Stored([(layout, data[at : at + _ROWS])]), panels[at * words :])
+            weight.let_go()
+        return
     if isinstance(weight, Stored):
         parts = [(layout, data.contiguous()) for layout, data in weight.parts]
         for layout, data in parts:

@@ -11,13 +11,8 @@ from radixcache.kernels.native.blocks import pack_quantized
 from radixcache.kernels.native.library import check, kernel, library
 from radixcache.kernels.quantized import Quantized
 
-_FORMATS = {  # bits and block of each, in the order of linear.h
-    (32, 1): 0,
-    (16, 2): 1,
-    (8, 32): 2,
-    (8, 16): 3,
-    (4, 32): 4,
-}
+_FORMATS = {(32, 1): 0, (16, 2): 1, (8, 32): 2, (8, 16): 3, (4, 32): 4}
+"""Formats by their bits and block, in the order of linear.h."""
 
 
 class Weight(ctypes.Structure):

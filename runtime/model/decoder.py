@@ -25,6 +25,7 @@ from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.operations.selector import choose_operations
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import track
+from radixcache.runtime.model.system_memory import give_back
 from radixcache.runtime.model.weights import ModelWeights
 from radixcache.states import SequenceStates
 
@@ -100,6 +101,7 @@ class Decoder(PagedModel):
             _check_numbers(layer, number)
             hidden = reference.run_layer(architecture, number, hidden, layer)
             self._operations.layer(number, layer)
+            give_back()
         last_norm = weights.last_norm()
         expected = reference.logits(architecture, hidden, last_norm, rows)
         self._operations.loaded(last_norm)

@@ -201,6 +201,15 @@ class Experts:
     shared: MLP | None = None
     shared_gate: bool = False
 
+    def __post_init__(self) -> None:
+        size, kept = self.count // max(self.groups, 1), self.kept_groups
+        whole = size * self.groups == self.count and (size > 1 or self.groups == 1)
+        if not (whole and 0 < kept <= self.groups and 0 < self.active <= size * kept):
+            raise Unknown(
+                f"it chooses {self.active} of {self.count} experts from {kept} of "
+                f"{self.groups} groups"
+            )
+
 
 @dataclass(frozen=True)
 class Layer:

@@ -149,9 +149,10 @@ def _load_decoder(
     Raises:
         Unknown: the loop does not know the model, or is wrong about it.
     """
-    architecture = (
-        describe(settings, max_model_len) if file is None else describe_gguf(file, max_model_len)
-    )
+    if file is None:
+        architecture = describe(settings, max_model_len)
+    else:
+        architecture = describe_gguf(file, settings, max_model_len)
     if dtype == "auto":
         named = str(settings.get("dtype") or settings.get("torch_dtype"))
         if named not in DTYPES:
@@ -167,7 +168,7 @@ def _load_decoder(
             weights = GGUFWeights(file, architecture, device, dtype)
         stack.enter_context(on_device(device))
         report("preparing kernels", 0.0)  # which are compiled at the first start
-        return Decoder(
+        model = Decoder(
             architecture,
             _generation_config(name_or_path, file),
             weights,
@@ -176,6 +177,9 @@ def _load_decoder(
             attention,
             exact,
         )
+        if isinstance(weights, GGUFWeights):
+            model.kept = f" of {weights.bits:.1f} bits a weight"
+        return model
 
 
 def _generation_config(name_or_path: str | Path, file: GGUFFile | None) -> GenerationConfig:

@@ -89,6 +89,9 @@ class PagedModel(ABC):
     layers_by: str
     """Whose code computes the layers, for `placement`."""
 
+    kept = ""
+    """How weights are stored, for `placement`, if not in the model's dtype."""
+
     def __init__(
         self,
         model_type: str,
@@ -173,7 +176,7 @@ class PagedModel(ABC):
         if self.device.type == "cpu" and (reason := problem()) is not None:
             more += f"; slower without the native kernels ({reason})"
         return (
-            f"{self.model_type} in {dtype} on {place}, layers by {self.layers_by}, "
+            f"{self.model_type}{self.kept} in {dtype} on {place}, layers by {self.layers_by}, "
             f"attention by {self.attention.name}{more}"
         )
 
@@ -232,7 +235,13 @@ class PagedModel(ABC):
         plan = self.attention.plan(batch, token_ids, batch.positions(), logit_rows)
         if unread is not None:
             unread.write(plan.arrays[0])
-        return self.compute(pool, plan, states=states)
+        with self._step(batch, pool, states):
+            return self.compute(pool, plan, states=states)
+
+    def _step(
+        self, batch: PagedBatch, pool: KVPool, states: Sequence[SequenceStates]
+    ) -> AbstractContextManager[None]:
+        return nullcontext()
 
     @torch.inference_mode()
     def compute(

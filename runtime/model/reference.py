@@ -9,9 +9,6 @@ family; and each load, that the loop's kernels and packed weights do so on this 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
@@ -26,12 +23,11 @@ from radixcache.runtime.model.description import (
     Mixer,
     Rope,
     Weight,
+    Weights,
 )
 from radixcache.runtime.model.weights import ModelWeights
 
 _PART = 8192  # rows of a weight
-
-Weights = Mapping[str, Any]
 
 
 def rounded_logits(

@@ -37,7 +37,7 @@ from radixcache.runtime.model.compatibility import (
     refusal,
 )
 from radixcache.runtime.model.kv_pool import KVPool
-from radixcache.runtime.model.paged_model import PagedModel, Unread
+from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.recurrent import (
     find_states,
     recurrent_step,
@@ -179,18 +179,10 @@ class TransformersModel(PagedModel):
                 "newer (as Mamba 1 does, and any in older ones)",
             )
 
-    def forward(
-        self,
-        token_ids: NDArray[np.integer],
-        batch: PagedBatch,
-        logit_rows: NDArray[np.integer],
-        pool: KVPool,
-        states: Sequence[SequenceStates] = (),
-        unread: Unread | None = None,
-    ) -> torch.Tensor:
-        step = nullcontext() if pool.states is None else recurrent_step(batch, states, pool.states)
-        with step:
-            return super().forward(token_ids, batch, logit_rows, pool, states, unread)
+    def _step(
+        self, batch: PagedBatch, pool: KVPool, states: Sequence[SequenceStates]
+    ) -> AbstractContextManager[None]:
+        return nullcontext() if pool.states is None else recurrent_step(batch, states, pool.states)
 
     @torch.inference_mode()
     def stock_logits(self, token_ids: NDArray[np.integer]) -> torch.Tensor:

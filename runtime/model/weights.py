@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from radixcache.errors import ModelError, first_sentence
-from radixcache.kernels.quantized import Quantized
+from radixcache.kernels.quantized import MXFP4, Quantized
 from radixcache.runtime.model.checkpoint import Checkpoint
 from radixcache.runtime.model.description import (
     MLP,
@@ -59,7 +59,6 @@ _RENAMES = [
 _HEAD_NORMS = ("query_norm", "key_norm")
 _CODES = ("_blocks", "_scales")
 """Ends of the names of MXFP4's tensors, which are uint8."""
-_E2M1 = [0, 1, 2, 3, 4, 6, 8, 12]  # twice the values of MXFP4 without their signs
 
 
 class ModelWeights(Protocol):
@@ -411,7 +410,7 @@ def _halves(rows: torch.Tensor, head_dim: int, turned: int) -> torch.Tensor:
 
 def _mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> Quantized:
     """Blocks of 32 numbers of 4 bits [out, in / 32, 16] and exponents [out, in / 32] of 2."""
-    values = torch.tensor([12 + n for n in _E2M1] + [12 - n for n in _E2M1], dtype=torch.uint8)
+    values = torch.tensor(MXFP4, dtype=torch.uint8)
     codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(1).long()
     halves = (scales.float() - 128).exp2()
     return Quantized(values.to(codes.device)[codes], halves, -12 * halves, 8)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from radixcache.base import Tokens
 from radixcache.errors import Busy, InvalidRequest
 from radixcache.kernels.upload import send
+from radixcache.runtime.model.system_memory import give_back
 from radixcache.runtime.sampling.grammar_compiler import (
     DEEP_STACK,
     MAX_COMPILERS,
@@ -257,7 +258,7 @@ class GrammarBackend:
         self._compiled: OrderedDict[tuple[str, str], CompiledGrammar | str] = OrderedDict()
         """The error of each grammar that does not compile, so that it is tried once."""
         self._in_use: WeakValueDictionary[tuple[str, str], CompiledGrammar] = WeakValueDictionary()
-        self._making = Lock()
+        self._making, self._reading = Lock(), Lock()
         self._compilers = Semaphore(MAX_COMPILERS)
 
     def grammar(self, structured: StructuredOutputsParams) -> Grammar:
@@ -266,7 +267,7 @@ class GrammarBackend:
         assert self._tokenizer is not None
         tokenizer = self._tokenizer
         decode = partial(tokenizer.decode, special=True)
-        _, _, breaks = self._read_vocabulary()
+        _, _, breaks = self.read_vocabulary()
         is_json = structured.kind in ("json", "json_object")
         return Grammar(grammar.matcher, structured.after, decode, breaks if is_json else None)
 
@@ -295,7 +296,7 @@ class GrammarBackend:
         """
         if (found := self.find(structured)) is not None:
             return found
-        vocabulary, tokens, _ = self._read_vocabulary()
+        vocabulary, tokens, _ = self.read_vocabulary()
         if not self._compilers.acquire(timeout=PATIENCE):
             raise Busy("other structures take long to compile: try again")
         try:
@@ -326,29 +327,33 @@ class GrammarBackend:
                 total -= sizes.pop(0)
                 self._compiled.popitem(last=False)
 
-    def _read_vocabulary(self) -> tuple[Vocabulary, LLTokenizer, LineBreaks]:
-        with self._making:
-            if self._vocabulary is not None:
-                return self._vocabulary
-            serialised = self._tokenizer and self._tokenizer.serialised
-            if not self._tokenizer or not serialised:
-                raise InvalidRequest(
-                    "structured output needs a tokenizer of the tokenizers library, "
-                    f"and this model has {'another' if self._tokenizer else 'none'}"
+    def read_vocabulary(self) -> tuple[Vocabulary, LLTokenizer, LineBreaks]:
+        """The model's tokens, read once: llguidance keeps all Python threads waiting, a second for
+        262,144 tokens.
+
+        Raises:
+            InvalidRequest: the tokenizer cannot say what texts its tokens are.
+        """
+        with self._reading:
+            if self._vocabulary is None:
+                if (tokenizer := self._tokenizer) is None:
+                    raise InvalidRequest("structured output needs a tokenizer: this model has none")
+                texts, special = tokenizer.vocabulary(self._vocab_size)
+                ends = self._end_tokens or [tokenizer.eos]
+                vocabulary = Vocabulary(
+                    texts, special, ends, tokenizer.added, tokenizer.encode_within
                 )
-            vocabulary = Vocabulary(
-                serialised, self._vocab_size, self._end_tokens, self._tokenizer.added
-            )
-            try:
-                tokens = vocabulary.read()
-            except ValueError as error:
-                reason = first_part(str(error))
-                raise InvalidRequest(
-                    f"structured output cannot read the tokenizer: {reason}"
-                ) from None
-            texts = [tokens.decode_bytes([token]) for token in range(vocabulary.size)]
-            breaks = LineBreaks(texts, -(-vocabulary.size // 32) * 32)
-            self._vocabulary = vocabulary, tokens, breaks
+                breaks = LineBreaks(texts, -(-self._vocab_size // 32) * 32)
+                try:
+                    self._vocabulary = vocabulary, vocabulary.read(), breaks
+                except (KeyboardInterrupt, MemoryError):
+                    raise
+                except BaseException as error:  # it panics at tokens of thousands of bytes
+                    reason = first_part(str(error))
+                    raise InvalidRequest(
+                        f"structured output cannot read the tokenizer: {reason}"
+                    ) from None
+                give_back()
             return self._vocabulary
 
 

@@ -14,14 +14,16 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import pickle
 import re
 import select
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
+from io import BufferedReader
 from math import ceil
 from typing import IO, TYPE_CHECKING, Any
 
@@ -59,22 +61,34 @@ class Vocabulary:
     """What a model's tokens are.
 
     Attributes:
-        serialised: the tokenizer, as the tokenizers library writes it.
-        size: width of the logits.
-        end_tokens: the model's own.
+        tokens: the bytes of each.
+        special: which of them are no text.
+        end_tokens: the model's own, one at least.
         added: the texts of added tokens.
+        encode: text to token ids; None where nothing is generated.
     """
 
-    serialised: str
-    size: int
+    tokens: Sequence[bytes]
+    special: Sequence[int]
     end_tokens: Sequence[int]
     added: Mapping[int, str]
+    encode: Callable[[str], list[int]] | None = field(default=None, compare=False)
 
     def read(self) -> LLTokenizer:
-        """As llguidance has it; `ValueError` if it cannot read the tokenizer."""
+        """As llguidance has it: an object in the form of its `TokenizerWrapper`."""
         from llguidance import LLTokenizer
 
-        return LLTokenizer(self.serialised, self.size, [*self.end_tokens] or None)
+        encode = self.encode or (lambda _: [])
+
+        class Tokens:
+            is_tokenizer_wrapper = True
+            tokens, special_token_ids = self.tokens, self.special
+            eos_token_id, bos_token_id = self.end_tokens[0], None
+
+            def __call__(self, text: str) -> list[int]:
+                return encode(text)
+
+        return LLTokenizer(Tokens(), None, [*self.end_tokens])  # type: ignore[arg-type]
 
 
 def compile_grammar(
@@ -166,7 +180,8 @@ class _Process:
     def try_compile(self, vocabulary: Vocabulary, kind: str, text: str) -> dict[str, Any]:
         """What it answers; nothing, if it has reached a limit: of time, memory or its stack."""
         if self.vocabulary != vocabulary:
-            self._send(asdict(vocabulary))
+            told = vocabulary.tokens, vocabulary.special, vocabulary.end_tokens, vocabulary.added
+            self._send({"vocabulary": told})
             if not self._receive(None):  # of 262,144 tokens: seconds, more on a busy machine
                 return {}
             self.vocabulary = vocabulary
@@ -177,7 +192,7 @@ class _Process:
     def _send(self, message: Any) -> None:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # then there is no answer
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            pickle.dump(message, self._process.stdin)
             self._process.stdin.flush()
 
     def _receive(self, seconds: int | None) -> dict[str, Any]:
@@ -254,23 +269,23 @@ if hasattr(os, "register_at_fork"):  # they answer the process that began them
 # In the other one.
 
 
-def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
-    tokens, added = None, {}
-    for line in requests:
-        message = json.loads(line)
-        if "serialised" in message:
-            added = {int(token): text for token, text in message.pop("added").items()}
-            tokens = Vocabulary(added=added, **message).read()
+def _serve(requests: BufferedReader, answers: IO[bytes]) -> None:
+    vocabulary, tokens = None, None
+    while requests.peek(1):
+        message = pickle.load(requests)
+        if "vocabulary" in message:
+            vocabulary = Vocabulary(*message["vocabulary"])
+            tokens = vocabulary.read()
             with suppress(OSError):
                 os.nice(max(0, NICENESS - os.nice(0)))
             _answer(answers, {"read": True})
             continue
-        assert tokens is not None
+        assert tokens is not None and vocabulary is not None
         before = _resident()
         _limit_from_here(message["seconds"], message["bytes"])
         answer: dict[str, Any] = {"error": None, "bytes": 0}
         try:
-            matcher = compile_grammar(message["kind"], message["text"], tokens, added)
+            matcher = compile_grammar(message["kind"], message["text"], tokens, vocabulary.added)
             answer["bytes"] = max(0, _resident() - before)
             del matcher
         except InvalidRequest as error:

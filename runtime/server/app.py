@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import datetime, timezone
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from radixcache import __version__
+from radixcache.errors import InvalidRequest
 from radixcache.runtime.llm import LLM
 from radixcache.runtime.server import guards
 from radixcache.runtime.server.admin import cache, explain, page, prefixes
@@ -48,6 +50,8 @@ def create_app(llm: LLM, options: ServerArgs | None = None) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         stored.load()
+        with suppress(InvalidRequest):  # requests for structured output say why
+            await asyncio.to_thread(llm.grammar_backend.read_vocabulary)
         context.jobs.start()
         yield
         await context.close()

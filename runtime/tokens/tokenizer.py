@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from math import inf
@@ -193,15 +193,74 @@ class Tokenizer:
         return self.token_bytes(token).decode(errors="replace")
 
     def _find_bytes(self, token: int) -> bytes:
+        name = self._tokenizer.convert_ids_to_tokens(token)
+        if self._spelling is not None and name is not None:
+            return self._spelling(name)
         before = self.encode("a", special=False)[-1:]  # alone, some tokens lose a space
-        text = self.decode([*before, token], special=True)[len(self.decode(before)) :]
-        if "\ufffd" not in text:
-            return text.encode()
-        spelt = str(self._tokenizer.convert_ids_to_tokens(token))
-        if byte := re.fullmatch("<0x([0-9A-F]{2})>", spelt):
-            return bytes.fromhex(byte[1])
-        known = {*spelt} <= _BYTES.keys()
-        return bytes(_BYTES[character] for character in spelt) if known else text.encode()
+        return self.decode([*before, token], special=True)[len(self.decode(before)) :].encode()
+
+    def vocabulary(self, size: int) -> tuple[list[bytes], list[int]]:
+        """The `token_bytes` of `size` tokens by id, and the ids of those that are no text: special
+        tokens, added ones like <this>, and ids without a token, which are called <[id]>.
+
+        Raises:
+            InvalidRequest: a token's bytes do not follow from its name, or there are more tokens.
+        """
+        if self._spelling is None:
+            raise InvalidRequest(
+                "structured output needs a tokenizer of the tokenizers library whose decoder is "
+                "byte-level or has a byte fallback, and this model has another"
+            )
+        backend = self._tokenizer.backend_tokenizer
+        names = {index: name for name, index in backend.get_vocab(False).items()}
+        names |= {index: backend.id_to_token(index) for index in self.added}  # as they decode
+        found = {index: self._spelling(name) for index, name in names.items()}
+        if (highest := max(found, default=0)) >= size:
+            raise InvalidRequest(
+                f"structured output needs a logit for each token: the tokenizer has token "
+                f"{highest:,}, and the model has {size:,} logits"
+            )
+        added = self._added.items()
+        special = [i for i, one in added if one.special or re.fullmatch("<.*>", one.content)]
+        texts = [found[i] if i in found else b"<[%d]>" % i for i in range(size)]
+        return texts, special + [i for i in range(size) if i not in found]
+
+    @cached_property
+    def _spelling(self) -> Callable[[str], bytes] | None:
+        """The bytes of a token by its name; None if they do not follow from it alone."""
+        if not getattr(self._tokenizer, "is_fast", False):
+            return None
+        decoder = self._tokenizer.backend_tokenizer.decoder
+        found = {"type": None} if decoder is None else json.loads(decoder.__getstate__())
+        steps = found.get("decoders", [found])
+        kinds = {step["type"] for step in steps}
+        if "ByteFallback" in kinds:
+            replaced = [step for step in steps if step["type"] == "Replace"]
+            spaces = [one["pattern"].get("String") for one in replaced if one["content"] == " "]
+            return partial(_of_characters, spaces[0] or " " if spaces else " ")
+        return _of_bytes if "ByteLevel" in kinds else None
+
+    @cached_property
+    def encode_within(self) -> Callable[[str], list[int]]:
+        """Token ids of a text within a text: without the space that may be put before a text.
+
+        For tokenizers with a `vocabulary` only.
+        """
+        from tokenizers import Tokenizer as Backend
+        from tokenizers.models import BPE
+
+        backend = self._tokenizer.backend_tokenizer
+        parts = (backend.normalizer, backend.pre_tokenizer)
+        steps = [None if part is None else json.loads(part.__getstate__()) for part in parts]
+        plain = [_without_prefix(step) for step in steps]
+        if plain != steps:  # another one around the same vocabulary
+            empty = json.loads(Backend(BPE()).to_str())
+            empty |= {"normalizer": plain[0], "pre_tokenizer": plain[1]}
+            twin = Backend.from_str(json.dumps(empty))
+            twin.model = backend.model
+            twin.add_tokens([token for _, token in sorted(self._added.items())])
+            backend = twin
+        return lambda text: list(backend.encode(text, add_special_tokens=False).ids)
 
     @cached_property
     def delimiters(self) -> dict[int, str]:
@@ -243,6 +302,11 @@ class Tokenizer:
         }
 
     @property
+    def eos(self) -> int:
+        """The token that its own settings call the end of a text; 0 if they call none so."""
+        return getattr(self._tokenizer, "eos_token_id", None) or 0
+
+    @property
     def info(self) -> dict[str, Any]:
         """Its description for clients, in transformers' names."""
         plain = self._tokenizer
@@ -262,7 +326,9 @@ class Tokenizer:
     def chat_template(self, tools: bool = False) -> str:
         """The chat template; a model may have another one for chats with tools."""
         if not self._templates:
-            raise InvalidRequest("the model has no chat template: use generate, not chat")
+            raise InvalidRequest(
+                "the model has no chat template: complete a text, by generate or /v1/completions"
+            )
         template: str = self._tokenizer.get_chat_template(tools=tools or None)
         return template
 
@@ -371,6 +437,32 @@ class Tokenizer:
         except Exception as error:  # a template may raise anything
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
         return text
+
+
+def _of_characters(space: str, name: str) -> bytes:
+    """The bytes of a SentencePiece token, which writes a space as `space`."""
+    byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", name)
+    return bytes.fromhex(byte[1]) if byte else name.replace(space, " ").encode()
+
+
+def _of_bytes(name: str) -> bytes:
+    """The bytes of a byte-level token."""
+    try:
+        return bytes([_BYTES[character] for character in name])
+    except KeyError:  # an added token
+        return name.encode()
+
+
+def _without_prefix(step: Any) -> Any:
+    """A normaliser or pre-tokenizer, as JSON, that puts no space before a text; None is none."""
+    if not isinstance(step, dict) or step["type"] == "Prepend":
+        return None
+    never = {"prepend_scheme": "never", "add_prefix_space": False}
+    changed = {key: value for key, value in never.items() if key in step}
+    for key in step.keys() & {"normalizers", "pretokenizers"}:
+        parts = map(_without_prefix, step[key])
+        changed[key] = [part for part in parts if part is not None]
+    return step | changed
 
 
 def _read_gguf(path: str) -> Any:

@@ -43,10 +43,9 @@ def make(kind: str, outer: int, inner: int, seed: int = 0) -> torch.Tensor | Qua
 def dense(weight: torch.Tensor | Quantized) -> torch.Tensor:
     if isinstance(weight, torch.Tensor):
         return weight.double()
-    scales, minimums = (
-        table.double().repeat_interleave(weight.block, 1) for table in weight.tables()[1:]
-    )
-    return weight.numbers.double() * scales + minimums
+    numbers, *tables = (table.double() for table in weight.tables())
+    scales, minimums = (table.repeat_interleave(weight.block, 1) for table in tables)
+    return numbers * scales + minimums
 
 
 SHAPES = [(1, 32), (48, 64), (77, 160), (700, 1536), (130, 4224)]

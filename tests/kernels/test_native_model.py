@@ -309,12 +309,9 @@ def test_weights_of_other_shapes_are_refused(change: Weights) -> None:
 @pytest.mark.parametrize("layer", [
     Layer(Attention(PLAIN, 1), DENSE), Layer(Attention(PLAIN._replace(kv_heads=3)), DENSE),
     Layer(replace(DELTA, key_heads=3), DENSE), Layer(replace(MAMBA, norm_groups=5), DENSE),
-    Layer(HEADS, replace(FEW, active=7)), Layer(HEADS, replace(FEW, groups=4)),
-    Layer(HEADS, replace(FEW, groups=3, kept_groups=4)),
-    Layer(HEADS, replace(FEW, groups=6, kept_groups=2)),
 ])  # fmt: skip
 def test_numbers_that_contradict_each_other_are_refused(layer: Layer) -> None:
     a = architecture(layer)
     weights = random_weights(a, 0, torch.Generator(), False)
-    with pytest.raises(ValueError, match=r"on 3|no RoPE|different sizes|cannot be chosen"):
+    with pytest.raises(ValueError, match=r"on 3|no RoPE|different sizes"):
         NativeOperations(a, F32).layer(0, weights)

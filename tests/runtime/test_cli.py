@@ -71,8 +71,12 @@ assert not heavy, heavy
     [
         ([], "COMMAND"),
         (["fly"], "invalid choice: 'fly'"),
-        (["generate"], "one of the arguments --prompt --prompt-file PROMPT is required"),
-        (["generate", "--prompt", "x", "-"], "not allowed with argument"),
+        (["generate"], "give one of a prompt, --prompt TEXT and --prompt-file"),
+        (["generate", "--prompt", "x", "/no/model", "-"], "give one of a prompt, --prompt TEXT"),
+        (["generate", "--prompt", "x", "/no/model"], "no model at /no/model"),
+        (["generate", "/no/model", "x"], "no model at /no/model"),
+        (["generate", "/no/model", "--seed", "3", "x"], "no model at /no/model"),
+        (["info", "/no/model"], "no model at /no/model"),
         (["chat", "a", "--model", "b"], "two models are given: a and --model b"),
         (["generate", "--prompt", "x", "--page-size", "many"], "invalid int value: 'many'"),
         (["generate", "--prompt", "x", "--cache", "disk"], "invalid choice: 'disk'"),
@@ -275,7 +279,7 @@ def test_chat_refuses_a_model_without_a_template_before_it_asks(tmp_path: Path, 
     folder = tmp_path / "base"
     shutil.copytree(BUNDLED_MODEL, folder, ignore=shutil.ignore_patterns("*.jinja"))
     assert main(["chat", str(folder)]) == 2
-    assert "no chat template: use generate" in capsys.readouterr().err
+    assert "no chat template: complete a text, by generate or" in capsys.readouterr().err
 
 
 def test_ctrl_c_aborts_only_the_answer():

@@ -116,7 +116,7 @@ def _attention(config: Config, row: Family, ropes: Ropes, number: int, kind: str
     if row.heads is not None:
         own = row.heads(config, number)
         kv_heads, dim = own[0] or kv_heads, own[1] or dim
-    if heads % kv_heads or dim % 2:
+    if heads % kv_heads or dim % 2 or dim > 1 << 16:  # whose RoPE would take gigabytes
         raise Unknown(f"its heads are {heads} on {kv_heads} of {dim}")
     window = config.size("sliding_window") if kind == "sliding_attention" else None
     scale = dim**-0.5 if row.scale is None else row.scale(config)

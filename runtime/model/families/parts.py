@@ -19,8 +19,6 @@ def _experts(
     active = config.size("moe_k" if config.maybe("moe_k") else "num_experts_per_tok")
     each = replace(family.dense(config, inner), bias=False)
     one = family.dense(config, shared) if shared else None
-    if active > config.size(count):
-        raise Unknown(f"it chooses {active} of {config.size(count)} experts")
     return Experts(config.size(count), active, each, shared=one, **more)
 
 
@@ -70,17 +68,19 @@ def gpt_oss(config: Config, family: Family, number: int) -> Experts:
 
 def deepseek(config: Config, family: Family, number: int) -> MLP | Experts:
     """Sigmoid scores, a correction that chooses, groups; the first layers have no experts."""
-    if number < config.count("first_k_dense_replace"):
+    routed, always = "n_routed_experts", "n_shared_experts"
+    if (types := config.maybe("mlp_layer_types")) is not None:  # EXAONE's
+        dense, routed, always = types[number] == "dense", "num_experts", "num_shared_experts"
+        config.ignore("first_k_dense_replace")
+    else:
+        dense = number < config.count("first_k_dense_replace")
+    if dense:
         return family.dense(config)
     config.ignore("intermediate_size")
     shared = config.count("moe_shared_expert_intermediate_size")
-    shared = shared or config.size("moe_intermediate_size") * config.count("n_shared_experts")
-    found = _experts(config, family, "n_routed_experts", "moe_intermediate_size", shared)
+    shared = shared or config.size("moe_intermediate_size") * config.count(always)
+    found = _experts(config, family, routed, "moe_intermediate_size", shared)
     groups, kept = config.size("n_group"), config.size("topk_group")
-    size = found.count // groups
-    whole = size * groups == found.count and kept <= groups and (size > 1 or groups == 1)
-    if not whole or found.active > size * kept:
-        raise Unknown(f"it chooses experts from {kept} of {groups} groups of {size}")
     return replace(
         _scaled(config, found), **_SIGMOID, epsilon=1e-20, groups=groups, kept_groups=kept
     )

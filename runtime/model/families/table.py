@@ -44,6 +44,13 @@ def _granite_scales(config: Config) -> dict[str, Any]:
     return {"embed_scale": embed_scale, "logit_scale": 1.0 / logits}
 
 
+def _granite_swa_turned(config: Config, number: int, kind: str) -> bool:
+    bases, rope = config.get("layer_rope_theta"), config.maybe("rope_parameters") or {}
+    if {*bases} - {0, rope.get("rope_theta")}:
+        raise Unknown("its layers turn by different bases")
+    return bool(bases[number])
+
+
 def _lfm3_scales(config: Config) -> dict[str, Any]:
     if not (config.flag("use_sandwich_norm") and config.flag("use_attention_gate")):
         raise Unknown("its layers have no norms after their blocks, or no gates")
@@ -86,6 +93,12 @@ _COHERE: dict[str, Any] = {
     "rotary_pct use_embedding_sharing use_gated_activation use_parallel_block "
     "use_parallel_embedding",
 }  # fmt: skip
+_EXAONE: dict[str, Any] = {
+    **_NO_BIAS, "head_norms": "head", "types": by_type,
+    "turned": lambda config, number, kind: (
+        kind == "sliding_attention" or config.maybe("sliding_window") is None
+    ),
+}  # fmt: skip
 _GLM: dict[str, Any] = {"out_bias": False, "partial_rope": True}
 _QWEN3_5: dict[str, Any] = {
     "offset": 1.0, "head_norms": "head", "gated": True, "types": by_type, "partial_rope": True,
@@ -124,12 +137,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo2": Family(norms=_POST, head_norms="whole"),
     "olmo3": Family(norms=_POST, head_norms="whole", types=by_type, nested_rope=True),
-    "exaone4": _row(
-        _NO_BIAS, norms=_POST, head_norms="head", types=by_type,
-        turned=lambda config, number, kind: (
-            kind == "sliding_attention" or config.maybe("sliding_window") is None
-        ),
-    ),
+    "exaone4": _row(_EXAONE, norms=_POST),
+    "exaone_moe": _row(_EXAONE, mlp=parts.deepseek),
     "glm": _row(_GLM, pairs=True),
     "glm4": _row(_GLM, pairs=True, norms=_GLM4),
     "cohere": _row(_COHERE),
@@ -137,6 +146,9 @@ FAMILIES: dict[str, Family] = {
         _COHERE, types=by_type, turned=lambda config, number, kind: kind == "sliding_attention"
     ),
     "granite": _row(_GRANITE, _MLP_BIAS),
+    "granite_swa": _row(
+        _GRANITE, _MLP_BIAS, types=by_type, sinks=True, turned=_granite_swa_turned
+    ),
     "qwen2_5_vl_text": Family(bias=True, out_bias=False, types=qwen_windows),
     "qwen3_vl_text": Family(head_norms="head"),
     "smollm3": _row(

@@ -6,9 +6,14 @@ that only that code has are `implied` here, for files that do not say them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import torch
+
+from radixcache.runtime.model.description import Unknown
+from radixcache.runtime.model.gguf.metadata import Metadata, floats
 
 _Names = Mapping[str, str]
 
@@ -28,6 +33,7 @@ class Row:
         gating: how experts are scored: 1 softmax, 2 sigmoid, 3 softmax of the chosen ones.
         pairs: whether RoPE's pairs stand side by side in the file: "converted" if its converter
             put them so in all layers, "stored" if they stand so in the checkpoint, too.
+        adjust: changes the settings where the config says more, or in a way of its own.
         tiled: whether a delta net's value heads are ordered by their place within a key head first.
     """
 
@@ -40,6 +46,7 @@ class Row:
     full_every: int = 0
     gating: int = 1
     pairs: Literal["converted", "stored"] | None = None
+    adjust: Callable[[Metadata, dict[str, Any]], None] | None = None
     tiled: bool = False
 
 
@@ -98,113 +105,214 @@ _MULTIPLIERS = {
 }
 _ONES = dict.fromkeys(_MULTIPLIERS.values(), 1.0)
 _GELU = {"hidden_activation": "gelu_pytorch_tanh"}
-_DELTA = {
-    "ssm.conv_kernel": "linear_conv_kernel_dim",
-    "ssm.group_count": "linear_num_key_heads",
-    "ssm.state_size": "linear_key_head_dim",
-    "ssm.time_step_rank": "linear_num_value_heads",
-}
-_MAMBA = {
-    "ssm.conv_kernel": "mamba_d_conv",
-    "ssm.group_count": "mamba_n_groups",
-    "ssm.state_size": "mamba_d_state",
-    "ssm.time_step_rank": "mamba_n_heads",
-}
-_NEMOTRON = {
-    "ssm.conv_kernel": "conv_kernel",
-    "ssm.group_count": "n_groups",
-    "ssm.state_size": "ssm_state_size",
-    "ssm.time_step_rank": "mamba_num_heads",
-}
+
+
+def _ssm(*names: str) -> _Names:
+    keys = ("conv_kernel", "group_count", "state_size", "time_step_rank")
+    return {f"ssm.{key}": name for key, name in zip(keys, names, strict=True)}
+
+
+_DELTA = _ssm(*(f"linear_{x}" for x in (
+    "conv_kernel_dim", "num_key_heads", "key_head_dim", "num_value_heads",
+)))  # fmt: skip
+_MAMBA = _ssm("mamba_d_conv", "mamba_n_groups", "mamba_d_state", "mamba_n_heads")
+_NEMOTRON = _ssm("conv_kernel", "n_groups", "ssm_state_size", "mamba_num_heads")
 _NEMOTRON_FLAGS = {**_BIAS, **_MLP_BIAS, "use_conv_bias": "ssm_conv1d.bias"}
 _NEMOTRON_SAYS = {"mlp_hidden_act": "relu2", "intermediate_size": None}
 _SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
+_NOT_TURNED = torch.tensor(1e30).item()
+"""A frequency's divisor that stands for no rotation."""
+
+
+def _llama(m: Metadata, found: dict[str, Any]) -> None:
+    if count := m.size("expert_count", 0):
+        active = m.size("expert_used_count")
+        found |= {"model_type": "mixtral", "num_local_experts": count}
+        found["num_experts_per_tok"] = active
+    elif "sliding_window" in found:
+        found["model_type"] = "mistral"
+
+
+def _ministral3(m: Metadata, found: dict[str, Any]) -> None:
+    if m.has("attention.temperature_scale"):
+        scale = m.number("attention.temperature_scale")
+        found["rope_parameters"]["llama_4_scaling_beta"] = scale
+    else:
+        found["model_type"] = "mistral"
+
+
+def _two_ropes(m: Metadata, found: dict[str, Any], local: float = 10_000.0) -> None:
+    """Layers with a window have a base of their own."""
+    near = {"rope_type": "default", "rope_theta": m.number("rope.freq_base_swa", local)}
+    found["rope_parameters"] = {
+        "sliding_attention": near, "full_attention": found["rope_parameters"],
+    }  # fmt: skip
+
+
+def _gemma2(m: Metadata, found: dict[str, Any], large: int = 46) -> None:
+    """llama.cpp knows the 27B by their layers."""
+    of_heads = found["hidden_size"] // found["num_attention_heads"]
+    found["query_pre_attn_scalar"] = of_heads if m.layers == large else found["head_dim"]
+
+
+def _gemma3(m: Metadata, found: dict[str, Any]) -> None:
+    _gemma2(m, found, large=62)
+    _two_ropes(m, found)
+
+
+def _gemma4(m: Metadata, found: dict[str, Any]) -> None:
+    """Layers without a window have heads of their own, and turn the first pairs of a head."""
+    kv_heads = m.heads()[1]
+    wide, slides = found["head_dim"], [t == "sliding_attention" for t in found["layer_types"]]
+    divisors = floats(m.file, "rope_freqs.weight")
+    turned = divisors.count(1.0)
+    if divisors != [1.0] * turned + [_NOT_TURNED] * (wide // 2 - turned):
+        raise Unknown("its RoPE turns other parts of a head")
+    found["head_dim"] = m.size("attention.key_length_swa")
+    found["num_key_value_heads"] = kv_heads[slides.index(True) if True in slides else 0]
+    found["per_layer_config"] = {
+        str(i): {"head_dim": wide, "num_key_value_heads": kv_heads[i]}
+        for i, slide in enumerate(slides)
+        if not slide
+    }
+    rope = found["rope_parameters"]
+    rope |= {"rope_type": "proportional", "partial_rotary_factor": 2 * turned / wide}
+    _two_ropes(m, found)
+
+
+def _olmo2(m: Metadata, found: dict[str, Any]) -> None:
+    if "sliding_window" in found:
+        found["model_type"] = "olmo3"
+        _two_ropes(m, found, found["rope_parameters"]["rope_theta"])
+    else:
+        del found["layer_types"]
+
+
+def _phi3(m: Metadata, found: dict[str, Any]) -> None:
+    if (rope := found["rope_parameters"])["rope_type"] == "longrope":
+        name = "original_max_position_embeddings"
+        found[name] = rope[name]
+
+
+def _gpt_oss(m: Metadata, found: dict[str, Any]) -> None:
+    if (rope := found["rope_parameters"])["rope_type"] == "yarn":
+        rope["truncate"] = False
+
+
+def _granite(m: Metadata, found: dict[str, Any]) -> None:
+    if not m.flag("rope.scaling.finetuned", True):
+        raise Unknown("its layers have no RoPE")
+    if shared := m.rows("ffn_up_shexp.weight"):
+        found |= {"model_type": "granitemoeshared", "shared_intermediate_size": shared}
+
+
+def _granite_hybrid(m: Metadata, found: dict[str, Any]) -> None:
+    shared = m.rows("ffn_up_shexp.weight") or m.rows("ffn_up.weight")
+    found |= {"shared_intermediate_size": shared, "mamba_d_head": m.inner()}
+    found["mamba_expand"] = m.size("ssm.inner_size") // found["hidden_size"]
+    turned = m.flag("rope.scaling.finetuned", True)
+    found["position_embedding_type"] = "rope" if turned else "nope"
+    found["layer_types"] = ["attention" if n else "mamba" for n in m.heads()[1]]
+
+
+def _smollm3(m: Metadata, found: dict[str, Any]) -> None:
+    found["no_rope_layers"] = [int((i + 1) % 4 != 0) for i in range(m.layers)]
+
+
+def _ernie_moe(m: Metadata, found: dict[str, Any]) -> None:
+    found["moe_layer_end_index"] = m.layers - 1
+
+
+def _lfm2(m: Metadata, found: dict[str, Any]) -> None:
+    found["norm_eps"] = found.pop("rms_norm_eps")
+    found["layer_types"] = ["full_attention" if n else "conv" for n in m.heads()[1]]
+
+
+def _nemotron(m: Metadata, found: dict[str, Any]) -> None:
+    sizes = m.per_layer("feed_forward_length")
+    mlp = "moe" if m.size("expert_count", 0) else "mlp"
+    found |= {"intermediate_size": max(sizes, default=0), "mamba_head_dim": m.inner()}
+    found["layer_norm_epsilon"] = found.pop("rms_norm_eps")
+    found.pop("first_k_dense_replace", None)
+    found["layers_block_type"] = [
+        "attention" if heads else mlp if size else "mamba"
+        for heads, size in zip(m.heads()[1], sizes, strict=True)
+    ]
+
+
+def _delta(m: Metadata, found: dict[str, Any]) -> None:
+    found["linear_value_head_dim"] = m.inner()
+    key, every = "attention.recurrent_layers", m.size("full_attention_interval", 4)
+    delta = [(i + 1) % every != 0 for i in range(m.layers)]
+    if m.is_array(key):
+        delta = m.file.array(f"{m.name}.{key}", bool)[: m.layers]
+    found["layer_types"] = ["linear_attention" if x else "full_attention" for x in delta]
+
+
 ROWS: dict[str, Row] = {
     "llama": Row(
-        "llama",
-        read=("attention.sliding_window",),
-        implied=_SILU,
-        flags={**_BIAS, **_MLP_BIAS},
-        pairs="converted",
+        "llama", read=("attention.sliding_window",), implied=_SILU, flags={**_BIAS, **_MLP_BIAS},
+        pairs="converted", adjust=_llama,
     ),
     "mistral3": Row(
-        "ministral3",
-        read=("attention.sliding_window", "attention.temperature_scale"),
-        implied={"sliding_window": None},
-        pairs="converted",
+        "ministral3", read=("attention.sliding_window", "attention.temperature_scale"),
+        implied={"sliding_window": None}, pairs="converted", adjust=_ministral3,
     ),
     "qwen2": Row("qwen2", implied=_SILU),
     "qwen3": Row("qwen3", implied=_SILU, flags=_BIAS),
     "qwen2moe": Row(
-        "qwen2_moe",
-        keys=_experts("num_experts", *_MOE_INNER),
-        sizes={**_INNER, **_SHARED},
-        flags={"qkv_bias": "attn_q.bias"},
-        implied={"norm_topk_prob": False, **_SPARSE},
+        "qwen2_moe", keys=_experts("num_experts", *_MOE_INNER), sizes={**_INNER, **_SHARED},
+        flags={"qkv_bias": "attn_q.bias"}, implied={"norm_topk_prob": False, **_SPARSE},
     ),
     "qwen3moe": Row(
-        "qwen3_moe",
-        keys=_experts("num_experts", *_MOE_INNER),
-        sizes=_INNER,
-        flags=_BIAS,
+        "qwen3_moe", keys=_experts("num_experts", *_MOE_INNER), sizes=_INNER, flags=_BIAS,
         implied={"norm_topk_prob": True, **_SPARSE},
     ),
     "gemma": Row("gemma", implied={"hidden_act": "gelu_pytorch_tanh"}),
     "gemma2": Row(
-        "gemma2",
-        read=_WINDOW,
-        keys=_SOFTCAPS,
+        "gemma2", read=_WINDOW, keys=_SOFTCAPS,
         implied={**_GELU, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        full_every=2,
+        full_every=2, adjust=_gemma2,
     ),
     "gemma3": Row(
-        "gemma3_text",
-        read=_TWO_ROPES,
-        keys={"final_logit_softcapping": "final_logit_softcapping"},
-        implied={**_GELU, "sliding_window": None, "final_logit_softcapping": None},
-        full_every=6,
+        "gemma3_text", read=_TWO_ROPES, keys={"final_logit_softcapping": "final_logit_softcapping"},
+        implied={**_GELU, "sliding_window": None, "final_logit_softcapping": None}, full_every=6,
+        adjust=_gemma3,
     ),
     "gemma4": Row(
-        "gemma4_text",
-        read=_GEMMA4_READ,
+        "gemma4_text", read=_GEMMA4_READ,
         keys={"final_logit_softcapping": "final_logit_softcapping"},
         implied={**_GELU, "final_logit_softcapping": None, "hidden_size_per_layer_input": 0},
+        adjust=_gemma4,
     ),
-    "phi3": Row("phi3", read=("attention.sliding_window",), implied={"sliding_window": None}),
-    "olmo2": Row("olmo2", read=_TWO_ROPES, full_every=4),
+    "phi3": Row(
+        "phi3", read=("attention.sliding_window",), implied={"sliding_window": None}, adjust=_phi3,
+    ),
+    "olmo2": Row("olmo2", read=_TWO_ROPES, full_every=4, adjust=_olmo2),
     "exaone4": Row("exaone4", read=_WINDOW, implied={"sliding_window": None}, full_every=4),
     "glm4": Row("glm4", flags=_BIAS, pairs="stored"),
     "cohere2": Row(
-        "cohere2",
-        read=_WINDOW,
+        "cohere2", read=_WINDOW,
         keys={"logit_scale": "logit_scale", "attention.layer_norm_epsilon": "layer_norm_eps"},
-        full_every=4,
-        pairs="stored",
+        full_every=4, pairs="stored",
     ),
     "granite": Row(
-        "granite",
-        keys=_MULTIPLIERS,
-        flags={**_BIAS, **_MLP_BIAS},
-        implied=_ONES,
-        pairs="converted",
+        "granite", keys=_MULTIPLIERS, flags={**_BIAS, **_MLP_BIAS}, implied=_ONES,
+        pairs="converted", adjust=_granite,
     ),
     "granitemoe": Row(
-        "granitemoe",
-        keys={**_MULTIPLIERS, **_experts("num_local_experts")},
-        flags=_BIAS,
-        implied=_ONES,
-        pairs="converted",
+        "granitemoe", keys={**_MULTIPLIERS, **_experts("num_local_experts")}, flags=_BIAS,
+        implied=_ONES, pairs="converted", adjust=_granite,
     ),
     "granitehybrid": Row(
-        "granitemoehybrid",
-        read=("ssm.inner_size",),
+        "granitemoehybrid", read=("ssm.inner_size",),
         keys={**_MULTIPLIERS, **_MAMBA, **_experts("num_local_experts")},
         flags={**_BIAS, "mamba_conv_bias": "ssm_conv1d.bias"},
-        implied={**_ONES, "num_local_experts": 0, "num_experts_per_tok": 1},
-        pairs="converted",
+        implied={**_ONES, "num_local_experts": 0, "num_experts_per_tok": 1}, pairs="converted",
+        adjust=_granite_hybrid,
     ),
-    "smollm3": Row("smollm3", flags={**_BIAS, **_MLP_BIAS}, pairs="converted"),
+    "smollm3": Row("smollm3", flags={**_BIAS, **_MLP_BIAS}, pairs="converted", adjust=_smollm3),
     "ernie4_5": Row("ernie4_5", flags={"use_bias": "attn_output.bias"}, pairs="stored"),
     "ernie4_5-moe": Row(
         "ernie4_5_moe",
@@ -214,85 +322,61 @@ ROWS: dict[str, Row] = {
             "interleave_moe_layer_step": "moe_layer_interval",
             "leading_dense_block_count": "moe_layer_start_index",
         },
-        sizes=_INNER,
-        flags={"use_bias": "attn_output.bias"},
-        implied={"moe_num_shared_experts": 0, "moe_layer_start_index": 0},
-        pairs="stored",
+        sizes=_INNER, flags={"use_bias": "attn_output.bias"},
+        implied={"moe_num_shared_experts": 0, "moe_layer_start_index": 0}, pairs="stored",
+        adjust=_ernie_moe,
     ),
     "seed_oss": Row("seed_oss", flags={**_BIAS, **_OUT_BIAS, **_MLP_BIAS}),
     "gpt-oss": Row(
-        "gpt_oss",
-        read=_WINDOW,
-        keys=_experts("num_local_experts"),
-        implied={"attention_bias": True},
-        full_every=2,
-        gating=3,
+        "gpt_oss", read=_WINDOW, keys=_experts("num_local_experts"),
+        implied={"attention_bias": True}, full_every=2, gating=3, adjust=_gpt_oss,
     ),
     "glm4moe": Row(
-        "glm4_moe",
-        keys=_SCORED,
-        sizes=_INNER,
-        flags={**_BIAS, "use_qk_norm": "attn_q_norm.weight"},
-        implied=_ALL_SCORED,
-        gating=2,
+        "glm4_moe", keys=_SCORED, sizes=_INNER,
+        flags={**_BIAS, "use_qk_norm": "attn_q_norm.weight"}, implied=_ALL_SCORED, gating=2,
     ),
     "dots1": Row("dots1", keys=_SCORED, sizes=_INNER, flags=_BIAS, implied=_ALL_SCORED, gating=2),
     "minimax-m2": Row("minimax_m2", keys=_experts("num_local_experts"), gating=2),
     "olmoe": Row(
-        "olmoe",
-        keys=_experts("num_experts"),
-        flags=_BIAS,
-        implied={"norm_topk_prob": False},
+        "olmoe", keys=_experts("num_experts"), flags=_BIAS, implied={"norm_topk_prob": False},
     ),
     "qwen3next": Row(
-        "qwen3_next",
-        read=_DELTA_READ,
-        keys={**_DELTA, **_experts("num_experts", *_MOE_INNER)},
-        sizes={**_INNER, **_SHARED},
-        flags=_BIAS,
-        implied={"norm_topk_prob": True, **_SPARSE},
+        "qwen3_next", read=_DELTA_READ, keys={**_DELTA, **_experts("num_experts", *_MOE_INNER)},
+        sizes={**_INNER, **_SHARED}, flags=_BIAS, implied={"norm_topk_prob": True, **_SPARSE},
+        adjust=_delta,
     ),
-    "qwen35": Row("qwen3_5_text", read=_QWEN35_READ, keys=_DELTA, flags=_BIAS, tiled=True),
+    "qwen35": Row(
+        "qwen3_5_text", read=_QWEN35_READ, keys=_DELTA, flags=_BIAS, adjust=_delta, tiled=True,
+    ),
     "qwen35moe": Row(
-        "qwen3_5_moe_text",
-        read=_QWEN35_READ,
-        keys={**_DELTA, **_experts("num_experts", *_MOE_INNER)},
-        sizes={**_INNER, **_SHARED},
-        flags=_BIAS,
-        tiled=True,
+        "qwen3_5_moe_text", read=_QWEN35_READ,
+        keys={**_DELTA, **_experts("num_experts", *_MOE_INNER)}, sizes={**_INNER, **_SHARED},
+        flags=_BIAS, tiled=True, adjust=_delta,
     ),
     "lfm2": Row(
-        "lfm2", keys=_CONV, implied={"block_auto_adjust_ff_dim": False, "conv_bias": False}
+        "lfm2", keys=_CONV, implied={"block_auto_adjust_ff_dim": False, "conv_bias": False},
+        adjust=_lfm2,
     ),
     "lfm2moe": Row(
         "lfm2_moe",
         keys={
-            **_CONV,
-            **_experts("num_experts", *_MOE_INNER),
+            **_CONV, **_experts("num_experts", *_MOE_INNER),
             "leading_dense_block_count": "num_dense_layers",
         },
-        sizes=_INNER,
-        flags={"use_expert_bias": "exp_probs_b.bias"},
-        implied={"num_dense_layers": 0, "norm_topk_prob": True, "conv_bias": False},
-        gating=2,
+        sizes=_INNER, flags={"use_expert_bias": "exp_probs_b.bias"},
+        implied={"num_dense_layers": 0, "norm_topk_prob": True, "conv_bias": False}, gating=2,
+        adjust=_lfm2,
     ),
     "nemotron_h": Row(
-        "nemotron_h",
-        read=("ssm.inner_size",),
-        keys=_NEMOTRON,
-        flags=_NEMOTRON_FLAGS,
-        implied=_NEMOTRON_SAYS,
-        pairs="converted",
+        "nemotron_h", read=("ssm.inner_size",), keys=_NEMOTRON, flags=_NEMOTRON_FLAGS,
+        implied=_NEMOTRON_SAYS, pairs="converted", adjust=_nemotron,
     ),
     "nemotron_h_moe": Row(
-        "nemotron_h",
-        read=("ssm.inner_size",),
-        keys={**_NEMOTRON, **_SCORED},
+        "nemotron_h", read=("ssm.inner_size",), keys={**_NEMOTRON, **_SCORED},
         sizes={**_INNER, "moe_shared_expert_intermediate_size": "ffn_up_shexp.weight"},
         flags=_NEMOTRON_FLAGS,
         implied={**_NEMOTRON_SAYS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
-        pairs="converted",
-        gating=2,
+        pairs="converted", gating=2, adjust=_nemotron,
     ),
-}
+}  # fmt: skip
 """By llama.cpp's names."""

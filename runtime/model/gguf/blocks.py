@@ -11,7 +11,7 @@ import logging
 import torch
 
 from radixcache.errors import ModelError
-from radixcache.kernels.quantized import Layout, Quantized, Stored, Tables
+from radixcache.kernels.quantized import MXFP4, Layout, Quantized, Stored, Tables
 from radixcache.runtime.checkpoints.gguf_file import KINDS, GGUFTensor
 
 _log = logging.getLogger("radixcache")
@@ -19,10 +19,7 @@ _log = logging.getLogger("radixcache")
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
-_E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
-
-_Parts = Tables
-"""Numbers [N, ...], scales and minimums [N, blocks], of N stored blocks."""
+# Decoders give numbers [N, ...], and scales and minimums [N, blocks], of N stored blocks.
 
 
 def read_tensor(
@@ -93,16 +90,16 @@ def _fields(stored: torch.Tensor, bits: int, group: int) -> torch.Tensor:
     return found
 
 
-def _symmetric(numbers: torch.Tensor, scales: torch.Tensor, zero: int) -> _Parts:
+def _symmetric(numbers: torch.Tensor, scales: torch.Tensor, zero: int) -> Tables:
     """For a format without minimums, in which the number `zero` stands for 0."""
     return numbers, scales, scales * -zero
 
 
-def _q4_0(stored: torch.Tensor) -> _Parts:
+def _q4_0(stored: torch.Tensor) -> Tables:
     return _symmetric(_fields(stored[:, 2:], 4, 16), _half(stored, 0), 8)
 
 
-def _q4_1(stored: torch.Tensor) -> _Parts:
+def _q4_1(stored: torch.Tensor) -> Tables:
     return _fields(stored[:, 4:], 4, 16), _half(stored, 0), _half(stored, 2)
 
 
@@ -113,15 +110,15 @@ def _five_bits(stored: torch.Tensor) -> torch.Tensor:
     return _fields(stored[:, 4:], 4, 16).flatten(1) | fifth.flatten(1)
 
 
-def _q5_0(stored: torch.Tensor) -> _Parts:
+def _q5_0(stored: torch.Tensor) -> Tables:
     return _symmetric(_five_bits(stored[:, 2:]), _half(stored, 0), 16)
 
 
-def _q5_1(stored: torch.Tensor) -> _Parts:
+def _q5_1(stored: torch.Tensor) -> Tables:
     return _five_bits(stored[:, 4:]), _half(stored, 0), _half(stored, 2)
 
 
-def _q8_0(stored: torch.Tensor) -> _Parts:
+def _q8_0(stored: torch.Tensor) -> Tables:
     return _symmetric(stored[:, 2:] ^ 0x80, _half(stored, 0), 128)
 
 
@@ -130,23 +127,23 @@ def _nonlinear(stored: torch.Tensor) -> torch.Tensor:
     return values[_fields(stored, 4, 16).int()]
 
 
-def _iq4_nl(stored: torch.Tensor) -> _Parts:
+def _iq4_nl(stored: torch.Tensor) -> Tables:
     return _symmetric(_nonlinear(stored[:, 2:]), _half(stored, 0), 128)
 
 
-def _iq4_xs(stored: torch.Tensor) -> _Parts:
+def _iq4_xs(stored: torch.Tensor) -> Tables:
     low = _fields(stored[:, 4:8], 4, 1).flatten(1)
     high = _fields(stored[:, 2:4], 2, 1).flatten(1)
     scales = _half(stored, 0) * ((low | high << 4).float() - 32)
     return _symmetric(_nonlinear(stored[:, 8:]), scales, 128)
 
 
-def _q2_k(stored: torch.Tensor) -> _Parts:
+def _q2_k(stored: torch.Tensor) -> Tables:
     pairs, numbers = stored[:, :16], _fields(stored[:, 16:80], 2, 32)
     return numbers, _half(stored, 80) * (pairs & 15), _half(stored, 82) * -(pairs >> 4).float()
 
 
-def _q3_k(stored: torch.Tensor) -> _Parts:
+def _q3_k(stored: torch.Tensor) -> Tables:
     third, low = _fields(stored[:, :32], 1, 32), _fields(stored[:, 32:96], 2, 32)
     numbers = low.flatten(1) | third.flatten(1) << 2
     halves, more = _fields(stored[:, 96:104], 4, 8), _fields(stored[:, 104:108], 2, 4)
@@ -162,26 +159,26 @@ def _scales_of_k(stored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _half(stored, 0) * scales, _half(stored, 2) * -minimums.float()
 
 
-def _q4_k(stored: torch.Tensor) -> _Parts:
+def _q4_k(stored: torch.Tensor) -> Tables:
     return _fields(stored[:, 16:], 4, 32), *_scales_of_k(stored)
 
 
-def _q5_k(stored: torch.Tensor) -> _Parts:
+def _q5_k(stored: torch.Tensor) -> Tables:
     fifth = _fields(stored[:, 16:48], 1, 32).flatten(1) << 4
     return _fields(stored[:, 48:], 4, 32).flatten(1) | fifth, *_scales_of_k(stored)
 
 
-def _q6_k(stored: torch.Tensor) -> _Parts:
+def _q6_k(stored: torch.Tensor) -> Tables:
     low, high = _fields(stored[:, :128], 4, 64), _fields(stored[:, 128:192], 2, 32)
     scales = _half(stored, 208) * stored[:, 192:208].contiguous().view(torch.int8)
     return _symmetric(low.flatten(1) | high.flatten(1) << 4, scales, 32)
 
 
-def _mxfp4(stored: torch.Tensor) -> _Parts:
-    """Numbers are twice the values, from -12 on; a scale is a power of two, of 8 bits."""
+def _mxfp4(stored: torch.Tensor) -> Tables:
+    """A scale is a power of two, of 8 bits."""
     exponents = stored[:, :1].int()
     scales = torch.where(exponents < 2, 1 << 21 << exponents, exponents - 1 << 23)
-    numbers = torch.tensor(_E2M1, dtype=torch.uint8)[_fields(stored[:, 1:], 4, 16).int()]
+    numbers = torch.tensor(MXFP4, dtype=torch.uint8)[_fields(stored[:, 1:], 4, 16).int()]
     return _symmetric(numbers, scales.view(torch.float32), 12)
 
 

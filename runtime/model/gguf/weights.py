@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from radixcache.errors import ModelError
-from radixcache.kernels.quantized import Quantized, dense
+from radixcache.kernels.quantized import Quantized, Stored, dense
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
 from radixcache.runtime.model.description import (
     Architecture,
@@ -82,10 +82,10 @@ class GGUFWeights:
         self._file, self._architecture = file, architecture
         self._device, self._dtype = device, dtype
         table = (architecture.vocab_size, architecture.hidden_size)
-        lfm = architecture.family.startswith("lfm2")
         self._embedding = [_Piece("token_embd.weight", table)]
         self._head = [] if architecture.tied else [_Piece("output.weight", table)]
-        last = "token_embd_norm.weight" if lfm else "output_norm.weight"
+        last = "token_embd_norm.weight"  # of LFM, behind its last layer
+        last = last if last in file.tensors else "output_norm.weight"
         self._last = [_Piece(last, table[1:])]
         row = ROWS[file.get("general.architecture", str)]
         self._layers: list[dict[str, list[_Piece]]] = []
@@ -118,6 +118,12 @@ class GGUFWeights:
             block = _BLOCK.match(name)  # those behind the last layer predict further tokens
             if block is None or not count <= int(block[1]) < last:
                 raise Unknown(f"its checkpoint has other weights: it has {name}")
+
+    @property
+    def bits(self) -> float:
+        """Bits that the file has for a weight, on average."""
+        tensors = self._file.tensors.values()
+        return sum(8 * len(one.data) for one in tensors) / sum(prod(one.shape) for one in tensors)
 
     def embedding(self) -> Weight:
         return self._matrix(self._embedding)
@@ -156,6 +162,8 @@ class GGUFWeights:
         """The pieces below each other."""
         parts = [self._part(piece, expert) for piece in pieces]
         weight = parts[0] if len(parts) == 1 else torch.cat([dense(part) for part in parts])
+        if isinstance(weight, Stored):
+            weight.let_go = self._file.let_go
         if isinstance(weight, torch.Tensor):  # a router of one row may be a vector
             weight = weight.reshape(-1, weight.shape[-1])
         if self._device.type == "cpu":

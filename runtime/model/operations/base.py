@@ -238,10 +238,18 @@ class Operations:
             y = self.norm(y, norm_after)
         if spec.residual_scale != 1:
             y = y * spec.residual_scale
+        if scale is None and next_norm is not None:
+            return self.add_norm(y, residual, next_norm)
         residual = y.add_(residual)
         if scale is not None:
             residual = residual.mul_(scale)
         return residual, residual if next_norm is None else self.norm(residual, next_norm)
+
+    def add_norm(
+        self, y: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = y.add_(residual)
+        return residual, self.norm(residual, weight)
 
     def gated(self, mlp: MLP, x: torch.Tensor, gate_up: Any) -> torch.Tensor:
         """The activations [T, inner] between the products of an MLP."""

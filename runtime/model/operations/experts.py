@@ -86,16 +86,21 @@ def choose(
     by = scores if correction is None else scores + correction
     if spec.groups > 1:
         groups = by.unflatten(1, (spec.groups, -1))
-        kept = groups.topk(2, -1)[0].sum(-1).topk(spec.kept_groups, -1)[1]
+        kept = _best(groups.topk(2, -1)[0].sum(-1), spec.kept_groups)
         mask = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(1, kept, True)
         by = groups.masked_fill(~mask[..., None], -torch.inf).flatten(1)
-    chosen = by.topk(spec.active, -1)[1]
+    chosen = _best(by, spec.active)
     factors = scores.gather(1, chosen)
     if spec.scores == "softmax of chosen":
         factors = factors.softmax(-1)
     elif spec.renormalise:
         factors = factors / (factors.sum(-1, keepdim=True) + spec.epsilon)
     return factors * spec.scale, chosen
+
+
+def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """The places of the highest; of equal ones the first, while topk may take any."""
+    return scores.sort(dim=-1, descending=True, stable=True)[1][..., :count]
 
 
 def activate(kind: Activation, gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:

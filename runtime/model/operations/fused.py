@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from radixcache.kernels.load_flashinfer import load_flashinfer
-from radixcache.runtime.model.description import MLP, Architecture, Attention, Layer
+from radixcache.runtime.model.description import MLP, Architecture, Attention
 from radixcache.runtime.model.operations.base import LoadedLayer, Operations, Part
 
 _ACTIVATIONS = {"silu": "silu_and_mul", "gelu_tanh": "gelu_tanh_and_mul", "gelu": "gelu_and_mul"}
@@ -52,22 +52,12 @@ class FusedOperations(Operations):
         normed: torch.Tensor = self._rmsnorm(x, weight, self.eps)
         return normed
 
-    def join(
-        self,
-        y: torch.Tensor,
-        residual: torch.Tensor,
-        spec: Layer,
-        norm_after: torch.Tensor | None,
-        next_norm: torch.Tensor | None,
-        scale: torch.Tensor | None = None,
+    def add_norm(
+        self, y: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if next_norm is None or scale is not None or self.architecture.centred:
-            return super().join(y, residual, spec, norm_after, next_norm, scale)
-        if norm_after is not None:
-            y = self.norm(y, norm_after)
-        if spec.residual_scale != 1:
-            y = y * spec.residual_scale
-        self._fused_add_rmsnorm(y, residual, next_norm, self.eps)
+        if self.architecture.centred:
+            return super().add_norm(y, residual, weight)
+        self._fused_add_rmsnorm(y, residual, weight, self.eps)
         return residual, y
 
     def gated(self, mlp: MLP, x: torch.Tensor, gate_up: Any) -> torch.Tensor:

@@ -152,11 +152,6 @@ class NativeOperations(Operations):
         )
 
     def _experts(self, experts: Experts, w: Weights) -> native.Experts:
-        size, groups = experts.count // experts.groups, experts.groups
-        fits = size * groups == experts.count and (size > 1 or groups == 1)
-        fits = fits and 0 < experts.kept_groups <= groups
-        if not fits or not 0 < experts.active <= size * experts.kept_groups:
-            raise ValueError(f"{experts.active} experts cannot be chosen as {experts} says")
         names = [name for name in w if name.startswith("experts.")]
         each = (native.MLP * experts.count)(
             *(
@@ -175,7 +170,7 @@ class NativeOperations(Operations):
                 gate,
                 self._vector(w.get("correction")),
             ),
-            *(native.SCORES.index(experts.scores), experts.count, experts.active, groups),
+            *(native.SCORES.index(experts.scores), experts.count, experts.active, experts.groups),
             *(experts.kept_groups, experts.renormalise, experts.epsilon, experts.scale),
         )
 

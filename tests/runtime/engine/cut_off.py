@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import radixcache
 from radixcache import (
@@ -26,6 +29,7 @@ from radixcache.runtime.engine.explain import Explainer
 from radixcache.runtime.model.kv_pool import WindowLayout
 from radixcache.runtime.request import Request
 from radixcache.runtime.sampling.grammar import GrammarBackend
+from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.helpers.drafts import speculate
 from tests.helpers.engines import assert_no_page_is_lost
 from tests.helpers.hash_model import VOCAB, assert_cached_is_computed, greedy, hash_engine
@@ -43,23 +47,22 @@ STRUCTURES = (
 )
 
 
-class Letters:
-    """As much of a tokenizer as grammars need: a token is a character, the last one is the end."""
+class Letters(Tokenizer):
+    """A token is a character, the last one is the end."""
 
     def __init__(self) -> None:
         characters = TEXTS[:-1].replace(" ", "\u0120")
-        tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(characters)}, []))
+        tokenizer = Backend(models.BPE({c: i for i, c in enumerate(characters)}, []))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens(["</s>"])
-        self.serialised = tokenizer.to_str()
-        self.added = {VOCAB - 1: "</s>"}
+        super().__init__(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
 
-    def decode(self, ids: list[int], *, special: bool = False) -> str:
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         return "".join(TEXTS[i] for i in ids)
 
 
-GRAMMARS = GrammarBackend(Letters(), VOCAB, [VOCAB - 1])  # type: ignore[arg-type]
+GRAMMARS = GrammarBackend(Letters(), VOCAB, [VOCAB - 1])
 for one_of in STRUCTURES:  # outside of what is cut off
     GRAMMARS.compile(one_of)
 

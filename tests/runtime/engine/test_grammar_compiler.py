@@ -82,7 +82,7 @@ def test_what_does_not_compile_is_refused_with_the_reason(
         (lambda: REGEX("a", after=""), "None is at once"),
         (lambda: REGEX("a" * (1 << 17)), "65536 at most"),
         (lambda: SamplingParams(structured_outputs={"json": {}}), "StructuredOutputsParams"),  # type: ignore[arg-type]
-        (lambda: GrammarBackend(None, VOCAB, [EOS]).compile(REGEX("a")), "tokenizers library"),
+        (lambda: GrammarBackend(None, VOCAB, [EOS]).compile(REGEX("a")), "this model has none"),
     ],
 )
 def test_what_is_no_structure_is_refused_in_a_sentence(make: Any, reason: str) -> None:

@@ -31,6 +31,7 @@ from radixcache.runtime.model.description import (
 from radixcache.runtime.model.families import describe as module
 from radixcache.runtime.model.families.describe import describe
 from radixcache.runtime.model.families.table import FAMILIES, WRAPPERS
+from radixcache.runtime.model.operations.experts import choose
 from radixcache.runtime.model.weights import CheckpointWeights, _halves
 from tests.helpers.decoders import DECODERS
 from tests.helpers.models import MULTIMODAL, tiny_model
@@ -213,6 +214,9 @@ def test_experts_that_cannot_be_chosen_are_refused(wrong, tmp_path) -> None:
     folder = tiny_model("glm4_moe", tmp_path, tokenizer=False, **DECODERS["glm4_moe"])
     with pytest.raises(Unknown, match="it chooses"):
         describe({**settings_of(folder), **wrong})
+    for active, groups, kept in ((7, 1, 1), (2, 4, 1), (2, 3, 4), (2, 6, 2), (0, 1, 1), (2, 0, 0)):
+        with pytest.raises(Unknown, match="it chooses"):
+            Experts(6, active, MLP(8), groups=groups, kept_groups=kept)
 
 
 def test_equal_scores_choose_the_experts_with_the_lower_numbers() -> None:
@@ -223,6 +227,7 @@ def test_equal_scores_choose_the_experts_with_the_lower_numbers() -> None:
         assert reference._shares(experts, x, {"router": none}).nonzero()[:, 1].tolist() == [
             *range(5)
         ]
+        assert choose(experts, torch.zeros(1, 64), None)[1].tolist() == [[*range(5)]]
 
 
 def test_a_complete_config_is_read_without_transformers_classes(tmp_path, monkeypatch) -> None:

@@ -19,7 +19,7 @@ from radixcache.runtime.model.description import Architecture, Unknown
 from radixcache.runtime.model.families.describe import describe
 from radixcache.runtime.model.gguf.architectures import ROWS
 from radixcache.runtime.model.gguf.blocks import read_tensor
-from radixcache.runtime.model.gguf.config import describe_gguf
+from radixcache.runtime.model.gguf.config import describe_gguf, settings_of
 from radixcache.runtime.model.gguf.weights import GGUFWeights
 from radixcache.runtime.model.weights import CheckpointWeights
 from tests.helpers.gguf_converter import FAMILIES, convert
@@ -61,7 +61,7 @@ def test_each_architecture_is_tried() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_file_is_described_as_its_checkpoint_and_has_its_weights(family, tmp_path) -> None:
     described, file = made(family, tmp_path)
-    assert not [*differences(described, describe_gguf(file))]
+    assert not [*differences(described, describe_gguf(file, settings_of(file)))]
     read = GGUFWeights(file, described, CPU, torch.float32)
     with open_checkpoint(tmp_path, CPU, torch.float32) as checkpoint:
         wanted = CheckpointWeights(checkpoint, described)
@@ -76,23 +76,25 @@ def test_a_file_is_described_as_its_checkpoint_and_has_its_weights(family, tmp_p
 
 def test_what_a_newer_file_says_comes_before_what_llama_cpp_knows(tmp_path) -> None:
     described, file = made("gemma3_text", tmp_path, **{"gemma3.rope.freq_base_swa": None})
-    assert not [*differences(described, describe_gguf(file))]
+    assert not [*differences(described, describe_gguf(file, settings_of(file)))]
     keys = {"attention.sliding_window_pattern": 3, "rope.freq_base_swa": 5e3}
     _, file = made("gemma3_text", tmp_path, **{f"gemma3.{key}": keys[key] for key in keys})
-    described = describe_gguf(file)
+    described = describe_gguf(file, settings_of(file))
     kinds = [kind.window for kind in described.kinds]
     assert kinds == [11, 11, None, 11, 11, None, 11]
     near = next(rope for rope in described.ropes if rope.frequencies[1] > 0.3)
     assert float(near.frequencies[1]) == pytest.approx(5e3 ** (-1 / 8))
     slides = [True, False, True, True, True, True, False]
     _, file = made("gemma3_text", tmp_path, **{"gemma3.attention.sliding_window_pattern": slides})
-    assert [kind.window is not None for kind in describe_gguf(file).kinds] == slides
+    assert [
+        kind.window is not None for kind in describe_gguf(file, settings_of(file)).kinds
+    ] == slides
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path) -> None:
     keys = {"qwen35.nextn_predict_layers": 1}
     described, file = made("qwen3_5_text", tmp_path, **keys)
-    shorter = describe_gguf(file)
+    shorter = describe_gguf(file, settings_of(file))
     assert shorter.layers == described.layers[:-1]
     GGUFWeights(file, shorter, CPU, torch.float32)
     file.tensors["blk.0.another.weight"] = file.tensors["blk.0.attn_norm.weight"]
@@ -117,7 +119,9 @@ def test_nonsense_in_the_metadata_is_one_sentence(family, tmp_path) -> None:
             if key == "general.architecture" or other == value:
                 continue
             try:
-                GGUFWeights(file, describe_gguf(file), CPU, torch.float32).layer(0)
+                GGUFWeights(file, describe_gguf(file, settings_of(file)), CPU, torch.float32).layer(
+                    0
+                )
                 outcomes.add("read")
             except (Unknown, ModelError) as error:
                 outcomes.add(str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -18,6 +19,7 @@ import httpx2 as httpx
 from radixcache import LLM
 from radixcache.runtime.cli import main
 from radixcache.runtime.engine.worker import MAX_FAILED_STEPS
+from radixcache.runtime.server.app import create_app
 from tests.helpers.forks import Forked, radixcache
 from tests.runtime.server import http
 from tests.runtime.server.live import LiveServer, assert_error, live
@@ -180,3 +182,15 @@ def test_a_missing_package_is_one_sentence(capsys: Any, monkeypatch: Any):
     assert capsys.readouterr().err == (
         "radixcache: error: radixcache serve needs uvicorn: pip install '.[server]' in a checkout\n"
     )
+
+
+def test_the_vocabulary_is_read_for_grammars_before_a_server_serves() -> None:
+    """Reading it keeps all threads waiting, so that streams would stand still."""
+    with LLM(kv_cache_memory_bytes="16MiB") as llm:
+        assert llm.grammar_backend._vocabulary is None
+
+        async def begin() -> None:
+            async with (app := create_app(llm)).router.lifespan_context(app):
+                assert llm.grammar_backend._vocabulary is not None
+
+        asyncio.run(begin())

@@ -12,6 +12,7 @@ import pytest
 from radixcache import LLM, Chat, SamplingParams, StructuredOutputsParams
 from radixcache.kernels.native.library import problem
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
+from tests.runtime.engine.test_vocabulary import assert_as_llguidance_reads_it
 from tests.runtime.smollm2.record import LENGTH, PROMPTS, RECORD
 
 NEAR = 0.5
@@ -59,17 +60,22 @@ def test_greedy_tokens_are_those_of_llama_cpp_up_to_its_near_ties(llm) -> None:
     assert same > LENGTH * len(rows) // 2
 
 
+def test_grammars_know_its_tokens_as_llguidance_reads_them(llm) -> None:
+    model = llm.engine.model
+    tokenizer, ends = llm.history.tokenizer, model.eos_token_ids
+    assert_as_llguidance_reads_it(tokenizer, model.vocab_size, [*ends])
+
+
 def test_hits_at_any_cut_give_the_tokens_of_no_cache(llm) -> None:
     rng = np.random.default_rng(20_261_123)
-    document = [int(token) for token in rng.integers(100, 40_000, 300)]
+    document = [int(token) for token in rng.integers(100, 40_000, 150)]
+    cuts = [int(cut) for cut in rng.integers(1, len(document), 20)]
+    prompts = [[*document[:cut], *map(int, rng.integers(100, 40_000, 5))] for cut in cuts]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     with LLM(MODEL, kv_cache_memory_bytes="64MiB", cache="none") as uncached:
         answer(llm, document, 1)
-        for cut in rng.integers(1, len(document), 50):
-            prompt = [*document[:cut], *map(int, rng.integers(100, 40_000, 5))]
-            params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-            hit, cold = (
-                one.generate([prompt], params, use_tqdm=False)[0] for one in (llm, uncached)
-            )
+        found = (one.generate(prompts, params, use_tqdm=False) for one in (llm, uncached))
+        for cut, hit, cold in zip(cuts, *found, strict=True):
             assert hit.num_cached_tokens >= cut and not cold.num_cached_tokens
             assert hit.outputs[0].token_ids == cold.outputs[0].token_ids
 
@@ -107,14 +113,15 @@ QUESTIONS = {
 
 def test_lists_of_a_schema_are_not_empty_for_want_of_white_space(llm) -> None:
     """Without any, six of the ten were: behind a bracket the model breaks its lines, or closes."""
-    decode, empty = llm.history.tokenizer.decode, 0
-    for name, question in QUESTIONS.items():
+    decode, empty, params = llm.history.tokenizer.decode, 0, []
+    for name in QUESTIONS:
         strings = {"type": "array", "items": {"type": "string", "maxLength": 40}, "maxItems": 8}
         schema = {"type": "object", "properties": {name: strings}, "required": [name]}
-        params = SamplingParams(
-            temperature=0, max_tokens=400, structured_outputs=StructuredOutputsParams.json(schema)
-        )
-        said = Chat(llm).ask(question + " Answer in JSON.", params).outputs[0]
+        structured = StructuredOutputsParams.json(schema)
+        params.append(SamplingParams(temperature=0, max_tokens=400, structured_outputs=structured))
+    asked = [[{"role": "user", "content": f"{q} Answer in JSON."}] for q in QUESTIONS.values()]
+    outputs = llm.chat(asked, params, use_tqdm=False)
+    for name, said in zip(QUESTIONS, (output.outputs[0] for output in outputs), strict=True):
         empty += not json.loads(said.text)[name]
         white = sum(not decode([token]).strip() for token in said.token_ids[:-1])
         assert white <= max(4, (len(said.token_ids) - white) / 5), said.text
