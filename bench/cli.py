@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from radixcache import __version__
 from radixcache.bench.machine import conditions
-from radixcache.bench.schemes.named import GROUPS, HYBRID, INDEX_ONLY, find_schemes, parse_memory
+from radixcache.bench.schemes.named import (
+    GROUPS,
+    HYBRID,
+    INDEX_ONLY,
+    find_schemes,
+    parse_memory,
+    windowed_schemes,
+)
+from radixcache.bench.schemes.windows import MODELS as WINDOWED
 from radixcache.bench.workloads.choice import DEFAULT, FORMATS, TRACES, choose
 from radixcache.bench.workloads.generators import GENERATORS
 from radixcache.bench.workloads.public_data import PUBLIC
@@ -67,6 +75,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="a model with recurrent layers, where a hit needs a state besides KV (index level): "
         "compare rules which states to keep, each with N slots for them, one of which every "
         "running request takes: ours, Marconi's, SGLang's and vLLM's",
+    )
+    add(
+        "--windows",
+        choices=WINDOWED,
+        help="a model with sliding windows (index level): compare keeping all of its KV, and rules "
+        "which windows to keep, at equal bytes: ours and vLLM's",
     )
     files = parser.add_argument_group("requests from a file").add_argument
     files("--file", type=Path, metavar="F", help="trace, log or prompts; may be .gz")
@@ -133,6 +147,8 @@ def measure(args: argparse.Namespace) -> Report:
     """Parse the flags; raises `InvalidRequest` before anything is loaded."""
     _check_order(args)
     schemes = HYBRID if args.states is not None else find_schemes(args.schemes)
+    if args.windows is not None:
+        schemes = windowed_schemes(args.windows)
     memories = [parse_memory(text) for text in args.memory]
     _check(args)
     rules = [scheme.name for scheme in schemes if scheme.kind in INDEX_ONLY or scheme.tier]
@@ -143,6 +159,8 @@ def measure(args: argparse.Namespace) -> Report:
 
     model = _load_model(args) if args.level != "index" else None
     token_bytes = args.token_bytes or (model.bytes_per_token if model else _TOKEN_BYTES)
+    if args.windows is not None:
+        token_bytes = sum(WINDOWED[args.windows][:2])
     vocabulary = model.vocab_size if model else 1 << 15
     serving = _serving(args)
     found = compare(
@@ -187,6 +205,8 @@ def _check(args: argparse.Namespace) -> None:
         (args.states is not None and not 2 <= args.states <= _MOST_STATES,
          f"--states must be from 2 to {_MOST_STATES}, not {args.states}"),
         (args.states and args.level != "index", "--states are simulated: --level index alone"),
+        (args.windows and args.level != "index", "--windows are simulated: --level index alone"),
+        (args.windows and args.states, "--windows and --states are of different models"),
         (args.speculate and args.level == "index",
          "--speculate needs a model: --level engine or both"),
         (args.kv_dtype is not None and args.level == "index",
@@ -224,6 +244,7 @@ def _unused(args: argparse.Namespace) -> Iterator[tuple[bool, str]]:
         ("rate", None, args.arrivals != "poisson", "with --arrivals poisson"),
         ("speed", 1, args.arrivals != "trace", "with --arrivals trace"),
         ("schemes", ["default"], args.states is not None, "without --states"),
+        ("schemes", ["default"], args.windows is not None, "without --windows"),
     ):
         is_wrong = is_unused and getattr(args, name) != default
         yield is_wrong, f"--{name.replace('_', '-')} goes {where} only"
@@ -288,6 +309,8 @@ def _settings(
     }
     if args.speculate:
         settings["drafts"] = "at engine level"
+    if args.windows is not None:
+        settings["windows of"] = args.windows
     if args.states is not None:
         settings["states"] = args.states
     if model is not None:

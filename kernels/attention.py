@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from radixcache.kernels.kv_format import FP8, encode
+from radixcache.kernels.kv_format import FP8
 
 Arrays = Sequence[NDArray[np.integer]]
 
@@ -42,6 +42,11 @@ class PagedBatch:
         page_size: tokens per page.
         shared: groups of sequences that begin with the same pages, in order and disjoint; never
             with a sequence's last page. A backend may read these pages once per group.
+        window: the tables of the same rows for layers with a window, if these keep their pages
+            apart; then the other tables are for the layers without.
+        first: [B] of such a `window`, tokens before each table, which `kv_lens` and `positions`
+            leave out. Causal masks are aligned at the bottom right and windows are relative, so a
+            short table serves as a short sequence.
     """
 
     qo_indptr: NDArray[np.int32]
@@ -50,6 +55,8 @@ class PagedBatch:
     kv_last_page_len: NDArray[np.int32]
     page_size: int
     shared: tuple[SharedPrefix, ...] = ()
+    window: PagedBatch | None = None
+    first: NDArray[np.int32] | None = None
 
     @classmethod
     def of(
@@ -59,6 +66,8 @@ class PagedBatch:
         kv_lens: Sequence[int],
         page_size: int,
         shared: tuple[SharedPrefix, ...] = (),
+        window: PagedBatch | None = None,
+        first: NDArray[np.int32] | None = None,
     ) -> PagedBatch:
         """The batch of sequences with these page tables, which may be longer than is needed."""
         lens = np.array(kv_lens, np.int32)
@@ -70,7 +79,15 @@ class PagedBatch:
             kv_last_page_len=(lens - 1) % page_size + 1,
             page_size=page_size,
             shared=shared,
+            window=window,
+            first=first,
         )
+
+    def serves(self, kind: LayerKind) -> bool:
+        """Whether these are the tables of such layers."""
+        if self.window is None and self.first is None:
+            return True
+        return (kind.window is None) == (self.first is None)
 
     @cached_property
     def num_decodes(self) -> int:
@@ -103,9 +120,9 @@ class PagedBatch:
         return self.kv_indices[page].astype(np.int64) * self.page_size + positions % self.page_size
 
     def rows(self, first: int, end: int) -> PagedBatch:
-        """The batch of sequences [first, end) alone, without `shared`."""
+        """The batch of sequences [first, end) alone, without `shared` and `window`."""
         if not first and end == len(self.query_lens):
-            return self if not self.shared else replace(self, shared=())
+            return replace(self, shared=(), window=None) if self.shared or self.window else self
         qo_indptr, kv_indptr = self.qo_indptr[first : end + 1], self.kv_indptr[first : end + 1]
         return PagedBatch(
             qo_indptr=qo_indptr - qo_indptr[0],
@@ -148,15 +165,11 @@ class LayerKind(NamedTuple):
 
 class LayerPages(NamedTuple):
     """K and V pages of one layer, [num_pages, page_size, num_kv_heads, head_dim] each (NHD); where
-    their dtype is not the model's, as `kv_format` says."""
+    their dtype is not the model's, as `kv_format` says. Contiguous but for gaps between pages, of
+    the same strides if of the same shape."""
 
     k: torch.Tensor
     v: torch.Tensor
-
-    def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write keys and values [T, num_kv_heads, head_dim] to the flat slots [T] int64."""
-        self.k.flatten(0, 1).index_copy_(0, slots, encode(key, self.k.dtype))
-        self.v.flatten(0, 1).index_copy_(0, slots, encode(value, self.v.dtype))
 
 
 class Fp8Pages(LayerPages):
@@ -211,6 +224,16 @@ class AttentionPlan(ABC):
         """
 
 
+class TablesPlan(AttentionPlan):
+    """Two plans of a step: for layers without a window, and for those with one."""
+
+    def __init__(self, full: AttentionPlan, window: AttentionPlan) -> None:
+        self.full, self.window, self.arrays = full, window, full.arrays
+
+    def run(self, inputs: LayerInputs) -> torch.Tensor:
+        return (self.full if inputs.layer.window is None else self.window).run(inputs)
+
+
 class FixedShape(NamedTuple):
     """Sequences and new tokens of a batch for a CUDA graph."""
 
@@ -245,8 +268,7 @@ class AttentionBackend(ABC):
         Raises:
             ValueError: a sequence has more new tokens than its pages hold.
         """
-        self._check_batch(batch)
-        return self._plan(batch, arrays, None)
+        return self._plan_tables(batch, arrays, None)
 
     def plan_fixed(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> AttentionPlan:
         """Plan a batch whose `run` a CUDA graph captures or replays.
@@ -258,8 +280,16 @@ class AttentionBackend(ABC):
         sequences may have no new token.
         """
         shape = FixedShape(len(batch.query_lens), int(batch.qo_indptr[-1]))
+        return self._plan_tables(batch, arrays, shape)
+
+    def _plan_tables(
+        self, batch: PagedBatch, arrays: Arrays, fixed: FixedShape | None
+    ) -> AttentionPlan:
         self._check_batch(batch)
-        return self._plan(batch, arrays, shape)
+        if batch.window is None:
+            return self._plan(batch, arrays, fixed)
+        self._check_batch(batch.window)
+        return TablesPlan(self._plan(batch, arrays, fixed), self._plan(batch.window, (), fixed))
 
     def _check_batch(self, batch: PagedBatch) -> None:
         if (batch.query_lens > batch.kv_lens).any():

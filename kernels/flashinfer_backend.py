@@ -209,7 +209,8 @@ class FlashInferBackend(AttentionBackend):
             device=device,
         )
         self._uploads = StepUploads(device)
-        self._fixed_indices: dict[_Use, torch.Tensor] = {}
+        self._window_uploads = StepUploads(device)  # of the tables of layers with a window
+        self._fixed_indices: dict[tuple[bool, str], torch.Tensor] = {}
         self._fixed_ints: dict[tuple[_Use, LayerKind], torch.Tensor] = {}
         self._fixed_in_group: dict[int, torch.Tensor] = {}
         self._wrappers: dict[tuple[Any, ...], Any] = {}
@@ -246,12 +247,14 @@ class FlashInferBackend(AttentionBackend):
     def allocate_fixed(self, max_rows: int, max_indices: int) -> None:
         assert max_rows <= self.max_fixed_rows
         if self._fixed_indices:  # of another engine, whose graphs read these buffers
-            if len(self._fixed_indices["shared"]) < max_indices:
+            if len(self._fixed_indices[False, "shared"]) < max_indices:
                 raise ValueError(f"room was made for fewer page numbers than {max_indices}")
             return
-        self._uploads.allocate_fixed(_upload_capacity(max_rows, max_indices))
-        for use in ("decode", "shared"):
-            self._fixed_indices[use] = torch.zeros(
+        windowed = any(kind.window is not None for kind in self._kinds)
+        for uploads in (self._uploads, self._window_uploads)[: 1 + windowed]:
+            uploads.allocate_fixed(_upload_capacity(max_rows, max_indices))
+        for key in [(False, "decode"), (False, "shared"), (True, "decode")][: 2 + windowed]:
+            self._fixed_indices[key] = torch.zeros(
                 max_indices, dtype=torch.int32, device=self.device
             )
 
@@ -287,7 +290,8 @@ class FlashInferBackend(AttentionBackend):
             staging.append(levels.in_group)
         staging += [array for _, sub in subs for array in _fixed_arrays(sub)]
         staging += [sub.kv_indices for _, sub in subs]
-        with self._uploads.stage(staging, fixed is not None) as staged:
+        uploads = self._uploads if batch.first is None else self._window_uploads
+        with uploads.stage(staging, fixed is not None) as staged:
             return self._plan_staged(batch, subs, len(arrays), iter(staged), fixed)
 
     def _plan_staged(
@@ -309,8 +313,8 @@ class FlashInferBackend(AttentionBackend):
             first = 0 if use == "shared" else end
             end = first + int(sub.qo_indptr[-1])
             part = _Part(use, slice(first, end), _Tables(next(staged), *arrays_of_sub), {})
-            for kind in self._kinds:
-                part.wrappers[kind] = self._plan_wrapper(part, kind, batch.page_size, fixed)
+            for kind in filter(batch.serves, self._kinds):
+                part.wrappers[kind] = self._plan_wrapper(part, kind, batch, fixed)
             parts.append(part)
         shared = parts.pop() if cascade else None
         return FlashInferPlan(given, parts, shared, in_group)
@@ -325,7 +329,7 @@ class FlashInferBackend(AttentionBackend):
         return self._fixed_in_group[size].copy_(flags)
 
     def _plan_wrapper(
-        self, part: _Part, kind: LayerKind, page_size: int, fixed: FixedShape | None
+        self, part: _Part, kind: LayerKind, batch: PagedBatch, fixed: FixedShape | None
     ) -> Any:
         """A wrapper that is planned for these rows and layers."""
         use, tables = part.use, part.tables
@@ -333,7 +337,7 @@ class FlashInferBackend(AttentionBackend):
         is_long = not fixed and use in ("prefill", "ragged") and tokens >= FA3_TOKENS * count
         # Named explicitly: "auto" would take fa3 on Hopper for everything.
         version = "fa3" if is_long and kind in self._fa3 else "fa2"
-        key = (use, kind, fixed, version)
+        key = (use, kind, fixed, version, batch.first is not None)
         if key not in self._wrappers:
             self._wrappers[key] = self._make_wrapper(*key)
         wrapper = self._wrappers[key]
@@ -361,7 +365,7 @@ class FlashInferBackend(AttentionBackend):
                 last_page_len=tables.last_page_len.host,
                 seq_lens=tables.kv_lens.host,
                 head_dim=kind.head_dim,
-                page_size=page_size,
+                page_size=batch.page_size,
                 **options,
             )
         else:
@@ -372,14 +376,14 @@ class FlashInferBackend(AttentionBackend):
                 paged_kv_last_page_len=tables.last_page_len.host,
                 seq_lens=tables.kv_lens.host,
                 head_dim_qk=kind.head_dim,
-                page_size=page_size,
+                page_size=batch.page_size,
                 causal=use == "prefill",  # every query of a group sees all the shared pages
                 **options,
             )
         return wrapper
 
     def _make_wrapper(
-        self, use: _Use, kind: LayerKind, fixed: FixedShape | None, version: str
+        self, use: _Use, kind: LayerKind, fixed: FixedShape | None, version: str, windowed: bool
     ) -> Any:
         options: dict[str, Any] = {"kv_layout": "NHD", "backend": version}
         if use == "ragged":
@@ -403,7 +407,7 @@ class FlashInferBackend(AttentionBackend):
             **qo,
             f"paged_kv_indptr_{ending}": zeros(size + 1),
             f"paged_kv_indices_{ending}": self._fixed_indices[
-                "shared" if use == "shared" else "decode"
+                windowed, "shared" if use == "shared" else "decode"
             ],
             f"paged_kv_last_page_len_{ending}": zeros(size),
         }

@@ -37,7 +37,8 @@ class FlashInferMLAPlan(AttentionPlan):
     @torch.inference_mode()
     def run(self, inputs: LayerInputs) -> torch.Tensor:
         query, key, value, pages, layer, sinks = inputs
-        pages.write(self.slots.long(), key, value)
+        for side, new in zip(pages, (key, value), strict=True):
+            side.flatten(0, 1).index_copy_(0, self.slots.long(), new)
         heads, dims = layer.query_heads, (layer.head_dim, layer.value_dim)
         missing = query.new_zeros(len(query), _planned_heads(heads) - heads, query.shape[2])
         out, lse = self.wrappers[layer].run(
@@ -99,7 +100,7 @@ class FlashInferMLABackend(FlashInferBackend):
             buffers: dict[str, Any] = {}
             if fixed:
                 size = fixed.sequences
-                indices = self._fixed_indices["decode"]
+                indices = self._fixed_indices[False, "decode"]
                 buffers = {
                     "use_cuda_graph": True,
                     "qo_indptr": indices.new_zeros(size + 1),

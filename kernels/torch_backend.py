@@ -32,7 +32,7 @@ from radixcache.kernels.attention import (
     LayerInputs,
     PagedBatch,
 )
-from radixcache.kernels.kv_format import decode
+from radixcache.kernels.kv_format import decode, encode
 from radixcache.kernels.upload import send
 
 # Query rows of a wide tile, and bytes of keys in a narrow one: they stay in a CPU's cache
@@ -171,12 +171,14 @@ class TorchPlan(AttentionPlan):
     ) -> None:
         self.arrays, self._backend, self._batch = arrays, backend, batch
         self._longest = int(batch.kv_lens.max(initial=1))
-        self._slots = send(batch.slots(), backend.device)
+        slots = send(batch.slots(), backend.device)
+        self._places = slots // batch.page_size, slots % batch.page_size
         self._tiles: dict[tuple[int, torch.dtype, int], list[_Tile]] = {}
 
     def run(self, inputs: LayerInputs) -> torch.Tensor:
         query, key, value, pages, layer, _ = inputs
-        pages.write(self._slots, key, value)
+        for side, new in zip(pages, (key, value), strict=True):
+            side[self._places] = encode(new, side.dtype)
         out = query.new_empty((*query.shape[:2], layer.out_dim))
         reach = min(layer.window or self._longest, self._longest)  # longest: sees everything
         kind = reach, query.dtype, layer.kv_heads * layer.head_dim

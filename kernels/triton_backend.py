@@ -58,9 +58,11 @@ class TritonBackend(AttentionBackend):
         if device.type == "cuda":
             self.max_fixed_rows, self.max_fixed_tokens = MAX_FIXED_ROWS, MAX_FIXED_TOKENS
         self._kinds, self._uploads = list(dict.fromkeys(kinds)), StepUploads(device)
+        self._window_uploads = StepUploads(device)
 
     def allocate_fixed(self, max_rows: int, max_indices: int) -> None:
-        self._uploads.allocate_fixed(_capacity(max_rows, max_indices))
+        for uploads in (self._uploads, self._window_uploads):
+            uploads.allocate_fixed(_capacity(max_rows, max_indices))
 
     def fixed_bytes(self, sizes: Sequence[int], max_indices: int) -> int:
         parts = max(k.query_heads * (k.value_dim + 1) * SPLITS for k in self._kinds)
@@ -71,7 +73,8 @@ class TritonBackend(AttentionBackend):
         if fixed and decodes < len(queries):
             decodes = 0  # how many there are changes from batch to batch: all rows are prefill
         tables = (batch.qo_indptr, batch.kv_indptr, lens, batch.slots(), batch.kv_indices)
-        with self._uploads.stage([*arrays, *tables], fixed is not None) as staged:
+        uploads = self._uploads if batch.first is None else self._window_uploads
+        with uploads.stage([*arrays, *tables], fixed is not None) as staged:
             *given, qo_indptr, kv_indptr, kv_lens, slots, kv_indices = (
                 one.device for one in staged
             )
@@ -107,10 +110,12 @@ class TritonPlan(AttentionPlan):
         heads, kv_heads, dim, value_dim, scale, window, softcap, _ = layer
         tokens = len(query)
         out = query.new_empty(tokens, heads, value_dim)
-        strides = (k_pages.stride(1), k_pages.stride(2), v_pages.stride(1), v_pages.stride(2))
+        strides = (*k_pages.stride()[:3], *v_pages.stride()[:3])
         new = (key.stride(0), key.stride(1), value.stride(0), value.stride(1))
         sizes = {"DIM": dim, "DIM_2": _power(dim), "VALUE": value_dim, "VALUE_2": _power(value_dim)}
-        _append[tokens, kv_heads](key, value, k_pages, v_pages, self.slots, *new, *strides, **sizes)
+        _append[tokens, kv_heads](
+            key, value, k_pages, v_pages, self.slots, *new, *strides, PAGE=self.page_size, **sizes
+        )
         group, exact = heads // kv_heads, query.dtype == torch.float32
         block = block_of(max(sizes["DIM_2"], sizes["VALUE_2"]), query.dtype)
         tables = (self.kv_indptr, self.kv_indices, self.kv_lens)
@@ -159,15 +164,15 @@ def _capacity(max_rows: int, max_indices: int) -> int:
 @triton.jit
 def _append(
     key, value, k_pages, v_pages, slots, key_row, key_head, value_row, value_head,
-    k_slot, k_head, v_slot, v_head,
+    k_page, k_slot, k_head, v_page, v_slot, v_head, PAGE: tl.constexpr,
     DIM: tl.constexpr, DIM_2: tl.constexpr, VALUE: tl.constexpr, VALUE_2: tl.constexpr,
 ):  # fmt: skip
     """Write one token's K and V of one head to its slot."""
     row, head = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(slots + row).to(tl.int64)
-    _store(k_pages + slot * k_slot + head * k_head, key + row * key_row + head * key_head,
-           DIM, DIM_2)  # fmt: skip
-    _store(v_pages + slot * v_slot + head * v_head, value + row * value_row + head * value_head,
+    at = tl.load(slots + row).to(tl.int64)
+    k_at, v_at = at // PAGE * k_page + at % PAGE * k_slot, at // PAGE * v_page + at % PAGE * v_slot
+    _store(k_pages + k_at + head * k_head, key + row * key_row + head * key_head, DIM, DIM_2)
+    _store(v_pages + v_at + head * v_head, value + row * value_row + head * value_head,
            VALUE, VALUE_2)  # fmt: skip
 
 
@@ -206,22 +211,22 @@ def _load(heads, d, mask):
 
 @triton.jit
 def _attend_block(
-    q, best, total, mixed, begin, stop, low, high, k_pages, v_pages, table, k_slot, v_slot, scale,
-    softcap, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
-    UPCAST: tl.constexpr, DIM: tl.constexpr, DIM_2: tl.constexpr, VALUE: tl.constexpr,
-    VALUE_2: tl.constexpr,
+    q, best, total, mixed, begin, stop, low, high, k_pages, v_pages, table, k_page, k_slot, v_page,
+    v_slot, scale, softcap, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    EXACT: tl.constexpr, UPCAST: tl.constexpr, DIM: tl.constexpr, DIM_2: tl.constexpr,
+    VALUE: tl.constexpr, VALUE_2: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the keys [begin, begin + BLOCK), of which a row sees [low, high]."""
     at, d, v = begin + tl.arange(0, BLOCK), tl.arange(0, DIM_2), tl.arange(0, VALUE_2)
     there = at < stop
     page = tl.load(table + at // PAGE, mask=there, other=0).to(tl.int64)
-    slot = page * PAGE + at % PAGE
+    k_at, v_at = page * k_page + at % PAGE * k_slot, page * v_page + at % PAGE * v_slot
     k_mask = there[:, None] & (d < DIM)[None, :]
     v_mask = there[:, None] & (v < VALUE)[None, :]
     if UPCAST:
         q = q.to(tl.float32)
-    keys = _load(k_pages + slot[:, None] * k_slot, d[None, :], k_mask).to(q.dtype)
-    values = _load(v_pages + slot[:, None] * v_slot, v[None, :], v_mask).to(q.dtype)
+    keys = _load(k_pages + k_at[:, None], d[None, :], k_mask).to(q.dtype)
+    values = _load(v_pages + v_at[:, None], v[None, :], v_mask).to(q.dtype)
     if EXACT:  # not TF32
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
     else:
@@ -246,7 +251,7 @@ def _attend_block(
 @triton.jit
 def _decode(
     query, parts, sums, k_pages, v_pages, kv_indptr, kv_indices, kv_lens, query_row, query_head,
-    k_slot, k_head, v_slot, v_head, scale, window, softcap, WINDOW: tl.constexpr,
+    k_page, k_slot, k_head, v_page, v_slot, v_head, scale, window, softcap, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     EXACT: tl.constexpr, UPCAST: tl.constexpr, DIM: tl.constexpr, DIM_2: tl.constexpr,
     VALUE: tl.constexpr, VALUE_2: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
@@ -278,8 +283,8 @@ def _decode(
         for begin in range(first, stop, BLOCK):
             best, total, mixed = _attend_block(
                 q, best, total, mixed, begin, stop, low, high, k_pages + kv_head * k_head,
-                v_pages + kv_head * v_head, table, k_slot, v_slot, scale, softcap, SOFTCAP, PAGE,
-                BLOCK, EXACT, UPCAST, DIM, DIM_2, VALUE, VALUE_2,
+                v_pages + kv_head * v_head, table, k_page, k_slot, v_page, v_slot, scale, softcap,
+                SOFTCAP, PAGE, BLOCK, EXACT, UPCAST, DIM, DIM_2, VALUE, VALUE_2,
             )  # fmt: skip
         out_mask = (r < GROUP)[:, None] & (v < VALUE)[None, :]
         tl.store(parts + part[:, None] * VALUE + v[None, :], mixed / total[:, None], mask=out_mask)
@@ -312,8 +317,8 @@ def _merge(
 @triton.jit
 def _prefill(
     query, out, qo_indptr, k_pages, v_pages, kv_indptr, kv_indices, kv_lens, query_row, query_head,
-    k_slot, k_head, v_slot, v_head, first_sequence, sinks, SINKS: tl.constexpr, scale, window,
-    softcap, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
+    k_page, k_slot, k_head, v_page, v_slot, v_head, first_sequence, sinks, SINKS: tl.constexpr,
+    scale, window, softcap, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr, UPCAST: tl.constexpr,
     DIM: tl.constexpr, DIM_2: tl.constexpr, VALUE: tl.constexpr, VALUE_2: tl.constexpr,
     ROWS: tl.constexpr,
@@ -345,8 +350,8 @@ def _prefill(
         for begin in range(start, stop, BLOCK):
             best, total, mixed = _attend_block(
                 q, best, total, mixed, begin, stop, low, high, k_pages + kv_head * k_head,
-                v_pages + kv_head * v_head, table, k_slot, v_slot, scale, softcap, SOFTCAP, PAGE,
-                BLOCK, EXACT, UPCAST, DIM, DIM_2, VALUE, VALUE_2,
+                v_pages + kv_head * v_head, table, k_page, k_slot, v_page, v_slot, scale, softcap,
+                SOFTCAP, PAGE, BLOCK, EXACT, UPCAST, DIM, DIM_2, VALUE, VALUE_2,
             )  # fmt: skip
         if SINKS:
             total += tl.exp2(tl.load(sinks + head, mask=mine, other=0.0) * LOG2_E - best)

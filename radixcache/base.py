@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from functools import wraps
 from threading import get_ident
 from typing import Any, ClassVar, TypeVar, cast
@@ -37,10 +36,12 @@ from radixcache.errors import (
 from radixcache.events import Cleared, Evicted, Listener, Stored
 from radixcache.lease import Lease
 from radixcache.nodes import Tokens as Tokens
-from radixcache.pages import PagePool, as_count
+from radixcache.pages import PagePool, Pages, as_count
 from radixcache.pins import Pins
 from radixcache.snapshot import Outline
+from radixcache.stats import CacheStats as CacheStats
 from radixcache.tier import LowerTier
+from radixcache.windows import WindowIndex
 
 TokensLike = Tokens | Sequence[int]
 """What the interface accepts; anything but an int32 array is converted once, at the boundary."""
@@ -82,45 +83,7 @@ def as_name(name: str) -> str:
     return name
 
 
-@dataclass
-class CacheStats:
-    """Counters since the last `reset`. Tokens count once per lease, at its first `publish`.
-
-    A lease acquired with ``resumed=True`` (a request put back after preemption) counts in the two
-    ``resumed_`` fields instead, so that preemption cannot flatter the hit rate.
-    """
-
-    requests: int = 0
-    query_tokens: int = 0
-    hit_tokens: int = 0
-    resumed_query_tokens: int = 0
-    resumed_hit_tokens: int = 0
-    evicted_tokens: int = 0
-    evicted_pages: int = 0
-    copied_pages: int = 0
-    loaded_tokens: int = 0
-    """Hit tokens that were loaded from a lower tier."""
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of the queried tokens that were hit, 0.0 before the first request."""
-        return self.hit_tokens / self.query_tokens if self.query_tokens else 0.0
-
-    def __add__(self, other: CacheStats) -> CacheStats:
-        counts = vars(other)
-        return CacheStats(**{name: count + counts[name] for name, count in vars(self).items()})
-
-    def count(self, lease: Lease) -> None:
-        """Count an admitted lease."""
-        if lease.resumed:
-            self.resumed_query_tokens += lease.query_tokens
-            self.resumed_hit_tokens += lease.cached_tokens
-        else:
-            self.requests += 1
-            self.query_tokens += lease.query_tokens
-            self.hit_tokens += lease.cached_tokens
-
-
+T = TypeVar("T")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -176,6 +139,10 @@ class PrefixCache(ABC):
     """Callables that receive each `Stored`, `Evicted` and `Cleared`; see `radixcache.events`."""
     lower: LowerTier[Any] | None = None
     """Keeps the pages that a radix cache evicts; without one they are forgotten."""
+    windows: WindowIndex | None = None
+    """Keeps pages of layers with a window, if they are apart from those of all other layers."""
+    clock = 0
+    """The number of the last use that counts for eviction."""
     pins: Pins
     """Pinned tokens by namespace and name, and the pages that they hold."""
     _leases: dict[Any, None]
@@ -313,6 +280,8 @@ class PrefixCache(ABC):
         if lease.publishing:
             raise LeaseError("the lease has tokens in flight: commit or roll back first")
         self.changes += 1
+        if self.windows is not None:
+            self.windows.drop(lease)
         self._release(lease)
 
     @abstractmethod
@@ -329,6 +298,19 @@ class PrefixCache(ABC):
         if not lease.used:
             lease.used = True
             self.stats.count(lease)
+
+    @mutation
+    def change(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function that changes what is kept beside the cached tokens, as one change."""
+        return function(*args)
+
+    def take_pages(self, count: int) -> Pages:
+        """`count` pages for a window, by eviction if needed; within a change of the cache.
+
+        Raises:
+            OutOfPages: nothing has changed.
+        """
+        return self.pool.allocate(count)
 
     @mutation
     def evict(self, num_pages: int) -> int:
@@ -399,7 +381,7 @@ class PrefixCache(ABC):
         held = np.zeros(self.pool.num_pages, bool)
         for lease in self._leases:
             held[lease.page_table] = True
-        return int(held.sum())
+        return int(held.sum()) + (0 if self.windows is None else self.windows.num_running)
 
     @abstractmethod
     def outline(self) -> Outline[Any]:
@@ -414,6 +396,8 @@ class PrefixCache(ABC):
             wanted += [f"unpin {', '.join(map(repr, names))}"] * (len(names) > 0)
             raise LeaseError(f"before a reset, {' and '.join(wanted)}")
         self._forget_cached()
+        if self.windows is not None:
+            self.windows.forget()
         self.stats = CacheStats()
         self._emit(Cleared())
 
@@ -448,6 +432,8 @@ class PrefixCache(ABC):
                 pinned = set(self.pins.leases.values())
                 for lease in [lease for lease in self._leases if lease not in pinned]:
                     self.release(lease)
+                if self.windows is not None:
+                    self.change(self.windows.recover)
                 return
             except Exception:  # a change is half done
                 pass
@@ -456,6 +442,8 @@ class PrefixCache(ABC):
             lease.released = True
         self.pool.clear()
         self.pins.leases.clear()
+        if self.windows is not None:
+            self.windows.clear()
         self._forget_all()
         self._emit(Cleared())
         self._inside = False
@@ -473,6 +461,10 @@ class PrefixCache(ABC):
     @abstractmethod
     def check(self) -> None:
         """Verify every invariant; `AssertionError` names the one that broke. O(everything)."""
+
+    def _count_windows(self) -> Pages | int:
+        """[num_pages] how often windows hold each page of the pool, after a check of them."""
+        return 0 if self.windows is None else self.windows.check(self._leases)
 
     def _emit(self, event: Stored | Evicted | Cleared) -> None:
         try:

@@ -22,7 +22,7 @@ from radixcache.blocks import (
 from radixcache.errors import InvalidRequest, OutOfPages
 from radixcache.free_queue import FreeQueue
 from radixcache.lease import Lease
-from radixcache.pages import PagePool
+from radixcache.pages import PagePool, Pages
 from radixcache.snapshot import Ends, Outline
 
 _NO_TOKENS: Tokens = np.empty(0, np.int32)
@@ -95,6 +95,8 @@ class HashBlockCache(PrefixCache):
         """[num_pages] the holders in `pool.refs` that do not use the page."""
         self._blocks: list[Block | None] = [None] * pool.num_pages
         """The block that each page has cached."""
+        self._last_use: NDArray[np.int64] = np.zeros(pool.num_pages, np.int64)
+        """By `clock`, of the pages in the queue."""
         self._map = BlockMap()
         self._hashes = PromptHashes()
         self._leases: dict[BlockLease, None] = {}
@@ -195,21 +197,46 @@ class HashBlockCache(PrefixCache):
         cached = [self._blocks[page] is not None for page in idle.tolist()]
         self._queue.prepend(p for p, c in zip(idle.tolist(), cached, strict=True) if not c)
         self._queue.append(p for p, c in zip(idle.tolist(), cached, strict=True) if c)
+        self.clock += 1
+        self._last_use[idle] = self.clock
 
     def _reserve(self, lease: BlockLease, num_tokens: int) -> None:
         have = lease._num_pages
         wanted = -(-num_tokens // self.page_size) - have
-        if wanted > self.pool.num_free:  # pages that the lease has found are held: not free
-            raise OutOfPages(
-                f"{wanted} pages wanted, {self.pool.num_free} free of {self.pool.num_pages}"
-            )
+        self._make_room(wanted)  # pages that the lease has found are held: not free
         self._use(lease)
-        pages = self.pool.allocate(wanted)
+        lease._set_pages(have, self._allocate(wanted))
+        lease.capacity = lease._num_pages * self.page_size
+
+    def take_pages(self, count: int) -> Pages:
+        self._make_room(count)
+        return self._allocate(count)
+
+    def _make_room(self, count: int) -> None:
+        """Evict windows' checkpoints until `count` pages are free, and those that were last used
+        before the blocks that would go.
+
+        Raises:
+            OutOfPages: there are too few pages; nothing has changed.
+        """
+        pool, windows = self.pool, self.windows
+        room = pool.num_free
+        if count > room and windows is not None:
+            room += windows.counts["kept"]
+        if count > room:
+            raise OutOfPages(f"{count} pages wanted, {pool.num_free} free of {pool.num_pages}")
+        while windows is not None and self.would_evict(count):
+            cached = (p for p in self._queue if self._blocks[p] is not None and not pool.refs[p])
+            age = None if count > pool.num_free else self._last_use.item(next(cached))
+            if not windows.evict(age):
+                break
+
+    def _allocate(self, count: int) -> Pages:
+        pages = self.pool.allocate(count)
         for page in pages.tolist():
             if self._blocks[page] is not None:
                 self._evict_block(page)
-        lease._set_pages(have, pages)
-        lease.capacity = lease._num_pages * self.page_size
+        return pages
 
     def _publish(self, lease: BlockLease, tokens: Tokens, written: bool) -> None:
         if written and lease in self._in_flight:  # they follow tokens that are not written yet
@@ -282,8 +309,11 @@ class HashBlockCache(PrefixCache):
 
     def _evict(self, num_pages: int) -> int:
         """Free pages forget their blocks. They count as free before and after, and keep their
-        places in the queue. O(pages in it)."""
+        places in the queue; checkpoints of windows go first. O(pages in it)."""
+        free = self.pool.num_free
         evicted = 0
+        while self.windows is not None and evicted < num_pages and self.windows.evict():
+            evicted = self.pool.num_free - free
         for page in self._queue:
             if evicted >= num_pages:
                 break
@@ -353,6 +383,7 @@ class HashBlockCache(PrefixCache):
             np.add.at(refs, lease.page_table, 1)
             if not lease.uses:
                 np.add.at(looking, lease.page_table, 1)
+        refs += self._count_windows()
         pool.check(refs)
         assert np.array_equal(looking, self._looking), "leases that only look are miscounted"
         self._queue.check()

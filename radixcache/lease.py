@@ -20,6 +20,27 @@ class PageCopy(NamedTuple):
     num_slots: int
 
 
+NO_PAGES: Pages = np.empty(0, np.int32)
+
+
+class WindowTable:
+    """A lease's pages of the windowed layers: the tokens from `first` on, a multiple of the page
+    size.
+
+    Attributes:
+        shared_slots: used slots of the last page, while it is others', too; 0 if it is not.
+        copies: to run before the step (`Lease.take_window_copies`).
+        copied: the page that they read, held until the step has run.
+    """
+
+    __slots__ = ("copied", "copies", "first", "pages", "shared_slots")
+
+    def __init__(self, first: int, pages: Pages, shared_slots: int = 0) -> None:
+        self.first, self.pages, self.shared_slots = first, pages, shared_slots
+        self.copies: list[PageCopy] = []
+        self.copied: Pages = NO_PAGES
+
+
 class Lease:
     """A request's cursor into the cache, and its page table.
 
@@ -49,6 +70,7 @@ class Lease:
         "released",
         "resumed",
         "used",
+        "window",
     )
 
     def __init__(
@@ -72,6 +94,8 @@ class Lease:
         self.publishing = False
         """It has published in the step being scheduled, which writes those tokens."""
         self.released = False
+        self.window: WindowTable | None = None
+        """Its pages of the layers with a window, if these are kept apart."""
         self._table: Pages = np.empty(query_tokens // page_size + 2, np.int32)
         self._num_pages = 0
         self._num_own_from = 0
@@ -90,6 +114,13 @@ class Lease:
         """The page copies to run before the step does, all sources read before any target is
         written; empties the list."""
         copies, self._copies = self._copies, []
+        return copies
+
+    def take_window_copies(self) -> list[PageCopy]:
+        """The same of pages of layers with a window, if these are kept apart."""
+        if self.window is None or not self.window.copies:
+            return []
+        copies, self.window.copies = self.window.copies, []
         return copies
 
     # What follows is for the caches.

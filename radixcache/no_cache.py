@@ -81,4 +81,4 @@ class NoCache(PrefixCache):
             assert lease._num_own_from == 0 and lease.num_tokens <= lease.capacity
             np.add.at(refs, lease.page_table, 1)
         assert self._in_flight.keys() <= self._leases.keys()
-        self.pool.check(refs)
+        self.pool.check(refs + self._count_windows())

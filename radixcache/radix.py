@@ -40,7 +40,6 @@ class RadixCache(PrefixCache):
     full_prompt_hits = True
 
     def __init__(self, pool: PagePool) -> None:
-        self._clock = 0
         super().__init__(pool, granularity=1)
 
     def _forget_all(self) -> None:
@@ -288,9 +287,9 @@ class RadixCache(PrefixCache):
         if node.parent is not None:
             if lease.num_tokens < node.end:  # the tail was not used: it keeps its time
                 node = self._split(node, lease.num_tokens)
-            self._clock += 1
+            self.clock += 1
             self._tree.straighten(node)
-            node.last_use = self._clock
+            node.last_use = self.clock
 
     # -- eviction ------------------------------------------------------------------------------
 
@@ -299,6 +298,9 @@ class RadixCache(PrefixCache):
         end_free, before = self.pool.num_free + num_pages, self.pool.num_free
         while (missing := end_free - self.pool.num_free) > 0:
             leaf = self._order.first()
+            age = None if leaf is None else leaf.last_use
+            if self.windows is not None and self.windows.evict(age):
+                continue
             if leaf is None:
                 if not self._expose_tails() and not self._tree.share_copies():
                     break
@@ -321,20 +323,26 @@ class RadixCache(PrefixCache):
         self.stats.evicted_pages += freed
         return freed
 
-    def _allocate(self, count: int, lease: RadixLease) -> Pages:
+    def take_pages(self, count: int) -> Pages:
+        return self._allocate(count, None)
+
+    def _allocate(self, count: int, lease: RadixLease | None) -> Pages:
         """`count` pages, by eviction if needed; raises `OutOfPages` before it evicts any."""
         missing = count - self.pool.num_free
         if missing > 0:
-            if not self._held.can_evict(missing, most_held=self.pool.num_pages - count):
+            most_held = self.pool.num_pages - count
+            most_held -= 0 if self.windows is None else self.windows.num_running
+            if not self._held.can_evict(missing, most_held):
                 raise OutOfPages(
                     f"{count} pages wanted, {self.pool.num_free} free of {self.pool.num_pages}, "
                     f"not enough evictable"
                 )
-            if lease.node.parent is not None and lease.num_tokens < lease.node.end:
+            if lease and lease.node.parent is not None and lease.num_tokens < lease.node.end:
                 self._split(lease.node, lease.num_tokens)  # the rest can be evicted in its turn
                 missing = count - self.pool.num_free
             self._evict(missing)
-        self._held.add(count)
+        if lease is not None:
+            self._held.add(count)
         return self.pool.allocate(count)
 
     def _expose_tails(self) -> bool:
@@ -407,7 +415,7 @@ class RadixCache(PrefixCache):
 
     def outline(self) -> Outline[Any]:
         shown = TieredTree(self._tree, self.lower)
-        clock, pins = self._clock, dict[Node, list[str]]()
+        clock, pins = self.clock, dict[Node, list[str]]()
         for (_, name), lease in self.pins.leases.items():
             assert isinstance(lease, RadixLease)
             pins.setdefault(lease.node, []).append(name)
@@ -471,7 +479,7 @@ class RadixCache(PrefixCache):
         assert self._in_flight.keys() <= self._leases.keys()
         assert self._tree.in_flight.keys() <= set(self._tree), "a node in flight has gone"
         assert self._in_flight or not self._tree.in_flight, "in flight for nobody"
-        self.pool.check(refs)
+        self.pool.check(refs + self._count_windows())
 
     def _check_lease(self, lease: RadixLease) -> None:
         node, position, page_size = lease.node, lease.num_tokens, self.page_size

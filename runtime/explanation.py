@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, get_args
 from radixcache.stored_pages import UNMEASURED, LoadCost, Medium
 
 Reason = Literal[
-    "first_seen", "diverged", "evicted", "page_not_finished", "no_state", "on_host", "on_disk",
+    "first_seen", "diverged", "evicted", "page_not_finished", "no_checkpoint", "on_host", "on_disk",
     "caching_off",
 ]  # fmt: skip
 REASONS: tuple[Reason, ...] = get_args(Reason)
@@ -35,8 +35,8 @@ _SENTENCES: dict[tuple[Reason, bool], str] = {
     ("page_not_finished", False): (
         "page not finished: {}, computed before, but only whole pages are cached"
     ),
-    ("no_state", False): (
-        "no state: {}, whose KV is cached, but the last recurrent state is kept before them"
+    ("no_checkpoint", False): (
+        "no checkpoint: {}, computed again: of their KV no window or recurrent state is kept"
     ),
     ("on_host", False): "in host memory: {}, which are ",
     ("on_disk", False): "on disk: {}, which are ",
@@ -90,8 +90,6 @@ class Miss:
         if self.reason == "diverged":
             return self._describe_divergence(decode)
         where = f"{_tokens(len(self))} from token {self.start:,} on"
-        if self.reason == "no_state" and not self.start:
-            return f"no state: {where}, whose KV is cached, but no recurrent state is kept of them"
         sentence = _SENTENCES[self.reason, self.in_flight].format(where)
         return sentence + self._describe_cost() if self.reason in BELOW.values() else sentence
 

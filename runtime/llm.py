@@ -106,18 +106,22 @@ class LLM:
         """Device and kernels, context and KV memory, and the cost of loading: a line each."""
         pool, threads = self.engine.kv_pool, torch.get_num_threads()
         tokens = pool.num_pages * pool.page_size
-        each = self.engine.model.bytes_per_token
-        states, hybrid = self.engine.scheduler.states, ""
-        if states is not None:
-            count = states.index.num_slots
-            memory = format_memory(count * self.engine.model.bytes_per_state)
-            hybrid = f"; {count:,} recurrent states in {memory}"
+        each = pool.page_bytes // pool.page_size
+        memory, more = format_memory(pool.num_pages * pool.page_bytes), ""
+        if pool.states is not None:
+            count = pool.states.num_slots
+            more = f"; {count:,} recurrent states in "
+            more += format_memory(count * self.engine.model.bytes_per_state)
+        if pool.windows is not None:
+            window, size = pool.windows.window, pool.windows.page_size
+            pages = -(-window // size)
+            tokens -= pages * pool.page_size
+            more = f" and a window of {window:,} in {format_memory(pages * pool.page_bytes)}"
         kept = [] if self.offload is None else self.offload.describe()
         context = f"context {self.engine.max_model_len:,} tokens"
         return [
             self.engine.model.placement,
-            f"{context}; KV memory {format_memory(tokens * each)} = {tokens:,} tokens of {each:,} "
-            f"bytes{hybrid}",
+            f"{context}; KV memory {memory} = {tokens:,} tokens of {each:,} bytes{more}",
             *kept,
             f"loaded in {self.load_seconds:.1f} s, {format_memory(resident_bytes())} of memory in "
             f"use, {threads} thread{'s' * (threads != 1)}",

@@ -133,7 +133,7 @@ def engine_on(
             engine.abort(request)
         engine.runner.graphs = None
         pool.layers.clear()
-        pool._stacks.clear()
+        pool._blocks.clear()
         del engine, pool, on_pages
         free_memory()
 

@@ -45,14 +45,14 @@ def run_index(
     memory: str = "",
     progress: Callable[[], object] = lambda: None,
 ) -> Figures:
-    cache = scheme.make(memory_tokens, workload)
+    cache, planner = scheme.make_planned(memory_tokens, serving.states, workload)
     clock = CacheTime(cache)
     scheduler = WatchedScheduler(
         cache,
         serving.max_num_batched_tokens,
         min(serving.max_num_seqs, serving.states - 1 if serving.states else serving.max_num_seqs),
         serving.schedule_policy,
-        scheme.planner(serving.states, workload),
+        planner,
         loads=instant_loads(cache),
         survey_every=max(1, len(workload.arrivals) // _SURVEYS),
     )

@@ -258,6 +258,7 @@ class IndexEngine:
             sequence = chunk.sequence
             if sequence.lease is not None:
                 sequence.lease.take_copies()
+                sequence.lease.take_window_copies()
             if chunk.is_last:
                 request = sequence.request
                 answer = self._answers[request]

@@ -13,10 +13,11 @@ from radixcache.bench.schemes.named_prefixes import PrefixObjectCache, TemplateC
 from radixcache.bench.schemes.page_aligned import PageAlignedRadixCache
 from radixcache.bench.schemes.states import STATE_RULES
 from radixcache.bench.schemes.tier import with_tier
+from radixcache.bench.schemes.windows import MODELS, WINDOW_RULES, WindowedModel, make_windowed
 from radixcache.bench.workloads.workload import Workload
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.config.sizes import parse_memory as parse_bytes
-from radixcache.runtime.engine.state_planner import StatePlanner
+from radixcache.runtime.engine.checkpoint_planner import NO_CHECKPOINTS, Planner
 
 
 class WholeLeaves(RadixCache):
@@ -67,35 +68,47 @@ class Scheme:
     Attributes:
         states: where a hybrid model's states are kept, one of `STATE_RULES`; then it is the name.
         tier: how many times the memory a tier below holds; 0 if there is none.
+        windows: how the windows of `windowed` are kept, one of `WINDOW_RULES`; then it is the name.
     """
 
     kind: str
     page_size: int
     states: str = ""
     tier: int = 0
+    windows: str = ""
+    windowed: WindowedModel | None = None
 
     @property
     def name(self) -> str:
         """Such as "hash-16"; plain "none" for the baseline."""
-        if self.states:
-            return self.states
+        if self.states or self.windows:
+            return self.states or self.windows
         tier = f"+{self.tier}x" if self.tier else ""
         return self.kind if self.kind == "none" else f"{self.kind}-{self.page_size}{tier}"
 
     def make(self, num_tokens: int, workload: Workload = NOTHING) -> PrefixCache:
         """An empty cache over pages for `num_tokens` tokens, for the requests of `workload`."""
-        pool = PagePool(num_tokens // self.page_size, self.page_size)
-        if self.tier:
-            return with_tier(pool, self.tier)
-        return KINDS[self.kind](pool, workload)
+        return self.make_planned(num_tokens, 0, workload)[0]
 
-    def planner(self, slots: int, workload: Workload) -> StatePlanner | None:
-        """Who keeps recurrent states in so many slots; None where no model has any."""
-        return STATE_RULES[self.states](slots, workload) if self.states else None
+    def make_planned(
+        self, num_tokens: int, slots: int, workload: Workload
+    ) -> tuple[PrefixCache, Planner]:
+        """The same, and the planner of windows, or of recurrent states in so many slots."""
+        if self.windowed is not None:
+            sizes = num_tokens, self.page_size
+            return make_windowed(self.windows, self.windowed, *sizes, workload)
+        pool = PagePool(num_tokens // self.page_size, self.page_size)
+        cache = with_tier(pool, self.tier) if self.tier else KINDS[self.kind](pool, workload)
+        return cache, STATE_RULES[self.states](slots, workload) if self.states else NO_CHECKPOINTS
 
 
 HYBRID = [Scheme("radix", 1, rule) for rule in STATE_RULES]
 """Those that are compared for a hybrid model."""
+
+
+def windowed_schemes(model: str) -> list[Scheme]:
+    """Those that are compared for a model with windows, one of `MODELS`."""
+    return [Scheme("radix", 16, windows=rule, windowed=MODELS[model]) for rule in WINDOW_RULES]
 
 
 def parse_scheme(name: str) -> Scheme:

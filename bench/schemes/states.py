@@ -12,9 +12,11 @@ from collections.abc import Callable
 
 from radixcache.base import Tokens
 from radixcache.bench.workloads.workload import Workload
+from radixcache.checkpoints import Checkpoint, Kind
+from radixcache.runtime.engine.checkpoint_planner import NO_CHECKPOINTS, Planner
 from radixcache.runtime.engine.state_planner import StatePlanner
 from radixcache.runtime.request import Request, Sequence
-from radixcache.states import Checkpoint, Kind, SequenceStates, StateIndex
+from radixcache.states import SequenceStates, StateIndex
 
 
 class ToldPlanner(StatePlanner):
@@ -33,9 +35,9 @@ class ToldPlanner(StatePlanner):
 class LeastRecentStates(StateIndex):
     """Evicts the state that was gone on from, or made, the longest ago."""
 
-    def _victim(self) -> Checkpoint | None:
+    def _victim(self) -> Checkpoint[int] | None:
         kept = self._kept.values()
-        return next((state for state in kept if state.slot not in self._reads), None)
+        return next((state for state in kept if not self._is_read(state)), None)
 
 
 class MarconiPlanner(StatePlanner):
@@ -104,8 +106,8 @@ def _vllm_528(slots: int, workload: Workload) -> StatePlanner:
 
 KV_ALONE = "kv-alone"
 
-STATE_RULES: dict[str, Callable[[int, Workload], StatePlanner | None]] = {
-    KV_ALONE: lambda slots, workload: None,
+STATE_RULES: dict[str, Callable[[int, Workload], Planner]] = {
+    KV_ALONE: lambda slots, workload: NO_CHECKPOINTS,
     "ours": lambda slots, workload: ToldPlanner(StateIndex(slots), workload.templates()),
     "ours-untold": lambda slots, workload: StatePlanner(StateIndex(slots)),
     "marconi": lambda slots, workload: MarconiPlanner(LeastRecentStates(slots)),

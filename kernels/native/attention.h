@@ -28,6 +28,7 @@ constexpr int SCORED = 4;
 struct Batch {  // as PagedBatch
     int32_t sequences, page_size;
     const int32_t *qo_indptr, *kv_indptr, *kv_indices, *kv_lens;
+    const int32_t* first;  // tokens before each table; kv_lens count them
     const int64_t* slots;
 };
 
@@ -100,9 +101,14 @@ void with_format(KVFormat format, const F& f) {
     }
 }
 
-struct Pages {  // of a layer: [pages][page_size][kv_heads][stored dim] each
-    void *k, *v;
+struct Pages {  // of a layer: [page_size][kv_heads][stored dim] each, so many bytes apart
+    char *k, *v;
+    int64_t k_stride, v_stride;
     KVFormat format;
+
+    static char* page(char* pages, int64_t stride, int64_t number) {
+        return pages + number * stride;
+    }
 };
 
 template <class T>
@@ -212,10 +218,12 @@ struct Plan {
         if (more || a.block != b.block) return more ? more > 0 : a.block < b.block;
         auto pages = [this](const Part& p) {
             const int32_t* table = batch.kv_indices + batch.kv_indptr[p.s];
+            int first = batch.first[p.s], begin = std::max(p.block * KEYS, first);
             int end = std::min(p.end * KEYS, position(p.s, p.to));
-            return std::pair(table + p.block * KEYS / batch.page_size,
-                             table + (end - 1) / batch.page_size + 1);
+            return std::pair(table + (begin - first) / batch.page_size,
+                             table + (end - 1 - first) / batch.page_size + 1);
         };
+        if (batch.first[a.s] != batch.first[b.s]) return batch.first[a.s] < batch.first[b.s];
         auto x = pages(a), y = pages(b);
         return std::lexicographical_compare(x.first, x.second, y.first, y.second);
     }
@@ -225,7 +233,7 @@ template <class T>
 struct Attention {
     const Plan& plan;
     Tokens<T> query;
-    Pages pages;
+    const Pages& pages;
     T* out;
     const float* sinks = nullptr;  // each head's score for an extra key without a value
     const Batch& batch = plan.batch;
@@ -274,14 +282,19 @@ struct Attention {
         int dim = heads.dim, value_dim = heads.value_dim, size = batch.page_size;
         const int32_t* table = batch.kv_indices + batch.kv_indptr[s];
         const S *keys[KEYS + W], *values[KEYS];
-        for (int j = 0; j < count;) {  // page by page
-            int at = block * KEYS + j, slot = at % size;
-            int64_t row = ((int64_t)table[at / size] * size + slot) * heads.kv_heads + kv_head;
-            for (; slot < size && j < count; slot++, j++, row += heads.kv_heads) {
-                keys[j] = (const S*)pages.k + row * stored<S>(dim);
-                values[j] = (const S*)pages.v + row * stored<S>(value_dim);
+        int first = std::max(0, batch.first[s] - block * KEYS);
+        for (int j = first; j < count;) {  // page by page
+            int at = block * KEYS + j - batch.first[s], slot = at % size;
+            const S *k = (const S*)pages.page(pages.k, pages.k_stride, table[at / size]),
+                    *v = (const S*)pages.page(pages.v, pages.v_stride, table[at / size]);
+            for (int row = slot * heads.kv_heads + kv_head; slot < size && j < count;
+                 slot++, j++, row += heads.kv_heads) {
+                keys[j] = k + row * stored<S>(dim);
+                values[j] = v + row * stored<S>(value_dim);
             }
         }
+        std::fill(keys, keys + first, keys[first]);  // no row sees these: any will do
+        std::fill(values, values + first, values[first]);
         int columns = up(count, WIDE);
         std::fill(keys + count, keys + std::min(columns + W, KEYS + W), keys[count - 1]);
         for (int j = 0; j < columns; j += W)

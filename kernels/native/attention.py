@@ -18,12 +18,13 @@ from radixcache.kernels.attention import (
     FixedShape,
     LayerInputs,
     LayerKind,
+    LayerPages,
     PagedBatch,
 )
 from radixcache.kernels.kv_format import stored_dim
 from radixcache.kernels.native.library import check, kernel, kv_format
 
-_NO_WINDOW = 2**31 - 1
+NO_WINDOW = 2**31 - 1
 
 
 class _Batch(ctypes.Structure):
@@ -31,9 +32,35 @@ class _Batch(ctypes.Structure):
         *((name, c_int32) for name in ("sequences", "page_size")),
         *(
             (name, c_void_p)
-            for name in ("qo_indptr", "kv_indptr", "kv_indices", "kv_lens", "slots")
+            for name in ("qo_indptr", "kv_indptr", "kv_indices", "kv_lens", "first", "slots")
         ),
     ]
+
+
+class Pages(ctypes.Structure):
+    """`Pages` of attention.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("k", "v")),
+        *((name, ctypes.c_int64) for name in ("k_stride", "v_stride")),
+        ("format", c_int32),
+    ]
+
+
+def pages_of(pages: LayerPages, dtype: torch.dtype, dims: tuple[int, int, int, int, int]) -> Pages:
+    """The structure of a layer's pages.
+
+    Args:
+        dims: pages, page size, heads, and the dimensions of keys and values.
+
+    Raises:
+        ValueError: they have other shapes, or gaps within a page.
+    """
+    *shape, dim, value_dim = dims
+    for tensor, last in ((pages.k, dim), (pages.v, value_dim)):
+        check(tensor, dtype, (*shape, stored_dim(last, dtype)), apart=True)
+    strides = (tensor.stride(0) * tensor.itemsize for tensor in pages)
+    return Pages(*(tensor.data_ptr() for tensor in pages), *strides, kv_format(pages.k))
 
 
 class Heads(ctypes.Structure):
@@ -55,7 +82,7 @@ def heads_of(kind: LayerKind) -> Heads:
     heads, kv_heads, dim, value_dim, scale, window, softcap, _ = kind
     if kv_heads < 1 or heads % kv_heads or (window is not None and window < 1):
         raise ValueError(f"{heads} heads on {kv_heads}, or a window of {window}")
-    window = min(window or _NO_WINDOW, _NO_WINDOW)
+    window = min(window or NO_WINDOW, NO_WINDOW)
     return Heads(heads, kv_heads, dim, value_dim, window, scale, softcap or 0)
 
 
@@ -96,7 +123,9 @@ class NativePlan(AttentionPlan):
 
     def __init__(self, batch: PagedBatch, arrays: list[torch.Tensor]) -> None:
         self.arrays, self.query_lens = arrays, batch.query_lens
-        tables = batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_lens
+        first = np.zeros_like(batch.kv_lens) if batch.first is None else batch.first
+        lens = batch.kv_lens + first
+        tables = batch.qo_indptr, batch.kv_indptr, batch.kv_indices, lens, first
         self._tokens, self._page_size = int(batch.qo_indptr[-1]), batch.page_size
         self._num_pages = int(batch.kv_indices.max(initial=-1)) + 1
         self._tables: list[NDArray[Any]] = [
@@ -124,15 +153,14 @@ class NativePlan(AttentionPlan):
             ValueError: the tensors do not fit together, or to the plan.
             MemoryError: the sums of the step's rows do not fit into memory.
         """
-        query, key, value, (k_pages, v_pages), layer, sinks = inputs
+        query, key, value, (k_pages, _), layer, sinks = inputs
         heads, kv_heads, dim, value_dim, *_ = layer
         tokens, (pages, size) = len(query), k_pages.shape[:2]
         batch, layer_heads = self.address_for(tokens, k_pages), heads_of(layer)
         check(query, query, (tokens, heads, dim), apart=True)
         check(key, query, (tokens, kv_heads, dim), apart=True)
         check(value, query, (tokens, kv_heads, value_dim), apart=True)
-        for side, width in ((k_pages, dim), (v_pages, value_dim)):
-            check(side, k_pages, (pages, size, kv_heads, stored_dim(width, k_pages.dtype)))
+        page_struct = pages_of(inputs.pages, k_pages.dtype, (pages, size, kv_heads, dim, value_dim))
         if sinks is not None:
             sinks = sinks.float().contiguous()
             check(sinks, sinks, (heads,))
@@ -140,7 +168,7 @@ class NativePlan(AttentionPlan):
         kernel("attend", query.dtype)(
             *(batch, ctypes.addressof(layer_heads)),
             *(query.data_ptr(), query.stride(0), key.data_ptr(), key.stride(0)),
-            *(value.data_ptr(), value.stride(0), k_pages.data_ptr(), v_pages.data_ptr()),
-            *(kv_format(k_pages), out.data_ptr(), 0 if sinks is None else sinks.data_ptr()),
+            *(value.data_ptr(), value.stride(0), ctypes.addressof(page_struct)),
+            *(out.data_ptr(), 0 if sinks is None else sinks.data_ptr()),
         )
         return out

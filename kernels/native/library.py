@@ -19,11 +19,11 @@ _KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 
 _TYPES = {"*": c_void_p, "i": c_int32, "l": c_int64, "f": c_float}
 _KERNELS = {  # in the order of native.cpp
-    "attend": "***l*l*l**i**i",
+    "attend": "***l*l*l***i",
     "linear": "*l**li",
     "rows": "**l*i",
     "activate": "***lillii",
-    "forward": "***i****l*i",
+    "forward": "********l*i",
 }
 _FUNCTIONS = {
     "pack": "*lill*i",

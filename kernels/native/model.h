@@ -53,8 +53,8 @@ template <class T>
 struct Step {
     const Model& model;
     const Batch& batch;
-    void* const* pages;  // of keys and of values, of each layer that attends
-    KVFormat format;
+    const Batch& window;  // the tables of layers with a window
+    const Pages* pages;   // of each layer that attends
     const States& states;
     int threads;
 
@@ -85,7 +85,7 @@ struct Step {
         std::fill(residual, residual + rows * hidden, 0.0f);
         add(model.first);
         std::list<Plan> plans;
-        void* const* kv = pages;
+        const Pages* kv = pages;
         float* const* state = states.tensors;
         for (int i = 0; i < model.count; i++) {
             const Sublayer& sublayer = model.sublayers[i];
@@ -93,9 +93,8 @@ struct Step {
             if (sublayer.kind == ATTENTION) {
                 auto& layer = *(const AttentionLayer*)sublayer.layer;
                 const Plan& plan = plan_of(plans, layer.heads);
-                Pages own{kv[0], kv[1], format};
-                attend(layer, ropes[layer.rope + 1], plan, own, positions, x, a, b);
-                kv += 2, out = &layer.out;
+                attend(layer, ropes[layer.rope + 1], plan, *kv++, positions, x, a, b);
+                out = &layer.out;
             } else if (sublayer.kind == RECURRENT) {
                 auto& layer = *(const RecurrentLayer*)sublayer.layer;
                 int64_t stride = 0;
@@ -145,11 +144,11 @@ struct Step {
     const Plan& plan_of(std::list<Plan>& plans, const Heads& heads) const {
         for (const Plan& plan : plans)
             if (!memcmp(&plan.heads, &heads, sizeof(Heads))) return plan;
-        return plans.emplace_back(batch, heads);
+        return plans.emplace_back(heads.window == INT32_MAX ? batch : window, heads);
     }
 
     void attend(const AttentionLayer& layer, const Rope& rope, const Plan& plan,
-                const Pages& own, const int64_t* positions, const T* x, T* both, T* out) const {
+                const Pages& pages, const int64_t* positions, const T* x, T* both, T* out) const {
         const Heads& h = layer.heads;
         int64_t rows = batch.qo_indptr[batch.sequences], width = h.heads * h.value_dim;
         int64_t query = h.heads * h.dim, gates = layer.gated ? width : 0, key = h.kv_heads * h.dim;
@@ -159,7 +158,7 @@ struct Step {
         Tokens<T> q{both, stride}, k{key_at, stride}, v{key_at + key, stride};
         HeadNorms norms{layer.query_norm,       layer.key_norm,          model.eps,
                         (bool)model.centred,    (bool)layer.whole_norms, (bool)layer.value_norm};
-        write_kv(batch, h, q, k, v, rope, norms, own, threads);
+        write_kv(plan.batch, h, q, k, v, rope, norms, pages, threads);
         if (layer.scaled_length)
             parallel_rows(rows, query, threads, [&](int64_t t) {
                 float steps = positions[t] / layer.scaled_length;
@@ -167,7 +166,7 @@ struct Step {
                 for (int64_t d = 0; d < query; d += W)
                     store(q[t] + d, load(q[t] + d, query - d) * factor, query - d);
             });
-        Attention<T>{plan, q, own, out, layer.sinks}.run(threads);
+        Attention<T>{plan, q, pages, out, layer.sinks}.run(threads);
         if (gates)
             parallel_rows(rows, width, threads, [&](int64_t t) {
                 T* to = out + t * width;

@@ -12,9 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from radixcache.kernels.attention import LayerPages
-from radixcache.kernels.kv_format import stored_dim
-from radixcache.kernels.native.attention import Heads, NativePlan
-from radixcache.kernels.native.library import check, kernel, kv_format
+from radixcache.kernels.native.attention import NO_WINDOW, Heads, NativePlan, Pages, pages_of
+from radixcache.kernels.native.library import check, kernel
 from radixcache.kernels.native.linear import PackedLinear, Weight
 
 SlotUse = tuple[int, int, Sequence[tuple[int, int]]]
@@ -141,6 +140,11 @@ class NativeModel:
         self._recurs = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
         if not self._attends:
             raise ValueError("no layer attends")
+        self._first_of = {
+            layer.heads.window != NO_WINDOW: at
+            for at, layer in reversed([*enumerate(self._attends)])
+        }
+        """The first layer without a window, and the first with one."""
         made = [
             _Sublayer(ctypes.addressof(layer), joint, _KINDS.index(type(layer)))
             for layer, joint in sublayers
@@ -165,6 +169,7 @@ class NativeModel:
     def forward(
         self,
         plan: NativePlan,
+        window: NativePlan,
         pages: Sequence[LayerPages],
         states: Sequence[torch.Tensor],
         slots: Sequence[SlotUse],
@@ -175,6 +180,7 @@ class NativeModel:
         """[R, vocab_size] float32 logits of a planned step.
 
         Args:
+            window: the plan of the layers with a window; or the same.
             pages: of each layer that attends; the same object is checked only once.
             states: of each recurrent layer, float32: [slots, width - 1, channels], and unless it is
                 a short convolution [slots, heads, key, value]; likewise.
@@ -189,9 +195,11 @@ class NativeModel:
         tokens, rows = len(token_ids), len(logit_rows)
         for table, count in ((token_ids, tokens), (positions, tokens), (logit_rows, rows)):
             check(table, torch.int64, (count,))
-        batch = plan.address_for(tokens, pages[0].k)
         if pages is not self._pages:
-            self._page_addresses, self._pages = self._check_pages(pages), pages
+            self._page_structs, self._pages = self._check_pages(pages), pages
+        firsts = {windowed: pages[at].k for windowed, at in self._first_of.items()}
+        batch = plan.address_for(tokens, firsts.get(False, pages[0].k))
+        window_batch = window.address_for(tokens, firsts.get(True, pages[0].k))
         if states is not self._states:
             self._state_addresses, self._states = self._check_states(states), states
         tables = _slot_tables(slots, plan, len(states[0])) if self._recurs else []
@@ -199,23 +207,22 @@ class NativeModel:
         used.tensors = ctypes.addressof(self._state_addresses)
         logits = torch.empty(rows, self._vocab_size)
         kernel("forward", self._dtype)(
-            *(ctypes.addressof(self._model), batch, self._page_addresses, kv_format(pages[0].k)),
-            ctypes.addressof(used),
+            *(ctypes.addressof(self._model), batch, window_batch),
+            *(self._page_structs, ctypes.addressof(used)),
             *(token_ids.data_ptr(), positions.data_ptr(), logit_rows.data_ptr(), rows),
             logits.data_ptr(),
         )
         return logits
 
-    def _check_pages(self, pages: Sequence[LayerPages]) -> ctypes.Array[c_void_p]:
-        """The addresses of all pages, layer by layer."""
-        addresses, first = [], pages[0].k
+    def _check_pages(self, pages: Sequence[LayerPages]) -> ctypes.Array[Pages]:
+        """The structures of all pages, layer by layer; those with a window may have other sizes."""
+        found = []
         for layer, pair in zip(self._attends, pages, strict=True):
             heads = layer.heads
-            for tensor, dim in zip(pair, (heads.dim, heads.value_dim), strict=True):
-                width = stored_dim(dim, first.dtype)
-                check(tensor, first, (*first.shape[:2], heads.kv_heads, width))
-                addresses.append(tensor.data_ptr())
-        return (c_void_p * len(addresses))(*addresses)
+            first = pages[self._first_of[heads.window != NO_WINDOW]].k
+            dims = (*first.shape[:2], heads.kv_heads, heads.dim, heads.value_dim)
+            found.append(pages_of(pair, first.dtype, dims))
+        return (Pages * len(found))(*found)
 
     def _check_states(self, states: Sequence[torch.Tensor]) -> ctypes.Array[c_void_p]:
         """The addresses of all states: two for each recurrent layer, the second perhaps 0."""

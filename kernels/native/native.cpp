@@ -17,11 +17,10 @@ int32_t enough_memory(const F& f) try {
 
 template <class T>
 int32_t attend(const Batch& batch, const Heads& heads, T* query, int64_t query_stride, T* key,
-               int64_t key_stride, T* value, int64_t value_stride, void* k_pages, void* v_pages,
-               KVFormat format, T* out, const float* sinks, int threads) {
+               int64_t key_stride, T* value, int64_t value_stride, const Pages& pages, T* out,
+               const float* sinks, int threads) {
     return enough_memory([&] {
         Tokens<T> q{query, query_stride}, k{key, key_stride}, v{value, value_stride};
-        Pages pages{k_pages, v_pages, format};
         write_kv(batch, heads, q, k, v, Rope{}, HeadNorms{}, pages, threads);
         Plan plan(batch, heads);
         Attention<T>{plan, q, pages, out, sinks}.run(threads);
@@ -46,7 +45,7 @@ int32_t activate(const T* gate, const T* up, T* out, int64_t rows, int width, in
 }
 
 template <class T>
-int32_t forward(const Model& model, const Batch& batch, void* const* pages, KVFormat format,
+int32_t forward(const Model& model, const Batch& batch, const Batch& window, const Pages* pages,
                 const States& states, const int64_t* ids, const int64_t* positions, const int64_t* wanted, int64_t count,
                 float* logits, int threads) {
     int64_t rows = batch.qo_indptr[batch.sequences];
@@ -55,7 +54,7 @@ int32_t forward(const Model& model, const Batch& batch, void* const* pages, KVFo
     for (int64_t i = 0; i < count; i++)
         if (wanted[i] < 0 || wanted[i] >= rows) return -1;
     return enough_memory([&] {
-        Step<T>{model, batch, pages, format, states, threads}.run(ids, positions, wanted, count, logits);
+        Step<T>{model, batch, window, pages, states, threads}.run(ids, positions, wanted, count, logits);
     });
 }
 

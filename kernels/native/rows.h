@@ -147,6 +147,7 @@ void write_kv(const Batch& batch, const Heads& heads, Tokens<T> query, Tokens<T>
     int dim = heads.dim, kv_heads = heads.kv_heads, value_dim = heads.value_dim;
     int width = (heads.heads + 2 * kv_heads) * dim, values = kv_heads * value_dim;
     parallel_rows(batch.qo_indptr[batch.sequences], width, threads, [&](int64_t t) {
+        int64_t page = batch.slots[t] / batch.page_size, slot = batch.slots[t] % batch.page_size;
         norms.apply(norms.key, key[t], kv_heads, dim);
         norms.apply(norms.query, query[t], heads.heads, dim);
         for (int h = 0; h < kv_heads && rope.half; h++) rope.turn(key[t] + h * dim, t);
@@ -157,9 +158,10 @@ void write_kv(const Batch& batch, const Heads& heads, Tokens<T> query, Tokens<T>
         }
         with_format(pages.format, [&](auto* stored_as) {
             using S = std::remove_pointer_t<decltype(stored_as)>;
-            int64_t slot = batch.slots[t] * kv_heads;
-            store_row((S*)pages.k + slot * stored<S>(dim), key[t], kv_heads * dim);
-            store_row((S*)pages.v + slot * stored<S>(value_dim), value[t], values);
+            S *k = (S*)pages.page(pages.k, pages.k_stride, page),
+              *v = (S*)pages.page(pages.v, pages.v_stride, page);
+            store_row(k + slot * kv_heads * stored<S>(dim), key[t], kv_heads * dim);
+            store_row(v + slot * kv_heads * stored<S>(value_dim), value[t], values);
         });
     });
 }

@@ -23,12 +23,14 @@ from radixcache.radix import RadixCache
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL, check_model
 from radixcache.runtime.config.sizes import parse_memory
 from radixcache.runtime.engine.args import EngineArgs
+from radixcache.runtime.engine.checkpoint_planner import NO_CHECKPOINTS
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer
 from radixcache.runtime.engine.logits_cache import PROMPT_LOGITS_BYTES, PromptLogitsCache
 from radixcache.runtime.engine.scheduler import OnPublish, Scheduler
 from radixcache.runtime.engine.state_planner import StatePlanner
 from radixcache.runtime.engine.step_budget import STEP_SECONDS
+from radixcache.runtime.engine.window_planner import WindowPlanner
 from radixcache.runtime.engine.worker import answer
 from radixcache.runtime.kv_events.config import KVEventsConfig
 from radixcache.runtime.kv_events.publisher import KVEventPublisher
@@ -38,7 +40,7 @@ from radixcache.runtime.kv_offload.page_loader import NO_LOADS
 from radixcache.runtime.model import cgroups
 from radixcache.runtime.model.cuda_graphs import bytes_beside_pages
 from radixcache.runtime.model.device import resolve_device
-from radixcache.runtime.model.kv_pool import count_pages
+from radixcache.runtime.model.kv_pool import WindowLayout, choose_windows, count_pages
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
@@ -49,6 +51,7 @@ from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.spec_decode.proposer import MAX_DRAFT, DraftProposer
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from radixcache.states import StateIndex
+from radixcache.windows import WindowIndex
 
 CACHES: dict[str, type[RadixCache] | type[HashBlockCache] | type[NoCache]] = {
     "radix": RadixCache,
@@ -59,6 +62,9 @@ CACHES: dict[str, type[RadixCache] | type[HashBlockCache] | type[NoCache]] = {
 
 _MOST_CHECKPOINTS = 1024
 """Kept states beside those of running sequences: a look-up tries each length among them."""
+
+_MIN_WINDOWS = 4
+"""Windows that must fit into the KV memory beside a step, else all layers keep all tokens."""
 
 _MARK_TOKENS = 3
 """Tokens of an answer's mark that are compared: later ones may differ, as where a model thinks."""
@@ -112,26 +118,31 @@ def build_engine(args: EngineArgs) -> Built:
                     f"{model.max_context:,} tokens"
                 )
             model.max_context = args.max_model_len
-        num_pages, num_states = _share_memory(args, model)
+        num_pages, num_states, windows = _share_memory(args, model)
         cache = kind(PagePool(num_pages, page_size))
         if tokenizer is not None:
             tokenizer.max_tokens = model.max_context
         grammars = GrammarBackend(tokenizer, model.vocab_size, model.eos_token_ids)
-        states, max_num_seqs = None, args.max_num_seqs
-        if num_states:
-            mark = _answer_mark(tokenizer) if tokenizer else ()
-            states = StatePlanner(StateIndex(num_states), args.cache != "none", mark)
+        planner = NO_CHECKPOINTS
+        max_num_seqs, mark = args.max_num_seqs, list[int]()
+        if tokenizer and (num_states or windows):
+            mark = _answer_mark(tokenizer)
+        if windows is not None:
+            index = WindowIndex(cache, windows.window, windows.page_size)
+            planner = WindowPlanner(index, args.cache != "none", mark)
+        elif num_states:
+            planner = StatePlanner(StateIndex(num_states), args.cache != "none", mark)
             max_num_seqs = min(max_num_seqs, num_states - 1)
             _log.info(
                 "%s recurrent states of %s bytes; %s sequences run at the same time",
                 f"{num_states:,}", f"{model.bytes_per_state:,}", max_num_seqs,
             )  # fmt: skip
-        pool = model.allocate(num_pages, page_size, num_states)
+        pool = model.allocate(num_pages, page_size, num_states, windows)
         explainer = Explainer(cache, marks=tokenizer.added if tokenizer else ())
-        drafts = args.speculate == "auto" and states is None
+        drafts = args.speculate == "auto" and not num_states
         proposer, on_publish = explain_and_draft(explainer, model.eos_token_ids if drafts else None)
         kept = None
-        if kind.full_prompt_hits and states is None:  # a recurrent model's next token needs a state
+        if kind.full_prompt_hits and not num_states:  # a recurrent model's next token needs a state
             kept = PromptLogitsCache(model.vocab_size)
         tiers = args.host_memory, args.kv_dir, args.kv_dir_size
         offload = open_offload(model_path(args), model, cache, pool, *tiers)
@@ -143,7 +154,7 @@ def build_engine(args: EngineArgs) -> Built:
                 args.max_num_batched_tokens,
                 max_num_seqs,
                 args.schedule_policy,
-                states,
+                planner,
                 loads=NO_LOADS if offload is None else offload.loads,
                 logits_cache=kept,
                 proposer=proposer,
@@ -173,9 +184,9 @@ def build_engine(args: EngineArgs) -> Built:
         raise
 
 
-def _share_memory(args: EngineArgs, model: PagedModel) -> tuple[int, int]:
-    """How many KV pages and recurrent states fit the memory; no more pages than all sequences at
-    full context would ever use.
+def _share_memory(args: EngineArgs, model: PagedModel) -> tuple[int, int, WindowLayout | None]:
+    """How many KV pages and recurrent states fit the memory, and how windows are kept apart; no
+    more pages than all sequences at full context would ever use.
 
     Raises:
         InvalidRequest: the memory is too small.
@@ -186,8 +197,16 @@ def _share_memory(args: EngineArgs, model: PagedModel) -> tuple[int, int]:
     )
     taken += PROMPT_LOGITS_BYTES * CACHES[args.cache].full_prompt_hits
     taken += STAGED_BYTES if args.host_memory is not None else 0
-    page_bytes, num_states = model.bytes_per_token * page_size, 0
+    windows = _choose_windows(args, model)
+    page_bytes, num_states = model.bytes_per_page(page_size, windows), 0
     num_pages = count_pages(args.kv_cache_memory_bytes, page_bytes, model.device, taken)
+    if windows is not None:
+        step = args.max_num_batched_tokens
+        most = _MIN_WINDOWS * windows.window + step
+        if num_pages * windows.page_size < most:
+            _log_windows(f"the KV memory has no room for {_MIN_WINDOWS} windows and a step")
+            windows, page_bytes = None, model.bytes_per_page(page_size)
+            num_pages = count_pages(args.kv_cache_memory_bytes, page_bytes, model.device, taken)
     if size := model.bytes_per_state:
         memory, asked = num_pages * page_bytes, args.state_memory
         share = memory // 4 if asked is None else parse_memory(asked)
@@ -201,8 +220,36 @@ def _share_memory(args: EngineArgs, model: PagedModel) -> tuple[int, int]:
     elif args.state_memory is not None:
         raise InvalidRequest("state_memory is for models with recurrent layers, and this has none")
     if args.kv_cache_memory_bytes is None:
-        num_pages = min(num_pages, (model.max_context // page_size + 2) * max_num_seqs * 4)
-    return num_pages, num_states
+        each = model.max_context // page_size + 2
+        each += 0 if windows is None else 2 * windows.window // windows.page_size + 2
+        num_pages = min(num_pages, each * max_num_seqs * 4)
+    return num_pages, num_states, windows
+
+
+def _choose_windows(args: EngineArgs, model: PagedModel) -> WindowLayout | None:
+    """How layers with a window are kept apart; None if all layers keep all tokens."""
+    windows = choose_windows(model.shapes, model.windows, args.page_size)
+    if windows is None:
+        if any(model.windows):
+            _log_windows("there is no layer without, or they have several windows")
+        return None
+    reason = None
+    if model.max_context <= 2 * windows.window:
+        reason = f"a context of {model.max_context:,} tokens is at most two of {windows.window:,}"
+    elif model.state_shapes:
+        reason = "other layers are recurrent"
+    elif args.kv_dir is not None or args.host_memory is not None:
+        reason = "a tier below the KV memory takes no windows yet"
+    elif args.tensor_parallel_size > 1:
+        reason = "the model is split over several processes"
+    if reason is not None:
+        _log_windows(reason)
+        return None
+    return windows
+
+
+def _log_windows(reason: str) -> None:
+    _log.info("layers with a window keep all tokens: %s", reason)
 
 
 def _answer_mark(tokenizer: Tokenizer) -> list[int]:

@@ -115,7 +115,7 @@ class Engine:
         self.cache = cache
         self.scheduler = scheduler
         with on_device(model.device):
-            takes_graphs = model.max_graph_rows and scheduler.states is None
+            takes_graphs = model.max_graph_rows and not model.state_shapes
             graphs = CudaGraphRunner(model, kv_pool, scheduler.max_rows) if takes_graphs else None
         self.runner = ModelRunner(model, kv_pool, graphs)
         self._decode = decode
@@ -128,7 +128,7 @@ class Engine:
         self._next_id = 0
         self._ahead: _Step | None = None
         # Of a recurrent model, one token too many would be in the state.
-        self.overlap = overlap and model.can_overlap and scheduler.states is None
+        self.overlap = overlap and model.can_overlap and not model.state_shapes
         self._thread: int | None = None
         self._cut_off = False
         """A call is under way, or was cut off before it recovered."""
@@ -260,9 +260,10 @@ class Engine:
         All of them, if the prompt is cached in full and the logits at its end are kept.
         """
         tokens, kept = as_tokens(prompt), self.scheduler.logits_cache
-        is_kept = kept is not None and PromptKey(tokens, namespace) in kept
-        if is_kept and self.cache.cached_length(tokens, namespace) == len(tokens):
-            return len(tokens)
+        if kept is not None and PromptKey(tokens, namespace) in kept:
+            cached = self.cache.cached_length(tokens, namespace)
+            if self.scheduler.planner.depth(tokens, namespace, cached) == len(tokens):
+                return len(tokens)
         return self.scheduler.match(tokens, namespace)
 
     def reset_cache(self) -> None:
@@ -297,17 +298,20 @@ class Engine:
             assert computed <= (lease.capacity if lease else 0), f"{lease} for {computed} tokens"
         leases = {sequence.lease for sequence in running} | {*self.cache.pins.leases.values()}
         assert leases == self.cache._leases.keys(), "leases of nobody"
-        if scheduler.states is not None:
-            scheduler.states.check(running)
+        scheduler.planner.check(running)
         scheduler.loads.check(waiting)
 
     @property
     def max_model_len(self) -> int:
         """Tokens of a prompt and its answer at most: the model's context, or what the KV memory
         holds when nothing is pinned."""
-        return min(
-            self.model.max_context, (self.kv_pool.num_pages - 1) * self.kv_pool.page_size + 1
-        )
+        return min(self.model.max_context, self._tokens_in(self.kv_pool.num_pages - 1) + 1)
+
+    def _tokens_in(self, num_pages: int) -> int:
+        """Tokens that a sequence may have in so many pages."""
+        if self.cache.windows is None:
+            return num_pages * self.kv_pool.page_size
+        return self.cache.windows.tokens_in(num_pages, self.scheduler.max_num_batched_tokens)
 
     def check_prompt(self, tokens: Tokens, *, answer: bool = True) -> None:
         """Raise `InvalidRequest` for a prompt that no request can have; `ContextExceeded` if it is
@@ -332,7 +336,7 @@ class Engine:
         # One page is spare: a branch in mid-page copies it while both copies are held.
         pinned = self.cache.pinned_pages_beside(tokens, namespace)
         pages = self.kv_pool.num_pages - 1 - pinned
-        room = pages * self.kv_pool.page_size - length + 1  # the last token needs no KV
+        room = self._tokens_in(pages) - length + 1  # the last token needs no KV
         if room < (1 if asked is None else max(1, wanted)):
             problem = f"{length} prompt tokens and {wanted} to generate do not fit the KV memory"
             if pinned:  # how much may be others' secret

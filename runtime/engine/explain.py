@@ -15,8 +15,8 @@ would have taken to hit it:
 - `first_seen`: nothing of what follows is known. That is the normal case: a new turn, a new prompt.
   It may well begin as others do, with the first tokens of the chat template, a system prompt or the
   words of a question; what they share is cached, and to part from them has cost nothing.
-- `no_state`: its KV is cached, but of a recurrent model no state is kept so far into the text: it
-  is computed again from the last one on (see `radixcache.states`).
+- `no_checkpoint`: its KV is cached, but of a model with windows or recurrent layers no checkpoint
+  is kept so far into the text: it is computed again from the last one on, in place.
 - `on_host`, `on_disk`: it was evicted, and its pages are in host memory or on disk: they are
   loaded, unless computing them takes less time. What was loaded is a hit (`Loaded`).
 - `caching_off`: it was computed before, and the engine runs without a prefix cache.
@@ -102,7 +102,7 @@ class Explainer:
         """Why only the first `hit` tokens of a prompt were found; changes nothing.
 
         Args:
-            kv: how many have KV, if these are more, as of a recurrent model.
+            kv: how many have KV, if these are more, as beyond the last checkpoint.
 
         The stretches follow each other without a gap, from `hit` to the last token, which belongs
         to none. Call it before the rest is published, or remembered. O(len(tokens)).
@@ -112,8 +112,8 @@ class Explainer:
         if hit >= last:
             return []
         if kv > hit:
-            no_state = Miss("no_state", hit, min(kv, last), len(tokens))
-            return [no_state, *self.explain(tokens, kv, namespace)]
+            again = Miss("no_checkpoint", hit, min(kv, last), len(tokens))
+            return [again, *self.explain(tokens, kv, namespace)]
         lower = self.cache.lower if namespace is None else None
         if lower is not None:
             tier, pages, end = lower.search(tokens[:last], hit)

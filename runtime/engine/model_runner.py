@@ -105,7 +105,23 @@ class ModelRunner:
         else:
             kv_lens = [chunk.end for chunk in chunks]
             query_lens = [chunk.num_new for chunk in chunks]
-        return chunks, PagedBatch.of(tables, query_lens, kv_lens, page_size, shared)
+        window = self._window_batch(chunks, counts, query_lens, kv_lens)
+        return chunks, PagedBatch.of(tables, query_lens, kv_lens, page_size, shared, window=window)
+
+    def _window_batch(
+        self, chunks: list[Chunk], counts: list[int], query_lens: list[int], kv_lens: list[int]
+    ) -> PagedBatch | None:
+        """The tables of layers with a window, if they are others; a chunk takes so many rows."""
+        if self._pool.windows is None:
+            return None
+        tables, first = [], []
+        for chunk, count in zip(chunks, counts, strict=True):
+            assert chunk.sequence.lease is not None and chunk.sequence.lease.window is not None
+            tables += [chunk.sequence.lease.window.pages] * count
+            first += [chunk.sequence.lease.window.first] * count
+        lens = [kv_len - start for kv_len, start in zip(kv_lens, first, strict=True)]
+        page_size = self._pool.windows.page_size
+        return PagedBatch.of(tables, query_lens, lens, page_size, first=np.array(first, np.int32))
 
     def _num_decodes(self, chunk: Chunk) -> int:
         """How many sequences of the batch a chunk takes."""
@@ -126,8 +142,9 @@ class ModelRunner:
         """
         leases = [chunk.sequence.lease for chunk in chunks]
         copies = [copy for lease in leases if lease for copy in lease.take_copies()]
-        if copies:
-            self._pool.copy(copies)
+        window_copies = [copy for lease in leases if lease for copy in lease.take_window_copies()]
+        if copies or window_copies:
+            self._pool.copy(copies, window_copies)
         if self.graphs is not None:
             logits = self.graphs.run(tokens, batch, rows, unread)
             if logits is not None:

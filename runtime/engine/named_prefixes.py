@@ -217,13 +217,11 @@ class NamedPrefixes:
 
     def _pin(self, name: str, tokens: Tokens, cache_salt: str | None) -> None:
         self._engine.cache.pin(name, tokens, cache_salt)
-        if self._engine.scheduler.states is not None:
-            self._engine.scheduler.states.index.pin(tokens, cache_salt)
+        self._engine.scheduler.planner.pin(tokens, cache_salt)
 
     def _drop(self, prefix: NamedPrefix) -> None:
         name, salt = prefix.name, prefix.cache_salt
         del self._prefixes[salt, name]
         if (salt, name) in self._engine.cache.pins:  # else the cache was broken; see `find`
             self._engine.cache.unpin(name, salt)
-            if self._engine.scheduler.states is not None:
-                self._engine.scheduler.states.index.unpin(prefix.tokens, salt)
+            self._engine.scheduler.planner.unpin(prefix.tokens, salt)

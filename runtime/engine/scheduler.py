@@ -25,11 +25,11 @@ from typing import Literal
 from radixcache.base import PrefixCache, Tokens
 from radixcache.errors import OutOfPages
 from radixcache.lease import Lease
+from radixcache.runtime.engine.checkpoint_planner import NO_CHECKPOINTS, Planner
 from radixcache.runtime.engine.chunk import Chunk
 from radixcache.runtime.engine.fairness import FairShares
 from radixcache.runtime.engine.logits_cache import PromptLogitsCache
 from radixcache.runtime.engine.prefills import may_begin
-from radixcache.runtime.engine.state_planner import StatePlanner
 from radixcache.runtime.engine.step_budget import StepBudget
 from radixcache.runtime.kv_offload.page_loader import NO_LOADS, PageLoader
 from radixcache.runtime.request import PromptKey, Request, Sequence
@@ -62,7 +62,7 @@ class Scheduler:
         max_num_seqs: running sequences at most.
         policy: "lpm" admits the longest cached prefix first (SGLang's cache-aware
             order), with ageing; "fcfs" admits in order of arrival.
-        states: plans the states of a recurrent model.
+        planner: plans the states of a recurrent model, or windows that are kept apart.
         loads: loads pages from a tier below the cache's pool.
         logits_cache: keeps the logits at the ends of prompts; without it, the last token of each
             prompt is computed.
@@ -77,7 +77,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_num_seqs: int,
         policy: Policy = "lpm",
-        states: StatePlanner | None = None,
+        planner: Planner = NO_CHECKPOINTS,
         *,
         loads: PageLoader = NO_LOADS,
         logits_cache: PromptLogitsCache | None = None,
@@ -86,7 +86,7 @@ class Scheduler:
         step_seconds: float | None = None,
     ) -> None:
         self.cache = cache
-        self.states, self.loads, self.on_publish = states, loads, on_publish
+        self.planner, self.loads, self.on_publish = planner, loads, on_publish
         self.logits_cache, self.proposer = logits_cache, proposer
         self.max_num_batched_tokens = max_num_batched_tokens
         self.budget = StepBudget(step_seconds)
@@ -208,11 +208,15 @@ class Scheduler:
         """Reserve free pages for drafted tokens; returns for how many tokens there are pages."""
         lease, end = sequence.lease, sequence.num_computed + count
         assert lease is not None
-        missing = -(-(end - lease.capacity) // self.cache.page_size)
+        missing = max(0, -(-(end - lease.capacity) // self.cache.page_size))
+        missing += self.planner.missing(sequence, end)
         # One more for a page that may be copied, and one for the next token of each sequence: a
         # draft that is refused keeps its pages.
         if missing > 0 and not self.cache.would_evict(missing + 1 + len(self.running)):
             self.cache.reserve(lease, end)
+            self.planner.take(sequence, end)
+        if self.planner.missing(sequence, end):
+            return 0
         return min(count, lease.capacity - sequence.num_computed)
 
     @property
@@ -249,8 +253,8 @@ class Scheduler:
 
     def _admit(self, chunks: list[Chunk]) -> None:
         """Add chunks of waiting sequences."""
-        in_vain = self._no_room and self._tried == self.cache.changes and self.states is None
-        if in_vain and not self.loads.pending:
+        in_vain = self._no_room and self._tried == self.cache.changes
+        if in_vain and self.planner is NO_CHECKPOINTS and not self.loads.pending:
             return
         budget, ending = self.budget, self._ending(chunks)
         prompts = [sequence for sequence in self.running if sequence.in_prefill]
@@ -323,13 +327,13 @@ class Scheduler:
             and sequence.is_fresh
             and end == len(sequence)
             and request.prompt_key in self.logits_cache
+            and self.planner.depth(sequence.tokens, request.namespace, end) == end
         )
         lease = sequence.lease = self.cache.acquire(
             sequence.tokens, request.namespace, resumed=sequence.resumes, include_last=include_last
         )
         lease.cached_tokens = min(lease.cached_tokens, end)
-        if self.states is not None:
-            self.states.find(sequence, lease)
+        self.planner.find(sequence, lease)
         return lease
 
     def _by_prefix(self, sequences: list[Sequence]) -> list[Sequence]:
@@ -347,9 +351,8 @@ class Scheduler:
         return sorted(sequences, key=rank)
 
     def match(self, tokens: Tokens, namespace: Hashable) -> int:
-        """Leading tokens that a sequence would not compute: those with KV, up to a state."""
-        match = self.cache.match(tokens, namespace)
-        return match if self.states is None else self.states.index.depth(tokens, namespace, match)
+        """Leading tokens that a sequence would not compute: with KV, up to a checkpoint."""
+        return self.planner.depth(tokens, namespace, self.cache.match(tokens, namespace))
 
     def _take(self, sequence: Sequence, budget: int) -> Chunk:
         """Reserve pages for the next tokens of a sequence, and publish those of a prefill chunk.
@@ -363,11 +366,10 @@ class Scheduler:
         """
         lease = sequence.lease
         assert lease is not None
-        if self.states is not None:
-            self.states.take(sequence)
         tokens = sequence.pending[: max(1, budget // sequence.token_cost)]
         end = sequence.num_computed + len(tokens)
         if sequence.in_prefill or not len(tokens):
+            self.planner.take(sequence, end)
             self.cache.reserve(lease, end)
             self.on_publish(sequence, end)
             if not len(tokens):
@@ -379,8 +381,7 @@ class Scheduler:
         else:
             self.reserve_decode(sequence, len(tokens))
         start, sequence.num_computed = sequence.num_computed, end
-        states = None if self.states is None else self.states.plan(sequence, start, end)
-        return Chunk(sequence, len(tokens), states)
+        return Chunk(sequence, len(tokens), self.planner.plan(sequence, start, end))
 
     def reserve_decode(self, sequence: Sequence, count: int = 1) -> None:
         """Reserve pages for the next tokens of a decoding sequence, and for more where they last.
@@ -390,6 +391,7 @@ class Scheduler:
         """
         lease, end = sequence.lease, sequence.num_computed + count
         assert lease is not None
+        self.planner.take(sequence, end)
         if end > lease.capacity:
             try:
                 self.cache.reserve(lease, min(end + self._ahead - 1, sequence.max_length))
@@ -427,16 +429,14 @@ class Scheduler:
             self._shares.note(sequence.request.client, len(sequence.unpublished))
             self.on_publish(sequence, sequence.num_computed)
             self.cache.publish(sequence.lease, sequence.unpublished, written=True)
-        if self.states is not None:
-            self.states.leave(sequence)
+        self.planner.leave(sequence)
         self._release(sequence)
         self._ahead = DECODE_AHEAD
 
     def _release(self, sequence: Sequence) -> None:
         assert sequence.lease is not None
         self.cache.release(sequence.lease)
-        if self.states is not None:
-            self.states.release(sequence)
+        self.planner.release(sequence)
         sequence.lease = None
         sequence.num_computed = 0
 
@@ -455,10 +455,9 @@ class Scheduler:
             self._shares.leave(client)
 
     def commit(self) -> None:
-        """The step that was scheduled last has run: its KV and its recurrent states are there."""
+        """The step that was scheduled last has run: its KV and its checkpoints are there."""
         self.cache.commit()
-        if self.states is not None:
-            self.states.index.commit()
+        self.planner.commit()
 
     def reset(self) -> None:
         """Forget all KV, states, kept logits and texts to draft from.
@@ -469,8 +468,7 @@ class Scheduler:
         self.cache.reset()
         if self.logits_cache is not None:
             self.logits_cache.clear()
-        if self.states is not None:
-            self.states.index.clear()
+        self.planner.reset()
         if self.proposer is not None:
             self.proposer.clear()
 
@@ -485,8 +483,7 @@ class Scheduler:
             if sequence.lease is not None:
                 sequence.resumes |= sequence.lease.used
         self.cache.recover()
-        if self.states is not None:
-            self.states.recover()
+        self.planner.recover()
         self.loads.recover()
         for sequence in [*self.open]:
             sequence.lease, sequence.num_computed = None, 0

@@ -111,7 +111,11 @@ class CudaGraphRunner:
         """A batch of padding; with a cascade, all its sequences share one more page."""
         none = np.empty(0, np.int32)
         start, page = np.zeros(1, np.int32), self._pool.spare_page
-        batch = pad(PagedBatch(start, start, none, none, self._pool.page_size), shape, page)
+        batch = PagedBatch(start, start, none, none, self._pool.page_size)
+        if self._pool.windows is not None:
+            size = self._pool.windows.page_size
+            batch = replace(batch, window=PagedBatch(start, start, none, none, size, first=none))
+        batch = pad(batch, shape, page)
         if not shape.cascade:
             return batch
         return replace(
@@ -143,7 +147,8 @@ class CudaGraphRunner:
         if shape is None or (shape in self._replays and self._replays[shape] is None):
             return None
         padded = pad(batch, shape, self._pool.spare_page)
-        if len(padded.kv_indices) > self._max_indices:
+        tables = [table for table in (padded, padded.window) if table is not None]
+        if max(len(table.kv_indices) for table in tables) > self._max_indices:
             return None
         return self._run(shape, token_ids, padded, logit_rows, unread)
 
@@ -269,6 +274,8 @@ def pad(batch: PagedBatch, shape: Shape, spare_page: int) -> PagedBatch:
         kv_last_page_len=np.append(batch.kv_last_page_len, (lens - 1) % batch.page_size + 1),
         page_size=batch.page_size,
         shared=batch.shared,
+        window=None if batch.window is None else pad(batch.window, shape, spare_page),
+        first=None if batch.first is None else np.append(batch.first, np.zeros(missing, np.int32)),
     )
 
 

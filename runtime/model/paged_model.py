@@ -29,7 +29,13 @@ from radixcache.kernels.choice import choose_backend
 from radixcache.kernels.kv_format import FP8, stored_dim
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.upload import send
-from radixcache.runtime.model.kv_pool import KVPool, LayerShape, bytes_per_token
+from radixcache.runtime.model.kv_pool import (
+    KVPool,
+    LayerShape,
+    WindowLayout,
+    bytes_per_page,
+    bytes_per_token,
+)
 from radixcache.runtime.model.state_pool import StatePool, StateShapes, bytes_per_state
 
 if TYPE_CHECKING:
@@ -69,6 +75,7 @@ class PagedModel(ABC):
         kinds: of all layers that attend, in order.
         kv_dtype: of the KV pages; `kv_cache_dtype` is its name, "auto" that of `dtype`.
         shapes: a token's KV in each layer as it is stored, for `KVPool`.
+        windows: of each layer; None sees all tokens.
         vocab_size: width of the logits.
         max_context: the most tokens that a sequence may have.
         eos_token_ids: the tokens that end a text, by the model's generation config, without those
@@ -106,6 +113,7 @@ class PagedModel(ABC):
         self.dtype, self.device = dtype, device
         self.vocab_size = vocab_size
         self.kinds = list(kinds)
+        self.windows = [kind.window for kind in kinds]
         self.store_kv(dtype, "auto")
         self.attention = attention or choose_backend(device, dtype, kinds)
         self.max_context = max_context or 1 << 30
@@ -174,16 +182,21 @@ class PagedModel(ABC):
         """Bytes of a recurrent model's state of a sequence; 0 for other models."""
         return bytes_per_state(self.state_shapes)
 
+    def bytes_per_page(self, page_size: int, windows: WindowLayout | None = None) -> int:
+        """Bytes of a page in all layers, or in those of either kind."""
+        return bytes_per_page(self.shapes, page_size, self.kv_dtype, windows)
+
     def allocate(
         self,
         num_pages: int,
         page_size: int,
         num_states: int = 0,
+        windows: WindowLayout | None = None,
         make: Callable[..., KVPool] = KVPool,
     ) -> KVPool:
         """A pool of KV pages for this model, and of states if it is recurrent."""
         dtype = torch.uint8 if self.kv_dtype == FP8 else self.kv_dtype  # torch copies no fp8
-        pool = make(self.shapes, num_pages, page_size, dtype, self.device)
+        pool = make(self.shapes, num_pages, page_size, dtype, self.device, windows)
         if self.kv_dtype == FP8:
             pool.layers = [
                 fp8_pages(k, v, *scales)

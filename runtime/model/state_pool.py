@@ -17,6 +17,7 @@ class StatePool:
     """The state tensors of all slots, [num_slots, ...] each."""
 
     def __init__(self, shapes: StateShapes, num_slots: int, device: torch.device) -> None:
+        self.num_slots = num_slots
         self.tensors = {
             name: torch.zeros(num_slots, *shape, dtype=dtype, device=device)
             for name, (shape, dtype) in shapes.items()

@@ -40,6 +40,9 @@ class Hold:
     def num_tokens(self) -> int:
         return len(self.tokens)
 
+    def take_window_copies(self) -> list[Any]:
+        return []
+
     def take_copies(self) -> list[Any]:
         return []
 

@@ -8,7 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,15 +21,19 @@ from transformers import (
 from radixcache import HashBlockCache, NoCache, PagePool, PrefixCache, RadixCache, SamplingParams
 from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
+from radixcache.runtime.engine.checkpoint_planner import NO_CHECKPOINTS, Planner
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.logits_cache import PromptLogitsCache
 from radixcache.runtime.engine.scheduler import Policy, Scheduler
 from radixcache.runtime.engine.state_planner import StatePlanner
+from radixcache.runtime.engine.window_planner import WindowPlanner
+from radixcache.runtime.model.kv_pool import WindowLayout, choose_windows
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.transformers_loading import load_transformers
 from radixcache.runtime.request import Request
 from radixcache.states import StateIndex
+from radixcache.windows import WindowIndex
 from tests.helpers.models import MULTIMODAL
 
 Layers = Literal["chosen", "torch", "stock"]
@@ -71,24 +77,37 @@ def make_engine(
     policy: Policy = "lpm",
     layers: Layers = "chosen",
     num_states: int = 0,
+    windows: bool = False,
 ) -> Engine:
     """An engine with a pool of exactly `num_pages`, on shared weights; of a recurrent model with
-    `num_states` slots."""
+    `num_states` slots, or with windows that are kept apart."""
     model = paged_model(path, layers)
+    apart = choose_windows(model.shapes, model.windows, page_size) if windows else None
     prefix_cache = CACHES[cache](PagePool(num_pages, page_size))
-    states = StatePlanner(StateIndex(num_states), cache != "none") if num_states else None
-    kept = logits_cache(prefix_cache, model.vocab_size, states)
+    planner = make_planner(prefix_cache, num_states, apart)
+    kept = logits_cache(prefix_cache, model.vocab_size, bool(num_states))
     scheduler = Scheduler(
-        prefix_cache, max_num_batched_tokens, max_num_seqs, policy, states, logits_cache=kept
+        prefix_cache, max_num_batched_tokens, max_num_seqs, policy, planner, logits_cache=kept
     )
-    return Engine(model, model.allocate(num_pages, page_size, num_states), prefix_cache, scheduler)
+    pool = model.allocate(num_pages, page_size, num_states, apart)
+    return Engine(model, pool, prefix_cache, scheduler)
+
+
+def make_planner(
+    cache: PrefixCache, num_states: int = 0, windows: WindowLayout | None = None
+) -> Planner:
+    """The planner of an engine with so many state slots, or with windows that are kept apart."""
+    if windows is not None:
+        index = WindowIndex(cache, windows.window, windows.page_size)
+        return WindowPlanner(index, cache.caches)
+    return StatePlanner(StateIndex(num_states), cache.caches) if num_states else NO_CHECKPOINTS
 
 
 def logits_cache(
-    cache: PrefixCache, vocab_size: int, states: object = None
+    cache: PrefixCache, vocab_size: int, is_recurrent: bool = False
 ) -> PromptLogitsCache | None:
     """Where an engine over `cache` keeps logits, as `build_engine` has it."""
-    return PromptLogitsCache(vocab_size) if cache.full_prompt_hits and states is None else None
+    return PromptLogitsCache(vocab_size) if cache.full_prompt_hits and not is_recurrent else None
 
 
 def run(
@@ -138,6 +157,14 @@ def prompts(vocab_size: int = 250, seed: int = 20_261_120) -> list[list[int]]:
         text(1),
         text(2),
     ]
+
+
+def in_use(cache: PrefixCache) -> NDArray[np.bool_]:
+    """[num_pages] whether each page is held, or cached."""
+    held = cache.pool.refs > 0
+    if isinstance(cache, HashBlockCache):
+        held |= [block is not None for block in cache._blocks]
+    return held
 
 
 def assert_no_page_is_lost(engine: Engine) -> None:

@@ -7,7 +7,7 @@ pass costs next to nothing: for tests that need many runs, with an independent a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 from zlib import crc32
 
@@ -19,10 +19,10 @@ from radixcache import HashBlockCache, PagePool, RadixCache
 from radixcache.kernels.attention import PagedBatch
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.scheduler import Scheduler
-from radixcache.runtime.engine.state_planner import StatePlanner
+from radixcache.runtime.model.kv_pool import WindowLayout
 from radixcache.runtime.model.paged_model import Unread
-from radixcache.states import StateIndex
-from tests.helpers.engines import CACHES, logits_cache
+from radixcache.runtime.spec_decode.proposer import DraftProposer
+from tests.helpers.engines import CACHES, in_use, logits_cache, make_planner
 
 VOCAB = 29
 Ints = NDArray[np.integer]
@@ -40,10 +40,19 @@ class HashPool:
     A recurrent state is the checksum of all tokens before; at first, of some that nobody has sent.
     """
 
-    def __init__(self, num_pages: int, page_size: int, num_states: int = 0) -> None:
-        self.states = [-7] * num_states
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_states: int = 0,
+        windows: WindowLayout | None = None,
+    ) -> None:
+        self.states, self.windows = [-7] * num_states, windows
         self.num_pages, self.page_size, self.spare_page = num_pages, page_size, num_pages
-        self.slots = np.full((num_pages + 1, page_size), -1, np.int64)
+        most = max(page_size, windows.page_size if windows else 0)
+        self.pages = np.full((num_pages + 1, most), -1, np.int64)
+        self.slots = self.pages[:, :page_size]
+        self.window_slots = self.pages[:, : windows.page_size] if windows else self.slots
 
     @property
     def page_bytes(self) -> int:
@@ -55,14 +64,17 @@ class HashPool:
     def write_pages(self, pages: Ints, rows: torch.Tensor) -> None:
         self.slots[pages] = rows.contiguous().view(torch.int64).numpy()
 
-    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        read = [self.slots[source, :count].copy() for source, _, count in copies]
-        for (_, target, count), slots in zip(copies, read, strict=True):
-            self.slots[target, :count] = slots
+    def copy(self, *copies: Sequence[tuple[int, int, int]]) -> None:
+        both = [copy for same in copies for copy in same]
+        read = [self.pages[source, :count].copy() for source, _, count in both]
+        for (_, target, count), slots in zip(both, read, strict=True):
+            self.pages[target, :count] = slots
 
 
 class HashModel:
     """As much of `PagedModel` as an engine needs."""
+
+    state_shapes: Any = MappingProxyType({})
 
     def __init__(self, vocab: int = VOCAB, eos: int = VOCAB - 1) -> None:
         self.device = torch.device("cpu")
@@ -90,7 +102,8 @@ class HashModel:
     ) -> torch.Tensor:
         if unread is not None:
             token_ids[unread.rows] = unread.tokens.cpu().numpy()
-        pool.slots.reshape(-1)[batch.slots()] = token_ids
+        places = np.divmod(batch.slots(), batch.page_size)
+        pool.slots[places] = token_ids
         logits = np.zeros((len(logit_rows), self.vocab_size), np.float32)
         for out, tokens in enumerate(read_rows(batch, logit_rows, pool.slots)):
             self.unwritten += int((tokens < 0).sum())
@@ -107,6 +120,7 @@ class HashModel:
 class RecurrentHashModel(HashModel):
     """The same, but it goes wrong where a state is not that of the tokens that the pages hold."""
 
+    state_shapes = MappingProxyType({"checksum": 1})
     wrong_states = 0
 
     def forward(self, *step: Any) -> torch.Tensor:
@@ -129,6 +143,33 @@ class RecurrentHashModel(HashModel):
         return logits
 
 
+IN_WINDOW = 1 << 20
+"""Added to a token in a page of a window, so that no other page is taken for one."""
+
+
+class WindowHashModel(HashModel):
+    """The same, but it goes wrong where a window does not hold the last of these tokens."""
+
+    wrong_windows = 0
+
+    def forward(self, *step: Any) -> torch.Tensor:
+        token_ids, batch, logit_rows, pool, *_ = step
+        places = np.divmod(batch.window.slots(), batch.window.page_size)
+        pool.pages[~pool.held()] = -9  # what is in a free page does not matter
+        logits = super().forward(*step)
+        pool.window_slots[places] = token_ids + IN_WINDOW
+        size, rows = pool.windows.window, np.arange(len(token_ids))
+        windows = read_rows(batch.window, rows, pool.window_slots)
+        all_tokens = list(read_rows(batch, rows, pool.slots))
+        out = {row: at for at, row in enumerate(logit_rows.tolist())}
+        for row, (seen, tokens) in enumerate(zip(windows, all_tokens, strict=True)):
+            if seen[-size:].tolist() != [token + IN_WINDOW for token in tokens[-size:]]:
+                self.wrong_windows += 1
+                if row in out:
+                    logits[out[row]] = logits[out[row]].flip(0)
+        return logits
+
+
 def hash_engine(
     cache: str = "radix",
     page_size: int = 4,
@@ -137,16 +178,26 @@ def hash_engine(
     max_num_seqs: int = 16,
     num_states: int = 0,
     model: Any = None,
+    windows: WindowLayout | None = None,
+    proposer: DraftProposer | None = None,
     **options: Any,
 ) -> Engine:
-    """An engine over a model of hashes; over a recurrent one, if there are slots for its states."""
-    model = model or (RecurrentHashModel() if num_states else HashModel())
-    pool: Any = HashPool(num_pages, page_size, num_states)
+    """An engine over a model of hashes; over a recurrent one, if there are slots for its states, or
+    one with windows."""
+    kind = RecurrentHashModel if num_states else WindowHashModel if windows else HashModel
+    model = model or kind()
+    pool: Any = HashPool(num_pages, page_size, num_states, windows)
     index = CACHES[cache](PagePool(num_pages, page_size))
-    states = StatePlanner(StateIndex(num_states), cache != "none") if num_states else None
-    kept = logits_cache(index, model.vocab_size, states)
+    pool.held = lambda: np.append(in_use(index), True)
+    planner = make_planner(index, num_states, windows)
+    kept = logits_cache(index, model.vocab_size, bool(num_states))
     scheduler = Scheduler(
-        index, max_num_batched_tokens, max_num_seqs, states=states, logits_cache=kept
+        index,
+        max_num_batched_tokens,
+        max_num_seqs,
+        planner=planner,
+        logits_cache=kept,
+        proposer=proposer,
     )
     return Engine(model, pool, index, scheduler, **options)
 

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from radixcache import SamplingParams
+from radixcache.runtime.engine.checkpoint_planner import CheckpointPlanner
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.request import Request
-from tests.helpers.engines import assert_no_page_is_lost
+from tests.helpers.engines import assert_no_page_is_lost, generated
 
 Asked = tuple[list[int], SamplingParams, str | None]
 """A prompt, what is asked of it, and its namespace."""
@@ -81,4 +82,37 @@ def play(
         engine.model.forward = forward  # type: ignore[method-assign]
     seen["preempted"] = engine.scheduler.num_preemptions
     assert_no_page_is_lost(engine)
+    return seen
+
+
+def serve(
+    engine: Engine,
+    rng: random.Random,
+    num_requests: int,
+    is_right: Callable[[list[int], list[int], int], bool],
+    vocab: int,
+    ignore_eos: bool = True,
+    arrivals: float = 0.06,
+) -> Counter[str]:
+    """Random requests, many of which go on from earlier ones; each answer is to be right."""
+
+    def ask(texts: list[list[int]]) -> Asked:
+        prompt = [rng.randrange(vocab) for _ in range(rng.randint(1, 60))]
+        if texts and rng.random() < 0.8:
+            base = rng.choice(texts)
+            cut = len(base) if rng.random() < 0.5 else rng.randint(1, len(base))
+            prompt = (base[:cut] + prompt[: rng.randint(0 if cut > 1 else 1, 20)])[:120]
+        count, n = rng.choice([rng.randint(1, 12), 30]), rng.choice([1, 1, 3])
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=ignore_eos, n=n)
+        return prompt, params, None
+
+    def verify(request: Request) -> None:
+        prompt, count = request.prompt_token_ids.tolist(), request.params.max_tokens or 0
+        for tokens in generated([request])[0]:
+            assert is_right(prompt, tokens, count), (prompt, tokens)
+            assert len(tokens) == count or not ignore_eos
+
+    seen = play(engine, rng, num_requests, ask, verify, arrivals=arrivals, failures=0.04)
+    assert isinstance(engine.scheduler.planner, CheckpointPlanner)
+    seen["evicted"] = engine.scheduler.planner.index.num_evicted
     return seen

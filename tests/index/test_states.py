@@ -10,7 +10,8 @@ import pytest
 
 from radixcache import InvalidRequest, OutOfPages
 from radixcache.base import Tokens
-from radixcache.states import Checkpoint, StateIndex
+from radixcache.checkpoints import Checkpoint
+from radixcache.states import StateIndex
 from tests.helpers.cover import seeds
 
 
@@ -38,7 +39,7 @@ def test_random_calls_agree_with_a_plain_list(seed: int) -> None:
             if key in kept or key in written:
                 assert checkpoint is None
             elif checkpoint is not None:
-                written[key] = checkpoint.slot
+                written[key] = checkpoint.held
         elif call == "give" and own:
             slot = own.pop(rng.randrange(len(own)))
             index.give(slot, tokens, namespace, [c.key for c in index._kept.values()][:1])
@@ -54,7 +55,7 @@ def test_random_calls_agree_with_a_plain_list(seed: int) -> None:
             found = index.find(tokens, namespace, limit)
             assert (found is None) == (not ends)
             if found is not None:
-                assert found.slot == kept[namespace, tokens[: ends[0]].tobytes()]
+                assert found.held == kept[namespace, tokens[: ends[0]].tobytes()]
         elif call == "commit":
             index.commit()
             kept |= written
@@ -64,7 +65,7 @@ def test_random_calls_agree_with_a_plain_list(seed: int) -> None:
             written.clear()
             own.clear()
         # What was evicted is a checkpoint; nothing else goes by itself.
-        there = {checkpoint.slot for checkpoint in index._kept.values()}
+        there = {checkpoint.held for checkpoint in index._kept.values()}
         kept = {key: slot for key, slot in kept.items() if slot in there}
         assert there == {*kept.values()}
         assert len(there) == len(kept) == index.counts["kept"]
@@ -82,12 +83,12 @@ def test_what_the_step_reads_is_not_evicted() -> None:
     index = StateIndex(2)
     first, second = checkpoints(index, text(1), text(2))
     assert index.find(text(1), None, 1) is first
-    assert index.take() == second.slot
+    assert index.take() == second.held
     with pytest.raises(OutOfPages):
         index.take()
     assert index.write(text(3), None, "prompt") is None
     index.release(first)
-    assert index.take() == first.slot
+    assert index.take() == first.held
 
 
 def test_what_the_step_reads_is_not_evicted_though_superseded() -> None:
@@ -96,7 +97,7 @@ def test_what_the_step_reads_is_not_evicted_though_superseded() -> None:
     slot = index.take()
     assert index.find(text(1), None, 1) is turn
     index.give(slot, text(1, 2), None, [turn.key])
-    assert {index.take(), index.take()} == {0, 1, 2} - {turn.slot}
+    assert {index.take(), index.take()} == {0, 1, 2} - {turn.held}
 
 
 def test_a_conversation_that_has_gone_on_gives_up_what_it_went_on_from() -> None:
@@ -106,7 +107,7 @@ def test_a_conversation_that_has_gone_on_gives_up_what_it_went_on_from() -> None
     slot = index.take()
     index.commit()
     index.give(slot, text(1, 2, 3), None, [turn.key])
-    assert index.take() == turn.slot  # although `old` was used before it
+    assert index.take() == turn.held  # although `old` was used before it
     assert index.depth(text(9), None, 1) == 1
     assert index.depth(text(1, 2, 3), None, 3) == 3
     assert old.hits == 0

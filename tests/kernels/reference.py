@@ -174,9 +174,16 @@ def inputs_of(step: Step, *, sinks: torch.Tensor | None = None, **options: Any) 
 
 
 def run(step: Step, backend: AttentionBackend, **options: Any) -> torch.Tensor:
-    """The backend's output; `step` keeps its pages."""
-    copied = replace(step, k_pages=step.k_pages.clone(), v_pages=step.v_pages.clone())
+    """The backend's output over pages with gaps between them; `step` keeps its own."""
+    copied = replace(step, k_pages=with_gaps(step.k_pages), v_pages=with_gaps(step.v_pages))
     return backend.plan(step.batch).run(inputs_of(copied, **options))
+
+
+def with_gaps(pages: torch.Tensor) -> torch.Tensor:
+    """A copy of pages between which other memory lies, as where two kinds of layers share it."""
+    size = pages[0].numel()
+    memory = pages.new_full((len(pages), size + 48), torch.nan)
+    return memory[:, :size].view_as(pages).copy_(pages)
 
 
 def error(step: Step, out: torch.Tensor, **options: Any) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from radixcache.kernels.attention import AttentionPlan
+from radixcache.kernels.attention import AttentionPlan, TablesPlan
 from radixcache.kernels.native import model as native
 from radixcache.kernels.native.activations import ACTIVATIONS
 from radixcache.kernels.native.attention import NativeBackend, NativePlan, heads_of
@@ -95,13 +95,14 @@ class NativeOperations(Operations):
     def run(
         self, pool: KVPool, plan: AttentionPlan, states: Sequence[SequenceStates] = ()
     ) -> torch.Tensor:
-        assert isinstance(plan, NativePlan)
+        full, window = (plan.full, plan.window) if isinstance(plan, TablesPlan) else (plan, plan)
+        assert isinstance(full, NativePlan) and isinstance(window, NativePlan)
         if pool is not self._pool:
             tensors = {} if pool.states is None else pool.states.tensors
             self._pool = pool
             self._states = [tensors[name] for name in self.architecture.state_shapes]
         tables = (table.long().contiguous() for table in plan.arrays)
-        return self._model.forward(plan, pool.layers, self._states, states, *tables)
+        return self._model.forward(full, window, pool.layers, self._states, states, *tables)
 
     # ---- Structures of one layer.
 

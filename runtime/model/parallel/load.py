@@ -31,7 +31,7 @@ from radixcache.runtime.checkpoints.model_files import check_model, split_gguf
 from radixcache.runtime.model.compatibility import refusal
 from radixcache.runtime.model.device import resolve_device, resolve_dtype
 from radixcache.runtime.model.kv_dtype import check_kv_dtype, store_kv
-from radixcache.runtime.model.kv_pool import KVPool
+from radixcache.runtime.model.kv_pool import KVPool, WindowLayout
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.parallel.workers import Ranks, as_rank_0, join
 from radixcache.runtime.model.transformers_loading import load_config, load_transformers
@@ -69,7 +69,12 @@ class LeadingModel(TransformersModel):
             self.ranks.close()
 
     def allocate(
-        self, num_pages: int, page_size: int, num_states: int = 0, make: Any = None
+        self,
+        num_pages: int,
+        page_size: int,
+        num_states: int = 0,
+        windows: WindowLayout | None = None,
+        make: Any = None,
     ) -> KVPool:
         if self.ranks is None:
             return super().allocate(num_pages, page_size)
@@ -93,9 +98,9 @@ class _LeadingPool(KVPool):
         super().__init__(*args)
         self._ranks = ranks
 
-    def copy(self, copies: Sequence[tuple[int, int, int]]) -> None:
-        with self._ranks.broadcast("copy", copies):
-            super().copy(copies)
+    def copy(self, *copies: Sequence[tuple[int, int, int]]) -> None:
+        with self._ranks.broadcast("copy", *copies):
+            super().copy(*copies)
 
 
 def load_parallel(

@@ -15,6 +15,7 @@ from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
+from radixcache.runtime.engine.checkpoint_planner import CheckpointPlanner
 from radixcache.runtime.request import Request
 from radixcache.runtime.server.protocol.answers import RecentRequest
 from radixcache.runtime.spec_decode.draft_length import SOURCES
@@ -217,7 +218,12 @@ def engine_metrics(llm: LLM) -> list[Metric]:
     for reason, count in llm.explainer.missed_tokens.items():
         missed.add_metric([reason], count)
     pages = {"used": used, "free": pool.num_free, "leased": leased, "pinned": cache.pins.num_pages}
-    states = scheduler.states.index.counts if scheduler.states is not None else {}
+    beside = []
+    if isinstance(scheduler.planner, CheckpointPlanner):
+        about = ("recurrent_states", _STATES)
+        if cache.windows is not None:
+            about = ("window_pages", _WINDOWS)
+        beside.append(_by_state(*about, scheduler.planner.index.counts))
     return [
         *(CounterMetricFamily(f"radixcache_{n}", t, value=v) for n, (t, v) in counters.items()),
         *(GaugeMetricFamily(f"radixcache_{n}", t, value=v) for n, (t, v) in gauges.items()),
@@ -228,7 +234,7 @@ def engine_metrics(llm: LLM) -> list[Metric]:
             "KV pages: used + free is all; the leased are among the used, the pinned among these.",
             pages,
         ),
-        *([_by_state("recurrent_states", _STATES, states)] if states else []),
+        *beside,
         *lower,
     ]
 
@@ -246,6 +252,7 @@ _DRAFTS = {
     "num_draft_tokens": "Tokens computed before they were drawn, by where they were taken from.",
     "num_accepted_tokens": "Of these, those that were drawn: each saved its request a step.",
 }
+_WINDOWS = "Pages of layers with a window: of running sequences, kept for a hit alone, or free."
 _STATES = "Slots of recurrent states: of running sequences, kept for a hit, or free."
 
 

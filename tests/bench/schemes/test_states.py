@@ -69,20 +69,18 @@ class CheckedScheduler(Scheduler):
 def replay(workload, rule, states, concurrency=1, budget=64):
     """What became of the requests, and the slots."""
     scheme = Scheme("radix", 1, rule)
-    planner = scheme.planner(states, workload)
-    cache = scheme.make(1 << 14)
+    cache, planner = scheme.make_planned(1 << 14, states, workload)
     scheduler = CheckedScheduler(cache, budget, min(8, states - 1), "fcfs", planner)
 
     def check():
         cache.check()
-        if planner is not None:
-            planner.check(scheduler.running)
+        planner.check(scheduler.running)
 
     outcomes = play(
         workload, Arrivals(concurrency=concurrency), IndexEngine(scheduler), StepClock(1.0), check
     )
     assert not any(outcome.error for outcome in outcomes)
-    return outcomes, planner and planner.index
+    return outcomes, getattr(planner, "index", None)
 
 
 def computed(workload, rule, states=64, budget=2048):

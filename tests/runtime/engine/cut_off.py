@@ -23,6 +23,7 @@ from radixcache import (
     StructuredOutputsParams,
 )
 from radixcache.runtime.engine.explain import Explainer
+from radixcache.runtime.model.kv_pool import WindowLayout
 from radixcache.runtime.request import Request
 from radixcache.runtime.sampling.grammar import GrammarBackend
 from tests.helpers.drafts import speculate
@@ -113,11 +114,16 @@ class Run:
         running, states = rng.choice([2, 16]), 0
         if rng.random() < 0.4:
             states = running + rng.choice([1, 2, 9])
+        step, windows = rng.choice([8, 24, 200]), None
+        if not states and rng.random() < 0.5:
+            windows = WindowLayout(rng.randint(3, 40), rng.randint(1, 9), (True, False))
+            num_pages += min(90, windows.window + step) // windows.page_size + 4
         self.engine = hash_engine(
-            rng.choice(CACHES), page_size, num_pages, rng.choice([8, 24, 200]), running, states,
+            rng.choice(CACHES), page_size, num_pages, step, running, states, windows=windows,
             decode=lambda ids: "".join(TEXTS[i] for i in ids), grammar_backend=GRAMMARS,
         )  # fmt: skip
-        if isinstance(self.engine.cache, RadixCache) and not states and rng.random() < 0.5:
+        tiers = isinstance(self.engine.cache, RadixCache) and not (states or windows)
+        if tiers and rng.random() < 0.5:
             attach(self.engine, MemoryStore(self.engine.kv_pool), rng.choice([9, 200]))
         self.model: Any = self.engine.model
         self.engine.overlap = not states and rng.random() < 0.5
@@ -224,6 +230,7 @@ def one(seed: int) -> list[str]:
         assert answers(run, run.play(cut)) == wanted, "another answer than undisturbed"
         assert not run.model.unwritten, "a slot was read before it was written"
         assert not getattr(run.model, "wrong_states", 0), "a state of other tokens"
+        assert not getattr(run.model, "wrong_windows", 0), "a window of other tokens"
         assert not run.engine.scheduler.open
         assert_cached_is_computed(run.engine)
         run.engine.check()

@@ -68,7 +68,7 @@ def test_a_cache_cut_off_half_way_says_so_until_it_recovers(
 CHANGES: dict[str, tuple[Any, ...]] = {
     "acquire": ([1],), "reserve": (None, 1), "publish": (None, [1]), "touch": (None,),
     "commit": (), "rollback": (), "release": (None,), "evict": (1,),
-    "pin": ("a", [1]), "unpin": ("a",), "reset": (),
+    "pin": ("a", [1]), "unpin": ("a",), "reset": (), "change": (len, ""),
 }  # fmt: skip
 LOOKS: dict[str, tuple[Any, ...]] = {
     "match": ([1, 2],), "cached_length": ([1],), "would_evict": (1,),
@@ -82,7 +82,7 @@ def test_while_a_cache_is_broken_it_refuses_changes_and_answers_the_rest(
 ) -> None:
     """Each method of the interface is one or the other."""
     methods = {n for n, m in vars(PrefixCache).items() if n[0] != "_" and inspect.isfunction(m)}
-    assert methods == {*CHANGES, *LOOKS, "recover", "check"}
+    assert methods == {*CHANGES, *LOOKS, "recover", "check", "take_pages"}
     cache = kind(PagePool(8, 1))
     lease = cache.acquire([1, 2])
     cache.reserve(lease, 2)

@@ -15,12 +15,11 @@ from packaging import version
 from radixcache import LLM, InvalidRequest, ModelError, SamplingParams
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.model import transformers_model
-from radixcache.runtime.request import Request
 from tests.helpers.cover import seeds
-from tests.helpers.engines import finish, generated, is_greedy, make_engine, plain_greedy
+from tests.helpers.engines import finish, is_greedy, make_engine, plain_greedy
 from tests.helpers.hash_model import VOCAB, greedy, hash_engine
 from tests.helpers.models import HYBRIDS, tiny_model
-from tests.helpers.traffic import Asked, play
+from tests.helpers.traffic import serve
 
 OLD = version.parse(transformers.__version__) < version.parse("5.23")
 EVERY_RUN = ("qwen3_5_text", "granitemoehybrid", "lfm2")
@@ -44,39 +43,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def small_engine(num_states: int) -> Engine:
     return hash_engine(max_num_batched_tokens=64, max_num_seqs=8, num_states=num_states)
-
-
-def serve(
-    engine: Engine,
-    rng: random.Random,
-    num_requests: int,
-    is_right: Callable[[list[int], list[int], int], bool],
-    vocab: int,
-    ignore_eos: bool = True,
-    arrivals: float = 0.06,
-) -> Counter[str]:
-    """Random requests, many of which go on from earlier ones; each answer is to be right."""
-
-    def ask(texts: list[list[int]]) -> Asked:
-        prompt = [rng.randrange(vocab) for _ in range(rng.randint(1, 60))]
-        if texts and rng.random() < 0.8:
-            base = rng.choice(texts)
-            cut = len(base) if rng.random() < 0.5 else rng.randint(1, len(base))
-            prompt = (base[:cut] + prompt[: rng.randint(0 if cut > 1 else 1, 20)])[:120]
-        count, n = rng.choice([rng.randint(1, 12), 30]), rng.choice([1, 1, 3])
-        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=ignore_eos, n=n)
-        return prompt, params, None
-
-    def verify(request: Request) -> None:
-        prompt, count = request.prompt_token_ids.tolist(), request.params.max_tokens or 0
-        for tokens in generated([request])[0]:
-            assert is_right(prompt, tokens, count), (prompt, tokens)
-            assert len(tokens) == count or not ignore_eos
-
-    seen = play(engine, rng, num_requests, ask, verify, arrivals=arrivals, failures=0.04)
-    assert engine.scheduler.states is not None
-    seen["evicted"] = engine.scheduler.states.index.num_evicted
-    return seen
 
 
 @seeds(20_261_125, 40)
@@ -184,10 +150,10 @@ def test_what_lacks_a_state_is_explained_and_counted(folder: Callable[[str], Pat
         params = SamplingParams(temperature=0, max_tokens=1)
         llm.generate([stem], params)
         (miss, *_) = llm.explain([*stem[:30], 8, 9]).misses
-        assert (miss.reason, miss.start, miss.end) == ("no_state", 0, 30)
-        assert "no state: 30 tokens from token 0 on" in str(llm.explain([*stem[:30], 8, 9]))
+        assert (miss.reason, miss.start, miss.end) == ("no_checkpoint", 0, 30)
+        assert "no checkpoint: 30 tokens from token 0 on" in str(llm.explain([*stem[:30], 8, 9]))
         llm.generate([[*stem[:30], 8, 9]], params)
-        assert llm.explainer.missed_tokens["no_state"] == 30
+        assert llm.explainer.missed_tokens["no_checkpoint"] == 30
         assert llm.explain([*stem[:30], 1, 2]).num_cached_tokens == 30
 
 

@@ -29,7 +29,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 ONE = SamplingParams(temperature=0, max_tokens=1)
 
 
-def make_engine(cache: str = "radix", page_size: int = 4, **options: int) -> Engine:
+def make_engine(cache: str = "radix", page_size: int = 4, **options: Any) -> Engine:
     decode = lambda ids: "".join(TEXTS[i] for i in ids)  # noqa: E731
     return hash_engine(cache, page_size, decode=decode, **options)
 

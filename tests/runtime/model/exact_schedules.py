@@ -25,31 +25,33 @@ import torch
 
 from radixcache import HashBlockCache, PagePool, PrefixCache, RadixCache, SamplingParams
 from radixcache.kernels.attention import PagedBatch
+from radixcache.lease import WindowTable
+from radixcache.runtime.engine.checkpoint_planner import NO_CHECKPOINTS
 from radixcache.runtime.engine.chunk import Chunk
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.scheduler import Scheduler
-from radixcache.runtime.engine.state_planner import StatePlanner
-from radixcache.runtime.model.kv_pool import KVPool
+from radixcache.runtime.model.kv_pool import KVPool, choose_windows
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.request import Request, Sequence
-from radixcache.states import SequenceStates, StateIndex
-from tests.helpers.engines import logits_cache
+from radixcache.states import SequenceStates
+from tests.helpers.engines import in_use, logits_cache, make_planner
 from tests.helpers.gguf_files import write_model
 from tests.helpers.models import VOCAB_SIZE, tiny_model
 from tests.runtime.kv_offload.disk_engine import MemoryStore, attach
 
 _WINDOW = {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]}
+_SHORT = {**_WINDOW, "sliding_window": 3}
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"intermediate_size": 4224},  # products that are packed: one row has other bits
     "qwen3": {"intermediate_size": 60, "head_dim": 24},
     "mistral": {"intermediate_size": 100, "attention_bias": None},
     "gemma2": {"intermediate_size": 100},
-    "gemma3_text": {"intermediate_size": 60},
+    "gemma3_text": {"intermediate_size": 60, "sliding_window": 24},
     "olmo3": _WINDOW,
     "glm4": {"intermediate_size": 100},
-    "cohere2": _WINDOW,
+    "cohere2": _SHORT,
     "qwen3_moe": _EXPERTS,
     "gpt_oss": {**_WINDOW, "num_local_experts": 5, "num_experts_per_tok": 2},
     "glm4_moe": {
@@ -117,8 +119,8 @@ class Watch:
 
     def __init__(self, engine: Engine) -> None:
         self.logits: list[tuple[Sequence, int, torch.Tensor]] = []
-        self.kv: dict[Sequence, list[torch.Tensor]] = {}
-        self._pool = engine.kv_pool
+        self.kv: dict[Sequence, tuple[int, list[torch.Tensor]]] = {}
+        self._pool, self._cache = engine.kv_pool, engine.cache
         self._compute, self._finish = engine.runner._compute, engine.scheduler.finish
         engine.runner._compute = self.compute  # type: ignore[method-assign]
         engine.scheduler.finish = self.finish  # type: ignore[method-assign]
@@ -126,6 +128,11 @@ class Watch:
     def compute(
         self, chunks: list[Chunk], tokens: Any, batch: PagedBatch, rows: Any, unread: Any
     ) -> Any:
+        free = np.append(~in_use(self._cache), False)
+        for layer in self._pool.layers:  # what is in a free page does not matter
+            for side in layer:
+                # As a scale of int8, the bits of -1 are a NaN, too.
+                side[torch.from_numpy(free)] = torch.nan if side.is_floating_point() else -1
         logits = self._compute(chunks, tokens, batch, rows, unread)
         for row, values in zip(rows.tolist(), logits.clone(), strict=True):
             number = int(np.searchsorted(batch.qo_indptr[1:], row, side="right"))
@@ -135,18 +142,27 @@ class Watch:
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         if sequence.lease is not None:
-            table = sequence.lease.page_table
-            self.kv[sequence] = gather(self._pool, table, sequence.num_computed)
+            lease, count = sequence.lease, sequence.num_computed
+            kept = gather(self._pool, lease.page_table, count, lease.window)
+            self.kv[sequence] = count, kept
         self._finish(sequence, reason)
 
 
-def gather(pool: KVPool, table: Any, count: int) -> list[torch.Tensor]:
-    """K and V of each layer for the first tokens of a sequence."""
-    at = np.arange(count)
-    slots = torch.from_numpy(
-        table[at // pool.page_size].astype(np.int64) * pool.page_size + at % pool.page_size
-    )
-    return [pages.flatten(0, 1)[slots] for layer in pool.layers for pages in layer]
+def gather(
+    pool: KVPool, table: Any, count: int, window: WindowTable | None = None
+) -> list[torch.Tensor]:
+    """K and V of each layer for the first tokens of a sequence, or for those that are kept."""
+    kept = []
+    for at, layer in enumerate(pool.layers):
+        first, pages = 0, table
+        if pool.windows is not None and pool.windows.layers[at]:
+            assert window is not None
+            first, pages = window.first, window.pages
+        places = np.arange(count - first)
+        size = layer.k.shape[1]
+        page, slot = torch.from_numpy(pages[places // size]).long(), torch.from_numpy(places % size)
+        kept += [side[page, slot] for side in layer]
+    return kept
 
 
 def run_alone(model: PagedModel, tokens: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -173,16 +189,23 @@ class Schedule:
         self.scale = scale
         page_size = rng.choice([1, 4, 16])
         room = rng.choice([80, 80, 110, 1000]) * scale
-        pool = PagePool(room // page_size + 2, page_size)
-        self.cache: PrefixCache = rng.choice([RadixCache, RadixCache, HashBlockCache])(pool)
+        kind = rng.choice([RadixCache, RadixCache, HashBlockCache])
         most, num_states = rng.choice([1, 3, 16]), rng.choice([20, 60]) * bool(model.state_shapes)
-        states = StatePlanner(StateIndex(num_states), True) if num_states else None
-        kept = None if num_states else logits_cache(self.cache, model.vocab_size)
         step = rng.choice([3, 7, 24, 300]) * scale
-        scheduler = Scheduler(self.cache, step, most, states=states, logits_cache=kept)
-        kv_pool = model.allocate(pool.num_pages, page_size, num_states)
+        windows = choose_windows(model.shapes, model.windows, page_size)
+        if windows is not None and rng.random() < 0.2:
+            windows = None
+        pages = room // page_size + 2
+        if windows is not None:
+            pages += min(80 * scale, windows.window + step) // windows.page_size + 4
+        pool = PagePool(pages, page_size)
+        self.cache: PrefixCache = kind(pool)
+        planner = make_planner(self.cache, num_states, windows)
+        kept = None if num_states else logits_cache(self.cache, model.vocab_size)
+        scheduler = Scheduler(self.cache, step, most, planner=planner, logits_cache=kept)
+        kv_pool = model.allocate(pool.num_pages, page_size, num_states, windows)
         self.engine = Engine(model, kv_pool, self.cache, scheduler)
-        if isinstance(self.cache, RadixCache) and not num_states and rng.random() < 0.5:
+        if isinstance(self.cache, RadixCache) and planner is NO_CHECKPOINTS and rng.random() < 0.5:
             attach(self.engine, MemoryStore(kv_pool), rng.choice([9, 200]))
         self.stems = [self.text(25 * scale) for _ in range(2)]
 
@@ -242,9 +265,10 @@ def play(model: PagedModel, seed: int, scale: int = 1) -> Tally:
         for sequence in request.sequences:
             tally.preempted += sequence.preemptions
             logits, kv = alone[sequence] = run_alone(model, sequence.tokens)
-            for one, other in zip(watch.kv.get(sequence, ()), kv, strict=False):
+            count, ended = watch.kv.get(sequence, (0, []))
+            for one, other in zip(ended, kv, strict=False):
                 tally.values += one.numel()
-                tally.differing += differing(one, other[: len(one)])
+                tally.differing += differing(one, other[count - len(one) : count])
             if request.params.temperature == 0 and len(sequence.generated):
                 likeliest = logits[-len(sequence.generated) - 1 : -1].argmax(-1)
                 tally.answers += 1

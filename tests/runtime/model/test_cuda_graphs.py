@@ -56,12 +56,18 @@ def graphs_of(made: Engine) -> set[Shape]:
     page_size=[1, 4, 16],
     cache=["radix", "none"],
     drafts=[True, False],
+    windows=[True, False],
 )
-def test_greedy_tokens_equal_plain_transformers(folders, family, page_size, cache, drafts) -> None:
+def test_greedy_tokens_equal_plain_transformers(
+    folders, family, page_size, cache, drafts, windows
+) -> None:
     rng = np.random.default_rng(page_size)
     stem = rng.integers(0, 256, 40).tolist()
     prompts = [stem + rng.integers(0, 256, int(n)).tolist() for n in rng.integers(1, 30, 7)]
-    made = engines.make_engine(folders[family], cache, page_size, max_num_batched_tokens=64)
+    made = engines.make_engine(
+        folders[family], cache, page_size, max_num_batched_tokens=64, windows=windows
+    )
+    assert family != "gemma2" or (made.kv_pool.windows is not None) == windows
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     proposer = speculate(made) if drafts else None
     for _ in range(1 + drafts):

@@ -152,7 +152,8 @@ def test_no_bit_of_random_schedules_differs_from_the_tokens_alone(family, dtype,
     model = exact_model(family, dtype, kv)
     tally = schedules(model, range(SEED, SEED + 4))
     assert isinstance(model, Decoder)
-    assert tally.differing == tally.flips == 0 and (tally.loaded or model.state_shapes)
+    assert tally.differing == tally.flips == 0
+    assert tally.loaded or model.state_shapes or any(model.windows)
     assert tally.rows > 20 and tally.values > 1000 and tally.hit_tokens
 
 

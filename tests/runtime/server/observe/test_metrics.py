@@ -12,6 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from radixcache import LLM
+from radixcache.runtime.engine.state_planner import StatePlanner
 from radixcache.runtime.server.observe.metrics import VLLM
 from tests.helpers.drafts import drafting_llm
 from tests.helpers.models import tiny_model
@@ -210,12 +211,12 @@ def test_a_server_tells_of_its_pages_on_disk_and_draws_them(tmp_path: Path):
 
 def test_a_hybrid_tells_what_its_states_are_for(tmp_path: Path):
     with LLM(tiny_model("lfm2", tmp_path), kv_cache_memory_bytes="1MB") as llm, live(llm) as server:
-        states = llm.engine.scheduler.states
-        assert states is not None
+        planner = llm.engine.scheduler.planner
+        assert isinstance(planner, StatePlanner)
         server.post(COMPLETIONS, {"prompt": LINE, "max_tokens": 2, "ignore_eos": True})
         server.assert_idle()
         found = samples(server)
         # At the end of the prompt, and of what was computed of the answer.
-        counts = {"running": 0, "kept": 2, "free": states.index.num_slots - 2}
+        counts = {"running": 0, "kept": 2, "free": planner.index.num_slots - 2}
         for state, count in counts.items():
             assert found[f"recurrent_states{{{state}}}"] == count

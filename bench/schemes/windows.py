@@ -1,0 +1,99 @@
+"""How KV of layers with a sliding window is kept: all of it, or by rules for windows.
+
+All rules get the same bytes. Ours is the runtime's own `WindowPlanner`. vLLM's is as read in its
+sources (November 2026) and simplified; it is not that system, and none of its code. SGLang's two
+pools of a fixed share are not simulated.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from radixcache import HashBlockCache, PagePool, PrefixCache, RadixCache
+from radixcache.base import Tokens
+from radixcache.bench.workloads.workload import Workload
+from radixcache.checkpoints import Checkpoint, Kind
+from radixcache.runtime.engine.checkpoint_planner import NO_CHECKPOINTS, Planner
+from radixcache.runtime.engine.window_planner import WindowPlanner
+from radixcache.runtime.request import Request, Sequence
+from radixcache.windows import Window, WindowIndex
+
+
+class WindowedModel(NamedTuple):
+    """Bytes of a token's KV in the layers without a window and in those with one; the window."""
+
+    full: int
+    windowed: int
+    window: int
+
+    def pages(self, num_tokens: int, page_size: int) -> tuple[int, int]:
+        """How many pages have the bytes of so many tokens in all layers, and tokens of a page of
+        the windowed layers."""
+        size = max(1, round(page_size * self.full / self.windowed))
+        page_bytes = max(page_size * self.full, size * self.windowed)
+        return num_tokens * (self.full + self.windowed) // page_bytes, size
+
+
+MODELS = {
+    "gemma-3-27b": WindowedModel(81_920, 425_984, 1024),
+    "gemma-4-31b": WindowedModel(81_920, 819_200, 1024),
+    "gpt-oss-20b": WindowedModel(24_576, 24_576, 128),
+    "olmo-3-32b": WindowedModel(65_536, 196_608, 4096),
+}
+"""In bfloat16, by their published configs."""
+
+
+class ToldWindows(WindowPlanner):
+    """Ours where it is known how far prompts are templates, as a chat API knows messages."""
+
+    def __init__(self, index: WindowIndex, templates: list[Tokens]) -> None:
+        super().__init__(index)
+        self._templates = {template.tobytes() for template in templates}
+        self._lengths = sorted({len(template) for template in templates})
+
+    def _boundaries(self, prompt: Tokens) -> list[int]:
+        known = [n for n in self._lengths if prompt[:n].tobytes() in self._templates]
+        return [*known, len(prompt) - 1]
+
+
+class LeastRecentWindows(WindowIndex):
+    """Evicts the checkpoint that was gone on from, or made, the longest ago."""
+
+    def _victim(self) -> Checkpoint[Window] | None:
+        return next(iter(self._kept.values()), None)
+
+    def _rare_kinds(self) -> set[Kind]:
+        return set()
+
+
+class LastBlocksPlanner(WindowPlanner):
+    """vLLM with a retention of 0 (its pull request 52216): in whole blocks before a prompt's last
+    token, and where a second prompt parts from what is cached; no end of an answer."""
+
+    def _marks(self, request: Request, match: int, depth: int) -> dict[int, Kind]:
+        size, last = self.index.page_size, len(request.prompt_token_ids) - 1
+        return {last // size * size: "prompt", match // size * size: "branch"}
+
+    def leave(self, sequence: Sequence) -> None:
+        pass
+
+
+ALL_KEPT = "all-kept"
+WINDOW_RULES = (ALL_KEPT, "ours", "ours-untold", "vllm")
+
+
+def make_windowed(
+    rule: str, model: WindowedModel, num_tokens: int, page_size: int, workload: Workload
+) -> tuple[PrefixCache, Planner]:
+    """An empty cache with the bytes of so many tokens in all layers, and its planner."""
+    if rule == ALL_KEPT:
+        return RadixCache(PagePool(num_tokens // page_size, page_size)), NO_CHECKPOINTS
+    count, size = model.pages(num_tokens, page_size)
+    pool = PagePool(count, page_size)
+    if rule == "vllm":
+        cache: PrefixCache = HashBlockCache(pool)
+        return cache, LastBlocksPlanner(LeastRecentWindows(cache, model.window, size))
+    cache = RadixCache(pool)
+    index = WindowIndex(cache, model.window, size)
+    told = ToldWindows(index, workload.templates())
+    return cache, told if rule == "ours" else WindowPlanner(index)

@@ -1,0 +1,222 @@
+"""Checkpoints: prefixes from which a sequence can go on, for what a tree of KV cannot cut shorter.
+
+A recurrent layer keeps one state of all tokens so far, and a layer with a sliding window keeps only
+its last tokens. So a hit goes on from the deepest *checkpoint* within the cached KV, and the tokens
+between are computed again in place. What a checkpoint holds (a slot, or pages of a window) is large
+and there are few: they are kept beside the tree of KV, each under a digest of its tokens, and used
+only where the KV of all these is cached, too.
+
+Eviction first takes *superseded* checkpoints (a conversation went on from one and left another),
+then kinds that are hardly ever hit, then the least recently used.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Generic, Literal, NamedTuple, TypeVar
+
+from radixcache.nodes import Tokens
+
+Kind = Literal["boundary", "branch", "prompt", "end"]
+"""Why a checkpoint is kept: a message ends there, two prompts diverge there, a prompt ends there,
+or a sequence ended there."""
+
+RARELY = 0.1
+"""A kind with fewer hits per checkpoint is evicted before others."""
+
+H = TypeVar("H")
+
+
+class Key(NamedTuple):
+    """A prefix: its namespace, length and digest."""
+
+    namespace: Hashable
+    length: int
+    digest: bytes
+
+
+@dataclass(slots=True)
+class Checkpoint(Generic[H]):
+    """A kept prefix, from which a sequence can go on by what it holds."""
+
+    key: Key
+    held: H
+    kind: Kind
+    hits: int = 0
+    last_use: int = 0
+    """By the index's clock."""
+
+
+class CheckpointIndex(ABC, Generic[H]):
+    """Checkpoints by their tokens; a subclass knows what they hold.
+
+    Args:
+        clock: the time of a use.
+    """
+
+    def __init__(self, clock: Callable[[], int] = lambda: 0) -> None:
+        self._clock = clock
+        self.num_evicted = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all checkpoints, and what sequences hold."""
+        self._kept: OrderedDict[Key, Checkpoint[H]] = OrderedDict()
+        """Least recently used first."""
+        self._written: dict[Key, Checkpoint[H]] = {}
+        """The checkpoints that the step being scheduled writes."""
+        self._superseded: OrderedDict[Key, None] = OrderedDict()
+        self._lengths: dict[Hashable, Counter[int]] = {}
+        """How many checkpoints, kept and written, there are of each length, by namespace."""
+        self._pinned: Counter[Key] = Counter()
+        """Keys that are evicted after all others, whether or not there is such a checkpoint."""
+        self._made: Counter[Kind] = Counter()
+        self._hits: Counter[Kind] = Counter()
+
+    @property
+    @abstractmethod
+    def counts(self) -> dict[str, int]:
+        """What running sequences and checkpoints hold, and what is free, between two steps."""
+
+    def depth(self, tokens: Tokens, namespace: Hashable, limit: int) -> int:
+        """Length of the deepest checkpoint within the first `limit` tokens. Changes nothing.
+        O(limit)."""
+        deepest, _ = self._deepest(tokens, namespace, limit)
+        return 0 if deepest is None else deepest.key.length
+
+    def find(self, tokens: Tokens, namespace: Hashable, limit: int) -> Checkpoint[H] | None:
+        """The deepest checkpoint within the first `limit` tokens; it counts as used. O(limit)."""
+        found, _ = self._deepest(tokens, namespace, limit)
+        if found is not None:
+            self._use(found)
+            found.hits += 1
+            self._hits[found.kind] += 1
+        return found
+
+    def coming(self, tokens: Tokens, namespace: Hashable, limit: int) -> int:
+        """Length of the deepest checkpoint that the step being scheduled writes."""
+        return self._deepest(tokens, namespace, limit)[1] if self._written else 0
+
+    def release(self, checkpoint: Checkpoint[H]) -> None:
+        """Undo `find`: the sequence does not go on from the checkpoint."""
+        checkpoint.hits -= 1
+        self._hits[checkpoint.kind] -= 1
+
+    def pin(self, tokens: Tokens, namespace: Hashable) -> None:
+        """Evict the checkpoint after `tokens` only after all that are not pinned.
+        O(len(tokens))."""
+        self._pinned[key_of(tokens, namespace)] += 1
+
+    def unpin(self, tokens: Tokens, namespace: Hashable) -> None:
+        """Undo one `pin`."""
+        self._pinned -= Counter([key_of(tokens, namespace)])
+
+    def commit(self) -> None:
+        """The step has run: the checkpoints that it wrote can be found."""
+        self._kept.update(self._written)
+        self._written.clear()
+
+    def _deepest(
+        self, tokens: Tokens, namespace: Hashable, limit: int
+    ) -> tuple[Checkpoint[H] | None, int]:
+        """The deepest kept checkpoint, and the length of the deepest that the step writes."""
+        digest, start = blake2b(digest_size=32), 0
+        found, coming = None, 0
+        for length in sorted(n for n in self._lengths.get(namespace, ()) if n <= limit):
+            digest.update(tokens[start:length].tobytes())
+            start = length
+            key = Key(namespace, length, digest.copy().digest())
+            found = self._kept.get(key, found)
+            coming = length if key in self._written else coming
+        return found, coming
+
+    def _is_new(self, key: Key) -> bool:
+        """Whether there is no such checkpoint; one that is kept counts as used."""
+        if key in self._kept:
+            self._use(self._kept[key])
+        return key not in self._kept and key not in self._written
+
+    def _use(self, checkpoint: Checkpoint[H]) -> None:
+        checkpoint.last_use = self._clock()
+        self._kept.move_to_end(checkpoint.key)
+        self._superseded.pop(checkpoint.key, None)
+
+    def _add(self, to: dict[Key, Checkpoint[H]], key: Key, held: H, kind: Kind) -> Checkpoint[H]:
+        checkpoint = to[key] = Checkpoint(key, held, kind, last_use=self._clock())
+        self._made[kind] += 1
+        self._lengths.setdefault(key.namespace, Counter())[key.length] += 1
+        return checkpoint
+
+    def _supersede(self, key: Key, before: Iterable[Key]) -> None:
+        """A sequence ended at `key`: of what it went on from, or left, a checkpoint that no other
+        sequence has used is superseded by this one; or this one by it, where ends are hit less
+        often than prompts, as where a template leaves out reasoning."""
+        for other in before:
+            older = self._kept.get(other)
+            if older is not None and older.kind in ("prompt", "end") and older.hits <= 1:
+                ends_pay = self._hits["end"] >= self._hits["prompt"]
+                self._superseded[other if older.hits or ends_pay else key] = None
+
+    def _victim(self) -> Checkpoint[H] | None:
+        """The checkpoint to evict next, none that the step reads."""
+        for key in self._superseded:
+            if not self._is_read(self._kept[key]) and key not in self._pinned:
+                return self._kept[key]
+        oldest, rare = None, self._rare_kinds()
+        for checkpoint in self._kept.values():
+            if not self._is_read(checkpoint) and checkpoint.key not in self._pinned:
+                if checkpoint.kind in rare or not rare:
+                    return checkpoint
+                oldest = oldest or checkpoint
+        left = (checkpoint for checkpoint in self._kept.values() if not self._is_read(checkpoint))
+        return oldest or next(left, None)
+
+    def _rare_kinds(self) -> set[Kind]:
+        # As if there had been two more of the kind and one more hit: a new kind may stay.
+        return {kind for kind, n in self._made.items() if self._hits[kind] + 1 < RARELY * (n + 2)}
+
+    def _is_read(self, checkpoint: Checkpoint[H]) -> bool:
+        """Whether the step being scheduled reads what the checkpoint holds."""
+        return False
+
+    def _remove(self, checkpoint: Checkpoint[H]) -> None:
+        """Evict a kept checkpoint; what it held is the caller's."""
+        del self._kept[checkpoint.key]
+        self._superseded.pop(checkpoint.key, None)
+        key = checkpoint.key
+        lengths = self._lengths[key.namespace]
+        lengths[key.length] -= 1
+        if not lengths[key.length]:
+            del lengths[key.length]
+        if not lengths:
+            del self._lengths[key.namespace]
+        self.num_evicted += 1
+
+    def recover(self) -> None:
+        """After a failed step, or a call that was cut off: drop the checkpoints that the step was
+        to write. Kept ones stay. May itself be cut off, and called again. O(checkpoints)."""
+        self._written.clear()
+        self._superseded = OrderedDict.fromkeys(k for k in self._superseded if k in self._kept)
+        self._lengths = self._count_lengths()
+
+    def _count_lengths(self) -> dict[Hashable, Counter[int]]:
+        lengths: dict[Hashable, Counter[int]] = {}
+        for key in [*self._kept, *self._written]:
+            lengths.setdefault(key.namespace, Counter())[key.length] += 1
+        return lengths
+
+    def _check_keys(self) -> None:
+        """Assert that what is known of the keys agrees."""
+        assert self._count_lengths() == self._lengths, "lengths are miscounted"
+        assert self._superseded.keys() <= self._kept.keys(), "superseded, and gone"
+        assert not self._kept.keys() & self._written.keys(), "a checkpoint is there and coming"
+
+
+def key_of(tokens: Tokens, namespace: Hashable) -> Key:
+    """The key of all of `tokens`. O(len(tokens))."""
+    digest = blake2b(tokens.tobytes(), digest_size=32)
+    return Key(namespace, len(tokens), digest.digest())

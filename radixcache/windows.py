@@ -1,0 +1,331 @@
+"""Pages of the layers with a sliding window: sequences keep one window, checkpoints share pages.
+
+A query at position p of such a layer sees the keys after p - W, so a running sequence keeps the
+pages of its last window alone, in a table of its own beside that of the layers that see all. A
+checkpoint at p (`radixcache.checkpoints`) holds the pages of (p - W, p) by reference: a page may
+belong to several checkpoints and sequences. Both kinds of pages have the same bytes and come from
+one pool, in which a page of all full layers holds `page_size` tokens and one of all windowed layers
+`WindowIndex.page_size`; what was used the longest ago goes first, leaf or checkpoint.
+
+The page at p may be half-filled: its sequence goes on writing behind p, and others look before it.
+Whoever goes on from p copies it first.
+
+The pages of a checkpoint that is no longer than a window begin at the first token, so that others
+can go on from anywhere within; they look at multiples of `GRID` tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from functools import wraps
+from hashlib import blake2b
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
+
+import numpy as np
+
+from radixcache.checkpoints import Checkpoint, CheckpointIndex, Key, Kind, key_of
+from radixcache.lease import NO_PAGES, Lease, PageCopy, WindowTable
+from radixcache.nodes import Tokens
+from radixcache.pages import PagePool, Pages
+
+MOST_CHECKPOINTS = 2048
+"""Kept checkpoints: a look-up tries each length among them."""
+
+GRID = 16
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class WindowedCache(Protocol):
+    """What the index needs of its cache."""
+
+    pool: PagePool
+    clock: int
+    windows: WindowIndex | None
+
+    def change(self, function: Callable[..., Any], *args: Any) -> Any: ...
+    def take_pages(self, count: int) -> Pages: ...
+
+
+class Window(NamedTuple):
+    """Consecutive pages of the windowed layers; the first token in them is number `first`."""
+
+    first: int
+    pages: Pages
+
+
+def _change(method: _F) -> _F:
+    """Decorates a method that runs as a change of the cache (`radixcache.base.mutation`)."""
+
+    @wraps(method)
+    def call(self: WindowIndex, *args: Any) -> Any:
+        return self._cache.change(method, self, *args)
+
+    return cast(_F, call)
+
+
+class WindowIndex(CheckpointIndex[Window]):
+    """The window tables of a cache's leases, and the checkpoints of windows.
+
+    Args:
+        cache: gives the pages; its `windows` is this.
+        window: a query sees so many keys, its own among them.
+        page_size: tokens of a page of the windowed layers.
+    """
+
+    def __init__(self, cache: WindowedCache, window: int, page_size: int) -> None:
+        self.window, self.page_size = window, page_size
+        self._cache, self._pool = cache, cache.pool
+        super().__init__(lambda: cache.clock)
+        cache.windows = self
+
+    def clear(self) -> None:
+        """Forget everything, when all pages of the pool are free."""
+        super().clear()
+        self._refs = np.zeros(self._pool.num_pages, np.int32)
+        """Tables and checkpoints that hold each page; together they are one holder in the pool."""
+        self._running = np.zeros(self._pool.num_pages, np.int32)
+        """Tables alone."""
+        self._holders: dict[Key, dict[Key, None]] = {}
+        """The checkpoints that hold all of these tokens, whose number `GRID` divides."""
+        self._inside: dict[Key, list[Key]] = {}
+        """The same the other way about."""
+        self.num_running = 0
+        """Pages that tables hold: these cannot be evicted."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        kept = int(np.count_nonzero(self._refs)) - self.num_running
+        return {"running": self.num_running, "kept": kept, "free": self._pool.num_free}
+
+    def tokens_in(self, num_pages: int, step_tokens: int) -> int:
+        """Tokens that a sequence may have in so many pages of both kinds, if a step computes at
+        most `step_tokens` of them."""
+        size, own = self._pool.page_size, self.page_size
+        spare = 3  # a page begun before the window, one that is copied, and one begun
+        all_kept = (num_pages - spare) * size * own // (size + own)
+        one_window = (num_pages - spare - -(-(self.window + step_tokens) // own)) * size
+        return max(all_kept, one_window)
+
+    # -- tables --------------------------------------------------------------------------------
+
+    @_change
+    def begin(self, lease: Lease, checkpoint: Checkpoint[Window] | None) -> None:
+        """Give a lease a table: the checkpoint's, or an empty one."""
+        lease.window = WindowTable(0, NO_PAGES)
+        if checkpoint is not None:
+            first, pages = checkpoint.held
+            self._hold(pages)
+            self._run(pages)
+            used = checkpoint.key.length % self.page_size
+            lease.window = WindowTable(first, pages, used)
+
+    def missing(self, lease: Lease, num_tokens: int) -> int:
+        """Pages that `reserve` would take."""
+        table, size = lease.window, self.page_size
+        assert table is not None
+        end = table.first + len(table.pages) * size
+        wanted = max(0, -(-(num_tokens - end) // size))
+        return wanted + (table.shared_slots > 0 and num_tokens > end - size + table.shared_slots)
+
+    @_change
+    def reserve(self, lease: Lease, num_tokens: int) -> None:
+        """Lengthen the table to hold `num_tokens` tokens; evict if needed.
+
+        Raises:
+            OutOfPages: nothing has changed.
+        """
+        table, count = lease.window, self.missing(lease, num_tokens)
+        assert table is not None
+        if not count:
+            return
+        pages = self._cache.take_pages(count)
+        self._refs[pages] = 1
+        self._run(pages)
+        if table.shared_slots:  # the last page is others', too
+            table.copied = table.pages[-1:]
+            table.copies.append(PageCopy(table.copied.item(), pages.item(0), table.shared_slots))
+            table.pages, table.shared_slots = table.pages[:-1], 0
+        table.pages = np.concatenate([table.pages, pages])
+
+    @_change
+    def slide(self, lease: Lease, num_tokens: int) -> None:
+        """Drop what no query at `num_tokens` or later sees, and pages that have been copied."""
+        table = lease.window
+        assert table is not None
+        if len(table.copied) and not table.copies:
+            self._stop(table.copied)
+            table.copied = NO_PAGES
+        behind = (num_tokens - self.window + 1 - table.first) // self.page_size
+        if behind > 0:
+            dropped, table.pages = table.pages[:behind], table.pages[behind:]
+            table.first += behind * self.page_size
+            self._stop(dropped)
+
+    def drop(self, lease: Lease) -> None:
+        """A lease ends, within a change of the cache."""
+        table, lease.window = lease.window, None
+        if table is not None:
+            self._stop(table.pages)
+            self._stop(table.copied)
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def depth(self, tokens: Tokens, namespace: Hashable, limit: int) -> int:
+        inner, _ = self._deepest_inside(tokens, namespace, limit)
+        return max(super().depth(tokens, namespace, limit), inner.length if inner else 0)
+
+    def find(self, tokens: Tokens, namespace: Hashable, limit: int) -> Checkpoint[Window] | None:
+        """As in `CheckpointIndex`, or a place inside a checkpoint, as one that is not kept."""
+        inner, _ = self._deepest_inside(tokens, namespace, limit)
+        if inner is None or inner.length <= super().depth(tokens, namespace, limit):
+            return super().find(tokens, namespace, limit)
+        key = next(key for key in reversed(self._holders[inner]) if key in self._kept)
+        holder = self._kept[key]
+        self._use(holder)
+        holder.hits += 1
+        self._hits[holder.kind] += 1
+        pages = holder.held.pages[: -(-inner.length // self.page_size)]
+        return Checkpoint(inner, Window(0, pages), holder.kind, hits=1)
+
+    def coming(self, tokens: Tokens, namespace: Hashable, limit: int) -> int:
+        if not self._written:
+            return 0
+        _, inner = self._deepest_inside(tokens, namespace, limit)
+        return max(super().coming(tokens, namespace, limit), inner)
+
+    def _deepest_inside(
+        self, tokens: Tokens, namespace: Hashable, limit: int
+    ) -> tuple[Key | None, int]:
+        """The deepest place inside a kept checkpoint, and the length of the deepest in one that the
+        step writes. O(window)."""
+        found, coming, digest = None, 0, blake2b(digest_size=32)
+        for end in range(GRID, min(limit, self.window) + 1, GRID):
+            digest.update(tokens[end - GRID : end].tobytes())
+            place = Key(namespace, end, digest.copy().digest())
+            holders = self._holders.get(place)
+            if holders is None:  # nor is there a deeper one
+                break
+            found = place if any(key in self._kept for key in reversed(holders)) else found
+            coming = end if any(key in self._written for key in holders) else coming
+        return found, coming
+
+    @_change
+    def write(self, lease: Lease, tokens: Tokens, kind: Kind) -> Checkpoint[Window] | None:
+        """A checkpoint after `tokens`, which the step being scheduled writes into the lease's
+        table; `commit` makes it findable; None if there is one already. O(len(tokens))."""
+        return self._keep(self._written, lease, tokens, kind)
+
+    @_change
+    def give(self, lease: Lease, tokens: Tokens, before: Iterable[Key] = ()) -> None:
+        """Make a checkpoint after `tokens`, all of which the lease's table has seen.
+
+        Args:
+            before: the checkpoints that the sequence went on from, or left.
+        """
+        assert lease.window is not None
+        if lease.window.copies or not len(tokens):  # nothing is new, and a page not yet copied
+            return
+        checkpoint = self._keep(self._kept, lease, tokens, "end")
+        if checkpoint is not None:
+            self._supersede(checkpoint.key, before)
+
+    def _keep(
+        self, to: dict[Key, Checkpoint[Window]], lease: Lease, tokens: Tokens, kind: Kind
+    ) -> Checkpoint[Window] | None:
+        table, size, position = lease.window, self.page_size, len(tokens)
+        key = key_of(tokens, lease.namespace)
+        assert table is not None
+        if not self._is_new(key):
+            return None
+        if len(self._kept) + len(self._written) >= MOST_CHECKPOINTS:
+            self.evict()
+        first = max(0, position - self.window + 1) // size
+        skipped = first - table.first // size
+        assert skipped >= 0, "a part of the window is gone"
+        pages = table.pages[skipped : skipped + -(-position // size) - first].copy()
+        self._hold(pages)
+        if not first:
+            self._inside[key] = [
+                key_of(tokens[:end], lease.namespace) for end in range(GRID, position + 1, GRID)
+            ]
+            for place in self._inside[key]:
+                self._holders.setdefault(place, {})[key] = None
+        return self._add(to, key, Window(first * size, pages), kind)
+
+    def evict(self, last_use: int | None = None) -> bool:
+        """Evict a checkpoint if one is of no more use, or was used before `last_use` or then;
+        returns whether one went, which need not free a page. Within a change of the cache."""
+        victim = self._victim()
+        if victim is None:
+            return False
+        is_dead = victim.key in self._superseded or victim.kind in self._rare_kinds()
+        if last_use is not None and not is_dead and victim.last_use > last_use:
+            return False
+        self._remove(victim)
+        self._forget(victim)
+        return True
+
+    def _forget(self, checkpoint: Checkpoint[Window]) -> None:
+        self._let_go(checkpoint.held.pages)
+        for place in self._inside.pop(checkpoint.key, ()):
+            holders = self._holders[place]
+            del holders[checkpoint.key]
+            if not holders:
+                del self._holders[place]
+
+    def forget(self) -> None:
+        """Drop all checkpoints, while no lease has a table, within a change of the cache."""
+        self._pool.drop(np.flatnonzero(self._refs).astype(np.int32))
+        self.clear()
+
+    def recover(self) -> None:
+        for checkpoint in self._written.values():
+            self._forget(checkpoint)
+        super().recover()
+
+    # -- holders -------------------------------------------------------------------------------
+
+    def _hold(self, pages: Pages) -> None:
+        self._refs[pages] += 1
+
+    def _run(self, pages: Pages) -> None:
+        """A table has these pages, too."""
+        self._running[pages] += 1
+        self.num_running += int(np.count_nonzero(self._running[pages] == 1))
+
+    def _stop(self, pages: Pages) -> None:
+        """A table no longer has them."""
+        self._running[pages] -= 1
+        self.num_running -= int(np.count_nonzero(self._running[pages] == 0))
+        self._let_go(pages)
+
+    def _let_go(self, pages: Pages) -> None:
+        self._refs[pages] -= 1
+        self._pool.drop(pages[self._refs[pages] == 0])
+
+    def check(self, leases: Iterable[Lease]) -> Pages:
+        """Assert every invariant; returns [num_pages] how often the pool counts each page."""
+        refs, running = np.zeros_like(self._refs), np.zeros_like(self._refs)
+        for lease in leases:
+            if (table := lease.window) is not None:
+                assert table.first % self.page_size == 0
+                np.add.at(running, np.concatenate([table.pages, table.copied]), 1)
+        for checkpoint in [*self._kept.values(), *self._written.values()]:
+            (first, pages), length = checkpoint.held, checkpoint.key.length
+            assert first <= max(0, length - self.window + 1)
+            assert first + (len(pages) - 1) * self.page_size < length, "a page too many"
+            assert length <= first + len(pages) * self.page_size, "a page too few"
+            np.add.at(refs, pages, 1)
+        assert np.array_equal(refs + running, self._refs), "holders of windows' pages miscounted"
+        assert np.array_equal(running, self._running)
+        assert self.num_running == np.count_nonzero(running)
+        self._check_keys()
+        holders = {(place, key) for place, keys in self._holders.items() for key in keys}
+        assert holders == {(place, key) for key, places in self._inside.items() for place in places}
+        assert self._inside.keys() == {
+            checkpoint.key
+            for checkpoint in [*self._kept.values(), *self._written.values()]
+            if not checkpoint.held.first
+        }
+        return (self._refs > 0).astype(np.int32)

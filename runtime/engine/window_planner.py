@@ -1,0 +1,74 @@
+"""Plans the window tables of sequences, where layers with a window keep no more than one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from radixcache.base import Tokens
+from radixcache.checkpoints import Kind
+from radixcache.lease import Lease
+from radixcache.runtime.engine.checkpoint_planner import CheckpointPlanner
+from radixcache.runtime.request import Request, Sequence
+from radixcache.windows import Window, WindowIndex
+
+
+class WindowPlanner(CheckpointPlanner[Window]):
+    """The windows of one engine's sequences.
+
+    Args:
+        index: of the engine's cache.
+    """
+
+    index: WindowIndex
+
+    def __init__(
+        self, index: WindowIndex, keeps: bool = True, answer_mark: Iterable[int] = ()
+    ) -> None:
+        super().__init__(keeps, answer_mark)
+        self.index = index
+
+    def find(self, sequence: Sequence, lease: Lease) -> None:
+        super().find(sequence, lease)
+        self.index.begin(lease, self._plans[sequence].found)
+
+    def _marks(self, request: Request, match: int, depth: int) -> dict[int, Kind]:
+        """At a prompt's end there are two, over the same pages but one: with kept logits the same
+        prompt goes on behind its last token, and without them before."""
+        end = len(request.prompt_token_ids)
+        ends: dict[int, Kind] = {end - 1: "prompt", end: "prompt"}
+        return ends | super()._marks(request, match, depth)
+
+    def _end_of(self, prompt: Tokens) -> int:
+        return len(prompt) - 1
+
+    def take(self, sequence: Sequence, num_tokens: int) -> None:
+        lease = sequence.lease
+        assert lease is not None
+        if self.index.missing(lease, num_tokens):
+            self.index.reserve(lease, num_tokens)
+
+    def missing(self, sequence: Sequence, num_tokens: int) -> int:
+        assert sequence.lease is not None
+        return self.index.missing(sequence.lease, num_tokens)
+
+    def plan(self, sequence: Sequence, start: int, end: int) -> None:
+        plan, lease = self._plans[sequence], sequence.lease
+        assert lease is not None
+        for position, kind in self._due(plan, end):
+            checkpoint = self.index.write(lease, sequence.tokens[:position], kind)
+            if checkpoint is not None:
+                plan.keys.append(checkpoint.key)
+        plan.begun = True
+
+    def leave(self, sequence: Sequence) -> None:
+        plan, lease = self._plans[sequence], sequence.lease
+        assert lease is not None
+        if plan.begun and self._keeps:
+            self.index.give(lease, sequence.tokens[: sequence.num_computed], plan.keys)
+
+    def commit(self) -> None:
+        super().commit()
+        for sequence, plan in self._plans.items():
+            if plan.begun and sequence.lease is not None:
+                # With overlap, the last token may be one that never comes.
+                self.index.slide(sequence.lease, sequence.num_computed - 1)
