@@ -53,8 +53,10 @@ inline vec load_stored(const S* row, int d, int n) { return load(row + d, n); }
 
 inline vec load_stored(const q8* row, int d, int) {
     typedef int8_t bvec __attribute__((vector_size(W)));
+    typedef int16_t svec __attribute__((vector_size(2 * W)));
     const q8* block = row + stored<q8>(d);
-    ivec numbers = __builtin_convertvector(read<bvec>(block + 2 + d % 32), ivec);
+    bvec bytes = read<bvec>(block + 2 + d % 32);  // in two steps, or GCC widens one by one
+    ivec numbers = __builtin_convertvector(__builtin_convertvector(bytes, svec), ivec);
     return __builtin_convertvector(numbers, vec) * number(read<fp16>(block));
 }
 
