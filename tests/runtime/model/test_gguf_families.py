@@ -136,7 +136,7 @@ def test_no_tensor_takes_the_place_of_one_that_is_not_there(family, tmp_path) ->
     for name in [name for name in file.tensors if name != "output.weight"]:
         tensor = file.tensors.pop(name)
         with pytest.raises((Unknown, ModelError)):
-            GGUFWeights(file, describe_gguf(file), CPU, torch.float32)
+            GGUFWeights(file, describe_gguf(file, settings_of(file)), CPU, torch.float32)
         file.tensors[name] = tensor
 
 
