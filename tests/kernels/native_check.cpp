@@ -181,11 +181,15 @@ struct Trial {
             take(some_q, query, row, q), take(some_k, key, row, k), take(some_v, value, row, v);
             take(some_cos, cos, row, c.half), take(some_sin, sin, row, c.half);
         }
-        Batch batch{(int32_t)lens.size(), c.page_size, qo.data(), kv.data(),
-                    pages.data(),         lens.data(), slots.data()};
+        std::vector<int32_t> firsts(lens.size());
+        Batch batch{(int32_t)lens.size(), c.page_size, qo.data(),     kv.data(),
+                    pages.data(),         lens.data(), firsts.data(), slots.data()};
         size_t wide = c.kv_heads * c.group * c.value_dim;
         auto format = sizeof(T) == 4 ? KVFormat::FLOAT32 : KVFormat::BFLOAT16;
-        Pages kept = stored.k ? stored : Pages{k_pages.data(), v_pages.data(), format};
+        int64_t size = c.page_size * sizeof(T);
+        Pages kept{(char*)k_pages.data(), (char*)v_pages.data(), size * (int64_t)k,
+                   size * (int64_t)v, format};
+        if (stored.k) kept = stored;
         std::vector<T> part(rows.size() * wide);
         Tokens<T> queries{some_q.data(), (int64_t)q}, keys{some_k.data(), (int64_t)k};
         Tokens<T> values{some_v.data(), (int64_t)v};
@@ -323,7 +327,10 @@ void check_pages(KVFormat format, double tolerance) {
     keep(plain.key), keep(plain.value);
     auto keys = keep(plain.k_pages), values = keep(plain.v_pages);
     Trial<float> other = plain;
-    other.stored = {keys.data(), values.data(), format};
+    int64_t size = c.page_size * sizeof(S), width = stored<S>(c.kv_heads * c.dim);
+    int64_t value_width = stored<S>(c.kv_heads * c.value_dim);
+    other.stored = {(char*)keys.data(), (char*)values.data(), size * width, size * value_width,
+                    format};
     std::vector<float> turned(plain.tokens * plain.q), out(plain.tokens * 6 * c.value_dim);
     std::vector<float> other_out(out.size());
     plain.run(0, 3, 0, 9, 2, turned, out), other.run(0, 3, 0, 9, 2, turned, other_out);
