@@ -57,6 +57,11 @@ def _lfm3_scales(config: Config) -> dict[str, Any]:
     return {}
 
 
+def _bamba_types(config: Config) -> list[str]:
+    attends, count = config.maybe("attn_layer_indices") or [], config.size("num_hidden_layers")
+    return ["full_attention" if n in attends else "linear_attention" for n in range(count)]
+
+
 def _nemotron_types(config: Config) -> list[str]:
     types: list[str] = config.get("layers_block_type")
     return types
@@ -207,6 +212,11 @@ FAMILIES: dict[str, Family] = {
         turned=lambda config, number, kind: config.get("position_embedding_type") == "rope",
         ignored=f"{_GRANITE['ignored']} mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head "
         "mamba_d_state mamba_expand mamba_n_groups mamba_n_heads mamba_proj_bias time_step_limit",
+    ),
+    "bamba": _row(
+        _MLP_BIAS, norms={"input_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"},
+        types=_bamba_types, mixer=parts.granite_mamba, partial_rope=True,
+        ignored="mamba_chunk_size mamba_expand num_logits_to_keep z_loss_coefficient",
     ),
     "nemotron_h": _row(
         _NO_BIAS, _MLP_BIAS, norms={"input_norm": "norm", "mlp_norm": "norm"}, single=True,

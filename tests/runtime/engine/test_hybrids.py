@@ -174,7 +174,7 @@ def test_settings_that_do_not_fit_are_refused(
 
 def test_transformers_recurrent_layers_are_not_exact(folder: Callable[[str], Path]) -> None:
     with pytest.raises(ModelError, match=r"exact mode takes only|native"):
-        LLM(folder("bamba"), exact=True)
+        LLM(folder("olmo_hybrid"), exact=True)
 
 
 def test_a_model_that_keeps_states_in_its_own_way_is_refused(
@@ -183,7 +183,7 @@ def test_a_model_that_keeps_states_in_its_own_way_is_refused(
     if not OLD:
         monkeypatch.setattr(transformers_model, "replace_recurrent_layers", lambda model: 1)
     with pytest.raises(ModelError, match="otherwise than in transformers 5"):
-        LLM(tiny_model("bamba", tmp_path))
+        LLM(tiny_model("olmo_hybrid", tmp_path))
 
 
 def test_namespaces_share_no_state() -> None:
