@@ -17,6 +17,7 @@ from radixcache.errors import ContextExceeded, InvalidRequest, ModelError, first
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
 from radixcache.runtime.checkpoints.model_files import find_file, find_gguf
 from radixcache.runtime.tokens.generic_tools import tell_tools
+from radixcache.runtime.tokens.spelling import spelling_of, without_prefix
 from radixcache.runtime.tokens.tool_calls import check_tools, for_template
 from radixcache.runtime.tokens.tool_formats import (
     THINK,
@@ -34,12 +35,6 @@ Message = dict[str, Any]
 
 _SHORT = 100_000
 """Length up to which any text is tokenised: spaces may vanish, unknown characters may merge."""
-
-_PLAIN = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_BYTES = {chr(byte): byte for byte in _PLAIN} | {
-    chr(256 + n): byte for n, byte in enumerate(sorted({*range(256)} - {*_PLAIN}))
-}
-"""How tokenizers spell bytes since GPT-2: bytes that are not printable as Latin-1 from 256 on."""
 
 _LIGHT = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -228,17 +223,8 @@ class Tokenizer:
     @cached_property
     def _spelling(self) -> Callable[[str], bytes] | None:
         """The bytes of a token by its name; None if they do not follow from it alone."""
-        if not getattr(self._tokenizer, "is_fast", False):
-            return None
-        decoder = self._tokenizer.backend_tokenizer.decoder
-        found = {"type": None} if decoder is None else json.loads(decoder.__getstate__())
-        steps = found.get("decoders", [found])
-        kinds = {step["type"] for step in steps}
-        if "ByteFallback" in kinds:
-            replaced = [step for step in steps if step["type"] == "Replace"]
-            spaces = [one["pattern"].get("String") for one in replaced if one["content"] == " "]
-            return partial(_of_characters, spaces[0] or " " if spaces else " ")
-        return _of_bytes if "ByteLevel" in kinds else None
+        is_fast = getattr(self._tokenizer, "is_fast", False)
+        return spelling_of(self._tokenizer.backend_tokenizer) if is_fast else None
 
     @cached_property
     def encode_within(self) -> Callable[[str], list[int]]:
@@ -246,20 +232,8 @@ class Tokenizer:
 
         For tokenizers with a `vocabulary` only.
         """
-        from tokenizers import Tokenizer as Backend
-        from tokenizers.models import BPE
-
-        backend = self._tokenizer.backend_tokenizer
-        parts = (backend.normalizer, backend.pre_tokenizer)
-        steps = [None if part is None else json.loads(part.__getstate__()) for part in parts]
-        plain = [_without_prefix(step) for step in steps]
-        if plain != steps:  # another one around the same vocabulary
-            empty = json.loads(Backend(BPE()).to_str())
-            empty |= {"normalizer": plain[0], "pre_tokenizer": plain[1]}
-            twin = Backend.from_str(json.dumps(empty))
-            twin.model = backend.model
-            twin.add_tokens([token for _, token in sorted(self._added.items())])
-            backend = twin
+        added = [token for _, token in sorted(self._added.items())]
+        backend = without_prefix(self._tokenizer.backend_tokenizer, added)
         return lambda text: list(backend.encode(text, add_special_tokens=False).ids)
 
     @cached_property
@@ -437,32 +411,6 @@ class Tokenizer:
         except Exception as error:  # a template may raise anything
             raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
         return text
-
-
-def _of_characters(space: str, name: str) -> bytes:
-    """The bytes of a SentencePiece token, which writes a space as `space`."""
-    byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", name)
-    return bytes.fromhex(byte[1]) if byte else name.replace(space, " ").encode()
-
-
-def _of_bytes(name: str) -> bytes:
-    """The bytes of a byte-level token."""
-    try:
-        return bytes([_BYTES[character] for character in name])
-    except KeyError:  # an added token
-        return name.encode()
-
-
-def _without_prefix(step: Any) -> Any:
-    """A normaliser or pre-tokenizer, as JSON, that puts no space before a text; None is none."""
-    if not isinstance(step, dict) or step["type"] == "Prepend":
-        return None
-    never = {"prepend_scheme": "never", "add_prefix_space": False}
-    changed = {key: value for key, value in never.items() if key in step}
-    for key in step.keys() & {"normalizers", "pretokenizers"}:
-        parts = map(_without_prefix, step[key])
-        changed[key] = [part for part in parts if part is not None]
-    return step | changed
 
 
 def _read_gguf(path: str) -> Any:
