@@ -11,10 +11,10 @@ from radixcache.states import SequenceStates, StateIndex
 
 
 class StatePlanner(CheckpointPlanner[int]):
-    """The states of one engine's sequences.
+    """Plans states and their checkpoints for one engine's sequences.
 
     Args:
-        index: the slots.
+        index: the slots of the states.
     """
 
     index: StateIndex
