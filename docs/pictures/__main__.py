@@ -6,7 +6,7 @@ import argparse
 from importlib import import_module
 from pathlib import Path
 
-NAMES = ("page", "film", "report", "gallery", "hybrids")
+NAMES = ("page", "film", "report", "gallery", "hybrids", "windows")
 
 
 def main() -> None:

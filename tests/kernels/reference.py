@@ -179,6 +179,22 @@ def run(step: Step, backend: AttentionBackend, **options: Any) -> torch.Tensor:
     return backend.plan(step.batch).run(inputs_of(copied, **options))
 
 
+def behind_windows(step: Step, window: int) -> Step:
+    """The step with tables of one window beside the others, and NaN in all other pages."""
+    size, lens = step.batch.page_size, list(zip(step.query_lens, step.kv_lens, strict=True))
+    first = [max(0, n - queries - window + 1) // size * size for queries, n in lens]
+    tables = [table[n // size :] for table, n in zip(step.tables, first, strict=True)]
+    kept = [n - start for n, start in zip(step.kv_lens, first, strict=True)]
+    short = replace(
+        make_batch(tables, step.query_lens, kept, size), first=np.array(first, np.int32)
+    )
+    sides = [step.k_pages.clone(), step.v_pages.clone()]
+    for side in sides:
+        side[np.setdiff1d(np.arange(len(side)), short.kv_indices)] = torch.nan
+    batch = replace(step.batch, window=short)
+    return replace(step, batch=batch, k_pages=sides[0], v_pages=sides[1])
+
+
 def with_gaps(pages: torch.Tensor) -> torch.Tensor:
     """A copy of pages between which other memory lies, as where two kinds of layers share it."""
     size = pages[0].numel()

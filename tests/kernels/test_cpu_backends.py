@@ -12,7 +12,7 @@ from radixcache.kernels.attention import AttentionBackend, PagedBatch
 from radixcache.kernels.native.attention import NativeBackend
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.torch_backend import TorchBackend
-from tests.kernels.reference import error, inputs_of, make_step, random_step, run
+from tests.kernels.reference import behind_windows, error, inputs_of, make_step, random_step, run
 
 # (new tokens, cached tokens) of each sequence
 SHAPES = {
@@ -39,6 +39,17 @@ def test_output_equals_the_reference_and_unwritten_slots_never_leak(backend, see
     step, options = random_step(seed)
     assert step.k_pages.isnan().any()
     assert error(step, run(step, backend, **options), **options) < TOLERANCE[step.query.dtype]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_table_of_one_window_gives_the_same(backend, seed) -> None:
+    window = [1, 6, 40, 300, 700][seed % 5]
+    step, options = random_step(seed, most=2000)
+    options["window"] = window
+    whole, short = (run(one, backend, **options) for one in (step, behind_windows(step, window)))
+    if isinstance(backend, NativeBackend):
+        assert torch.equal(short, whole), "other bits"
+    assert error(step, short, **options) < TOLERANCE[step.query.dtype]
 
 
 def test_one_plan_serves_layers_of_different_windows_and_pages(backend) -> None:

@@ -21,7 +21,15 @@ from radixcache.runtime.model.cuda_graphs import Shape, pad
 from radixcache.runtime.model.load import load_model
 from tests.helpers.models import tiny_model
 from tests.helpers.sources import ROOT
-from tests.kernels.reference import Step, error, inputs_of, make_step, random_step, run
+from tests.kernels.reference import (
+    Step,
+    behind_windows,
+    error,
+    inputs_of,
+    make_step,
+    random_step,
+    run,
+)
 from tests.kernels.test_cpu_backends import SHAPES
 from tests.kernels.test_kv_format import attend, held
 
@@ -42,6 +50,9 @@ def make_backend(dtype: torch.dtype = torch.float32):
 def test_output_equals_the_reference(seed) -> None:
     step, options = random_step(seed, (16, 64, 80, 128), (torch.float32,), most=120)
     assert error(step, run(step, make_backend(), **options), **options) < 2e-5
+    options["window"] = options["window"] or 9
+    short = behind_windows(step, options["window"])
+    assert error(step, run(short, make_backend(), **options), **options) < 2e-5
 
 
 @pytest.mark.parametrize("seed", range(8))
