@@ -110,14 +110,15 @@ class CheckpointPlanner(Planner, ABC, Generic[H]):
     """Base of planners that keep checkpoints, for one engine's sequences.
 
     Args:
+        index: the checkpoints.
         keeps: whether KV is cached, so that another sequence can use a checkpoint.
         answer_mark: the tokens with which a chat template asks the model to speak; empty without.
     """
 
-    index: CheckpointIndex[H]
-
-    def __init__(self, keeps: bool = True, answer_mark: Iterable[int] = ()) -> None:
-        self._keeps = keeps
+    def __init__(
+        self, index: CheckpointIndex[H], keeps: bool = True, answer_mark: Iterable[int] = ()
+    ) -> None:
+        self.index, self._keeps = index, keeps
         self._mark = np.array([*answer_mark], np.int32)
         self._plans: dict[Sequence, Plan[H]] = {}
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from radixcache.base import Tokens
 from radixcache.checkpoints import Kind
 from radixcache.lease import Lease
@@ -13,19 +11,9 @@ from radixcache.windows import Window, WindowIndex
 
 
 class WindowPlanner(CheckpointPlanner[Window]):
-    """Plans windows and their checkpoints for one engine's sequences.
-
-    Args:
-        index: the window index of the engine's cache.
-    """
+    """Plans windows and their checkpoints for one engine's sequences."""
 
     index: WindowIndex
-
-    def __init__(
-        self, index: WindowIndex, keeps: bool = True, answer_mark: Iterable[int] = ()
-    ) -> None:
-        super().__init__(keeps, answer_mark)
-        self.index = index
 
     def find(self, sequence: Sequence, lease: Lease) -> None:
         super().find(sequence, lease)
