@@ -15,8 +15,8 @@ import torch
 Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Numbers, scales and minimums, as `Quantized` has them."""
 
-MXFP4 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
-"""The numbers of MXFP4's 16 codes: twice their values, from -12 on."""
+E2M1 = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
+"""MXFP4's 16 codes are floats of 4 bits: twice their values, from -12 on."""
 
 _WEIGHTS_AT_ONCE = 1 << 21  # intermediate results of decoding stay in the caches
 
@@ -25,20 +25,33 @@ class Quantized:
     """A weight [out, in] whose rows are cut into blocks of 16 or 32 numbers.
 
     Attributes:
-        numbers: uint8 [out, in], from 0 on: below 16 where `bits` is 4.
+        numbers: uint8 [out, in], from 0 on: below 16 where `bits` is 4; of `levels`, which of them.
         scales: float32 [out, in / block].
         minimums: float32 [out, in / block], what a number of 0 stands for.
         bits: 4 (blocks of 32 only) or 8.
         block: numbers that share a scale.
+        levels: the 16 numbers that those of 4 bits stand for, if these are codes; or none.
     """
 
+    levels: tuple[int, ...] = ()
+
     def __init__(
-        self, numbers: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor, bits: int
+        self,
+        numbers: torch.Tensor,
+        scales: torch.Tensor,
+        minimums: torch.Tensor,
+        bits: int,
+        levels: tuple[int, ...] = (),
     ) -> None:
         self._tables = numbers, scales, minimums
-        self.bits = bits
+        self.bits, self.levels = bits, levels
         self.block = numbers.shape[1] // scales.shape[1]
         self.shape = cast(tuple[int, int], tuple(numbers.shape))
+
+    @property
+    def format(self) -> tuple[int, int, tuple[int, ...]]:
+        """Bits, block and levels: weights of one format can be joined."""
+        return self.bits, self.block, self.levels
 
     def tables(self) -> Tables:
         return self._tables
@@ -46,7 +59,7 @@ class Quantized:
     def rows(self, ids: torch.Tensor) -> Quantized:
         """The rows with these numbers."""
         numbers, scales, minimums = (table[ids] for table in self.tables())
-        return Quantized(numbers, scales, minimums, self.bits)
+        return Quantized(numbers, scales, minimums, self.bits, self.levels)
 
     def columns(self, ids: torch.Tensor) -> Quantized | None:
         """The columns [in] with these numbers; None if blocks would be cut."""
@@ -55,7 +68,9 @@ class Quantized:
         if not torch.equal(ids, whole):
             return None
         numbers, scales, minimums = self.tables()
-        return Quantized(numbers[:, ids], scales[:, blocks], minimums[:, blocks], self.bits)
+        return Quantized(
+            numbers[:, ids], scales[:, blocks], minimums[:, blocks], self.bits, self.levels
+        )
 
     @staticmethod
     def join(parts: Sequence[Quantized]) -> Quantized:
@@ -66,11 +81,13 @@ class Quantized:
         if len(stored) == len(parts):
             return Stored([rows for part in stored for rows in part.parts])
         numbers, scales, minimums = map(torch.cat, zip(*(x.tables() for x in parts), strict=True))
-        return Quantized(numbers, scales, minimums, parts[0].bits)
+        return Quantized(numbers, scales, minimums, parts[0].bits, parts[0].levels)
 
     def dense(self) -> torch.Tensor:
         """float32 [out, in]."""
         numbers, scales, minimums = self.tables()
+        if self.levels:
+            numbers = torch.tensor(self.levels, device=numbers.device)[numbers.int()]
         blocks = numbers.float().unflatten(1, (-1, self.block))
         blocks.mul_(scales[..., None])  # exact
         return blocks.add_(minimums[..., None]).flatten(1)
@@ -91,6 +108,7 @@ class Layout:
             [N, blocks].
         bits, block: as `Quantized` has them.
         size, stored: weights and bytes of a stored block.
+        levels: as `Quantized` has them.
     """
 
     name: str
@@ -99,6 +117,7 @@ class Layout:
     block: int
     size: int
     stored: int
+    levels: tuple[int, ...] = ()
 
 
 class Stored(Quantized):
@@ -117,7 +136,7 @@ class Stored(Quantized):
     ) -> None:
         self.parts, self.let_go = [*parts], let_go
         layout, rows = self.parts[0]
-        self.bits, self.block = layout.bits, layout.block
+        self.bits, self.block, self.levels = layout.bits, layout.block, layout.levels
         self.shape = sum(len(x) for _, x in parts), rows.shape[1] // layout.stored * layout.size
 
     def tables(self) -> Tables:

@@ -34,8 +34,9 @@ constexpr int PANELS = 8;          // the most panels that a thread takes at onc
 constexpr int64_t SMALL = 1 << 17; // fewer multiplications take less time than waking a thread
 
 // ---- Formats of a panel: 32-bit words [depth / PER][N]; a word holds PER successive weights of a
-// column, the first in its lowest bits. Quantized weights are unsigned numbers times a scale plus a
-// minimum, one of each per BLOCK: [depth / BLOCK][scales, minimums, BLOCK / PER words][N].
+// column, the first in its lowest bits. Quantized weights are unsigned numbers (E2M1: codes of 4-bit
+// floats with 2 bits of exponent) times a scale plus a minimum, one of each per BLOCK:
+// [depth / BLOCK][scales, minimums, BLOCK / PER words][N].
 
 struct Scales {
     vec scale, minimum;
@@ -43,9 +44,17 @@ struct Scales {
 
 #if defined(__AVX512F__)
 constexpr vec NUMBERS = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+constexpr vec FLOATS = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+#else
+// Twice the values of codes below 16, from -12 on.
+inline vec e2m1(uvec code) {
+    ivec exponent = (ivec)code >> 1 & 3, twice = ((2 | ((ivec)code & 1)) << exponent) >> 1;
+    twice += (code & 7) == 0;  // a comparison that holds is -1
+    return __builtin_convertvector(12 + ((code & 8) != 0 ? -twice : twice), vec);
+}
 #endif
 
-template <int BITS, int BLOCK_>
+template <int BITS, int BLOCK_, bool E2M1 = false>
 struct Panels {
     using Element = float;  // of a row
     static constexpr int PER = 32 / BITS, BLOCK = BLOCK_, HEAD = BITS < 16 ? 2 : 0;
@@ -63,10 +72,14 @@ struct Panels {
         uvec number = word >> j * BITS;
 #if defined(__AVX512F__)
         if constexpr (BITS == 4)  // a table of the 16 numbers, looked up by the lowest 4 bits
-            return fma((vec)_mm512_permutexvar_ps((__m512i)number, (__m512)NUMBERS), s.scale,
-                       s.minimum);
+            return fma((vec)_mm512_permutexvar_ps((__m512i)number,
+                                                  (__m512)(E2M1 ? FLOATS : NUMBERS)),
+                       s.scale, s.minimum);
 #endif
         if (j < PER - 1) number &= (1u << BITS % 32) - 1;
+#if !defined(__AVX512F__)
+        if constexpr (E2M1) return fma(e2m1(number), s.scale, s.minimum);
+#endif
         return fma(__builtin_convertvector((ivec)number, vec), s.scale, s.minimum);
     }
 
@@ -91,7 +104,7 @@ struct Pairs {
 #endif
 };
 
-enum Format : int32_t { FLOAT32, BFLOAT16, BITS8, BITS8_OF_16, BITS4 };
+enum Format : int32_t { FLOAT32, BFLOAT16, BITS8, BITS8_OF_16, BITS4, BITS4_E2M1 };
 
 // Calls f with an object of the panel type for `format`.
 template <class F>
@@ -102,6 +115,7 @@ void with_panels(Format format, const F& f) {
         case BITS8: return f(Panels<8, 32>());
         case BITS8_OF_16: return f(Panels<8, 16>());
         case BITS4: return f(Panels<4, 32>());
+        case BITS4_E2M1: return f(Panels<4, 32, true>());
     }
 }
 

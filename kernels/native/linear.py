@@ -9,10 +9,10 @@ import torch
 
 from radixcache.kernels.native.blocks import pack_quantized
 from radixcache.kernels.native.library import check, kernel, library
-from radixcache.kernels.quantized import Quantized
+from radixcache.kernels.quantized import E2M1, Quantized
 
-_FORMATS = {(32, 1): 0, (16, 2): 1, (8, 32): 2, (8, 16): 3, (4, 32): 4}
-"""Formats by their bits and block, in the order of linear.h."""
+_FORMATS = [(32, 1, ()), (16, 2, ()), (8, 32, ()), (8, 16, ()), (4, 32, ()), (4, 32, E2M1)]
+"""Formats by their bits, block and levels, in the order of linear.h."""
 
 
 class Weight(ctypes.Structure):
@@ -44,15 +44,15 @@ class PackedLinear:
         panel = c_int32.in_dll(library(), "radixcache_panel").value
         panels, padded = -(-rows // panel), depth
         if isinstance(weight, Quantized):
-            bits, block = weight.bits, weight.block
-            if (bits, block) not in _FORMATS or depth % block:
+            bits, block, levels = weight.format
+            if weight.format not in _FORMATS or depth % block:
                 raise ValueError(f"no panels of {bits} bits in blocks of {block} for {depth}")
             words = depth // block * (2 + block * bits // 32)
         else:
             check(weight, weight.dtype, (rows, depth), apart=True)
             if weight.dtype not in (torch.float32, torch.bfloat16):
                 raise ValueError(f"no panels of {weight.dtype}")
-            bits, block = weight.itemsize * 8, 4 // weight.itemsize
+            bits, block, levels = weight.itemsize * 8, 4 // weight.itemsize, ()
             padded = -(-depth // block) * block
             words = padded // block
         self._panels = torch.empty(panels * words * panel, dtype=torch.int32)
@@ -72,7 +72,7 @@ class PackedLinear:
         self.struct = Weight(
             self._panels.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
-            *(depth, padded, rows, _FORMATS[bits, block]),
+            *(depth, padded, rows, _FORMATS.index((bits, block, levels))),
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from radixcache.errors import ModelError, first_sentence
-from radixcache.kernels.quantized import MXFP4, Quantized
+from radixcache.kernels.quantized import E2M1, Quantized
 from radixcache.runtime.model.checkpoint import Checkpoint
 from radixcache.runtime.model.description import (
     MLP,
@@ -410,7 +410,6 @@ def _halves(rows: torch.Tensor, head_dim: int, turned: int) -> torch.Tensor:
 
 def _mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> Quantized:
     """Blocks of 32 numbers of 4 bits [out, in / 32, 16] and exponents [out, in / 32] of 2."""
-    values = torch.tensor(MXFP4, dtype=torch.uint8)
-    codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(1).long()
+    codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(1)
     halves = (scales.float() - 128).exp2()
-    return Quantized(values.to(codes.device)[codes], halves, -12 * halves, 8)
+    return Quantized(codes, halves, -12 * halves, 4, E2M1)

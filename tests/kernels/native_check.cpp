@@ -435,7 +435,7 @@ struct Packed {
 
     Packed(Format format, int columns, int depth) {
         Random random(columns * depth + format);
-        int bits = format == FLOAT32 ? 32 : format == BFLOAT16 ? 16 : format == BITS4 ? 4 : 8;
+        int bits = format == FLOAT32 ? 32 : format == BFLOAT16 ? 16 : format >= BITS4 ? 4 : 8;
         int block = format == BITS8_OF_16 ? 16 : 32, count = (columns + N - 1) / N;
         int per = 32 / bits, padded = bits < 16 ? depth : (depth + per - 1) / per * per;
         panels.resize((size_t)count * N * (bits < 16 ? depth / block * (2 + block / per) : padded / per));
@@ -446,8 +446,11 @@ struct Packed {
             std::vector<float> scales, minimums;  // of few bits, as in files: products are exact
             for (bf16 x : random.numbers<bf16>(columns * depth / block, 0.01f))
                 scales.push_back(number(x)), minimums.push_back(-8 * number(x));
-            for (size_t i = 0; i < stored.size(); i++)
-                numbers.push_back(std::fma((float)stored[i], scales[i / block], minimums[i / block]));
+            const float floats[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+            for (size_t i = 0; i < stored.size(); i++) {
+                float x = format == BITS4_E2M1 ? floats[stored[i]] : (float)stored[i];
+                numbers.push_back(std::fma(x, scales[i / block], minimums[i / block]));
+            }
             pack_blocks(stored.data(), scales.data(), minimums.data(), bits, block, columns, depth,
                         panels.data(), 2);
         } else if (bits == 16) {
@@ -516,7 +519,7 @@ void check_all() {
                 if (width > 1 || !centred) check_joints<T>(50, width, centred, after);
         check_gates<T>(50, width);
     }
-    for (int format = FLOAT32; format <= BITS4; format++) {
+    for (int format = FLOAT32; format <= BITS4_E2M1; format++) {
         check_products<T>((Format)format, 33, 576), check_products<T>((Format)format, 100, 96);
         if (format <= BFLOAT16) check_products<T>((Format)format, 50, 77);
     }

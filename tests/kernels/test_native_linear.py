@@ -11,7 +11,7 @@ import torch
 
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.native.linear import PackedLinear
-from radixcache.kernels.quantized import Quantized
+from radixcache.kernels.quantized import E2M1, Quantized
 from tests.kernels.test_native import bits
 
 if problem() is not None:
@@ -19,6 +19,7 @@ if problem() is not None:
 
 F32, BF16 = torch.float32, torch.bfloat16
 FORMATS = ["float32", "bfloat16", "8 bits of 32", "8 bits of 16", "4 bits of 32"]
+FORMATS += ["4 bits, floats of 32"]
 COUNTS = (2, 3, 4, 5, 7, 8, 9, 12, 13, 24, 25, 48, 95, 96, 97, 140)
 
 
@@ -37,14 +38,17 @@ def make(kind: str, outer: int, inner: int, seed: int = 0) -> torch.Tensor | Qua
     number, block = int(kind[0]), int(kind[-2:])
     numbers = torch.randint(0, 1 << number, (outer, inner), generator=rng, dtype=torch.uint8)
     scales, minimums = torch.rand(2, outer, inner // block, generator=rng).mul_(0.01).half().float()
-    return Quantized(numbers, scales, -(1 << number - 1) * minimums, number)
+    levels = E2M1 if "floats" in kind else ()
+    return Quantized(numbers, scales, -(1 << number - 1) * minimums, number, levels)
 
 
 def dense(weight: torch.Tensor | Quantized) -> torch.Tensor:
     if isinstance(weight, torch.Tensor):
         return weight.double()
-    numbers, *tables = (table.double() for table in weight.tables())
-    scales, minimums = (table.repeat_interleave(weight.block, 1) for table in tables)
+    numbers, *tables = weight.tables()
+    if weight.levels:
+        numbers = torch.tensor(weight.levels)[numbers.long()]
+    scales, minimums = (table.double().repeat_interleave(weight.block, 1) for table in tables)
     return numbers * scales + minimums
 
 

@@ -11,7 +11,7 @@ import logging
 import torch
 
 from radixcache.errors import ModelError
-from radixcache.kernels.quantized import MXFP4, Layout, Quantized, Stored, Tables
+from radixcache.kernels.quantized import E2M1, Layout, Quantized, Stored, Tables
 from radixcache.runtime.checkpoints.gguf_file import KINDS, GGUFTensor
 
 _log = logging.getLogger("radixcache")
@@ -178,18 +178,17 @@ def _mxfp4(stored: torch.Tensor) -> Tables:
     """Each scale is stored as an exponent of 8 bits."""
     exponents = stored[:, :1].int()
     scales = torch.where(exponents < 2, 1 << 21 << exponents, exponents - 1 << 23)
-    numbers = torch.tensor(MXFP4, dtype=torch.uint8)[_fields(stored[:, 1:], 4, 16).int()]
-    return _symmetric(numbers, scales.view(torch.float32), 12)
+    return _symmetric(_fields(stored[:, 1:], 4, 16), scales.view(torch.float32), 12)
 
 
 _LAYOUTS = {
-    name: Layout(name, decode, bits, block, kind.block, kind.size)
+    name: Layout(name, decode, bits, block, kind.block, kind.size, E2M1 * (name == "MXFP4"))
     for name, decode, bits, block in (
         *(("Q4_0", _q4_0, 4, 32), ("Q4_1", _q4_1, 4, 32), ("Q5_0", _q5_0, 8, 32)),
         *(("Q5_1", _q5_1, 8, 32), ("Q8_0", _q8_0, 8, 32), ("Q2_K", _q2_k, 8, 16)),
         *(("Q3_K", _q3_k, 8, 16), ("Q4_K", _q4_k, 4, 32), ("Q5_K", _q5_k, 8, 32)),
         *(("Q6_K", _q6_k, 8, 16), ("IQ4_NL", _iq4_nl, 8, 32), ("IQ4_XS", _iq4_xs, 8, 32)),
-        ("MXFP4", _mxfp4, 8, 32),
+        ("MXFP4", _mxfp4, 4, 32),
     )
     for kind in KINDS.values()
     if kind.name == name

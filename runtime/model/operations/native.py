@@ -219,7 +219,7 @@ class NativeOperations(Operations):
 
 
 def _format(weight: Weight) -> Any:
-    return (weight.bits, weight.block) if isinstance(weight, Quantized) else weight.dtype
+    return weight.format if isinstance(weight, Quantized) else weight.dtype
 
 
 def _check_shapes(weights: Weights, shapes: dict[str, tuple[int, ...]]) -> None:

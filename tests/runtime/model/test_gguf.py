@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 STEPS = [(9, 0), (1, 6), (8, 5)]
 BITS = {"Q4_0": (4, 32), "Q4_1": (4, 32), "Q5_0": (8, 32), "Q5_1": (8, 32), "Q8_0": (8, 32)}
 BITS |= {"Q2_K": (8, 16), "Q3_K": (8, 16), "Q4_K": (4, 32), "Q5_K": (8, 32), "Q6_K": (8, 16)}
-BITS |= {"IQ4_NL": (8, 32), "IQ4_XS": (8, 32), "MXFP4": (8, 32)}
+BITS |= {"IQ4_NL": (8, 32), "IQ4_XS": (8, 32), "MXFP4": (4, 32)}
 
 
 def opened(path: Path, data: bytes) -> GGUFFile:
