@@ -34,8 +34,8 @@ constexpr int PANELS = 8;          // the most panels that a thread takes at onc
 constexpr int64_t SMALL = 1 << 17; // fewer multiplications take less time than waking a thread
 
 // ---- Formats of a panel: 32-bit words [depth / PER][N]; a word holds PER successive weights of a
-// column, the first in its lowest bits. Quantized weights are unsigned numbers (E2M1: codes of 4-bit
-// floats with 2 bits of exponent) times a scale plus a minimum, one of each per BLOCK:
+// column, the first in its lowest bits. Quantized weights are unsigned numbers (E2M1: codes of floats
+// of 4 bits, 2 of them exponent) times a scale plus a minimum, one of each per BLOCK weights:
 // [depth / BLOCK][scales, minimums, BLOCK / PER words][N].
 
 struct Scales {
@@ -46,7 +46,7 @@ struct Scales {
 constexpr vec NUMBERS = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 constexpr vec FLOATS = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 #else
-// Twice the values of codes below 16, from -12 on.
+// Twice the value of each code below 16, plus 12.
 inline vec e2m1(uvec code) {
     ivec exponent = (ivec)code >> 1 & 3, twice = ((2 | ((ivec)code & 1)) << exponent) >> 1;
     twice += (code & 7) == 0;  // a comparison that holds is -1
