@@ -117,7 +117,7 @@ class Lease:
         return copies
 
     def take_window_copies(self) -> list[PageCopy]:
-        """The same of pages of layers with a window, if these are kept apart."""
+        """As `take_copies`, for pages of windowed layers, if these are kept apart."""
         if self.window is None or not self.window.copies:
             return []
         copies, self.window.copies = self.window.copies, []

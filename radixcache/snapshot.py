@@ -13,7 +13,7 @@ PREVIEW = 24
 """Tokens of a node that a picture shows."""
 
 FIRST_PREVIEW = 4 * PREVIEW
-"""The same for a first node, which may begin with a chat template's text of all conversations."""
+"""`PREVIEW` of a first node, which may begin with a chat template's text of all conversations."""
 
 MAX_DEPTH = 100
 """Levels of a picture: nested formats are read by recursion."""

@@ -78,7 +78,7 @@ class LowerTier(Generic[S]):
         self._pages: dict[bytes, StoredPage] = {}
         """By key; of a lazy group the first page alone."""
         self._children: dict[tuple[bytes, int], list[StoredPage]] = {}
-        """The same by parent and first token, the newest last."""
+        """Stored pages by parent and first token, the newest last."""
         self._only: OrderedDict[PageGroup, None] = OrderedDict()
         """Pages that the pool does not hold, as far as is known, least recently used first."""
         self._copies: OrderedDict[PageGroup, None] = OrderedDict()

@@ -30,7 +30,7 @@ def ttft(llm: LLM, prompt: list[int]) -> tuple[float, int]:
 
 
 def run(model: str, kv_dir: str, length: int) -> dict[str, list[tuple[float, int]]]:
-    """What one process sees: the first request, and further ones after all was evicted."""
+    """Time one process's first request, and further ones after evictions of everything."""
     rng = np.random.default_rng(0)
     with LLM(model, kv_dir=kv_dir, kv_dir_size="2GB", kv_cache_memory_bytes="512MB") as llm:
         size = llm.engine.model.vocab_size

@@ -80,7 +80,7 @@ def styles(workload: WorkloadReport) -> dict[str, Style]:
 
 
 def few(workload: WorkloadReport) -> list[str]:
-    """What is drawn; of many schemes some."""
+    """Names of the schemes to draw: some, if there are many."""
     names = list(styles(workload))
     schemes = dict.fromkeys(row.scheme for row in workload.rows)
     if len(schemes) > 5 and any(scheme in _FEW for scheme in schemes):

@@ -76,7 +76,7 @@ def _memories(workload: WorkloadReport) -> dict[str, None]:
 
 
 def remarks(workload: WorkloadReport) -> list[str]:
-    """What spoils figures, and in which memories."""
+    """Remarks on effects that spoil figures, each with the memory sizes concerned."""
     found: dict[str, list[str]] = {}
     for memory in _memories(workload):
         rows = [row for row in workload.main_rows if row.memory == memory]

@@ -41,11 +41,11 @@ class FirstBlocksCache(NoCache):
     - When it is admitted, a request takes all blocks of its prompt, each by the hash of all tokens
       up to its end; the half-filled last one is hashed, too. A block that has the hash is shared,
       in use or not. As many blocks must be free as the prompt has, those found in use included.
-    - Not computed are the blocks from the first on that are marked as computed, but never the
-      prompt's last one, full or not: it is always computed again.
+    - Leading blocks marked as computed are not computed again, but for the prompt's last one,
+      full or not: that is always computed.
     - A step marks a request's full blocks but the last full one: the newest is found only when the
       next one is full. Requests of one step share blocks, but each computes them.
-    - Who appends to a half-filled block that others share gets a copy. When it is full, it is
+    - A request that appends to a shared half-filled block gets a copy. A full block is
       hashed by its whole content, and swapped for the block that has this hash, if there is one.
     - Unused blocks stay cached. Pages never used are taken first, then by last access; among ties,
       the block with most tokens up to its end. Blocks without a hash wait for their turn, too.

@@ -93,7 +93,7 @@ class Scheme:
     def make_planned(
         self, num_tokens: int, slots: int, workload: Workload
     ) -> tuple[PrefixCache, Planner]:
-        """The same, and the planner of windows, or of recurrent states in so many slots."""
+        """An empty cache, and its planner of windows or of recurrent states in `slots` slots."""
         if self.windowed is not None:
             sizes = num_tokens, self.page_size
             return make_windowed(self.windows, self.windowed, *sizes, workload)

@@ -17,7 +17,7 @@ from radixcache.errors import InvalidRequest
 
 
 def name_of(path: Path) -> str:
-    """What a report calls a file: its name, of which only what can be shown."""
+    """A file's name for a report, without characters that cannot be shown."""
     return "".join(char if char.isprintable() else "\ufffd" for char in path.name)
 
 

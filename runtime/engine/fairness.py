@@ -24,7 +24,7 @@ class FairShares:
     def __init__(self) -> None:
         self._served: Counter[Hashable] = Counter()
         self._gone: Counter[Hashable] = Counter()
-        """The same for clients that left with more than the least, should they come back."""
+        """`_served` of clients that left with more than the least, kept in case they come back."""
 
     def come(self, client: Hashable) -> None:
         """A client adds a sequence; it may have others."""

@@ -20,12 +20,12 @@ class Row(NamedTuple):
 
     @property
     def position(self) -> int:
-        """Of the token that is drawn."""
+        """Position of the token to draw."""
         return self.sequence.num_computed + len(self.draft)
 
     @property
     def generated(self) -> Tokens:
-        """What was generated before it, if it is as drafted."""
+        """The tokens generated before this row, if its drafts come true."""
         generated = self.sequence.generated
         return np.concatenate([generated, self.draft]) if len(self.draft) else generated
 

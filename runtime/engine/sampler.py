@@ -47,7 +47,7 @@ class Sampler:
             self._keep_likeliest = choose_filter(device)
 
     def forget(self) -> None:
-        """What is known of the sequences of a step that was cut off."""
+        """Forget the state of all sequences: a step was cut off."""
         self._processors.forget()
 
     def sample(self, rows: list[Row], logits: torch.Tensor) -> PendingStep:

@@ -20,8 +20,8 @@ class WindowPlanner(CheckpointPlanner[Window]):
         self.index.begin(lease, self._plans[sequence].found)
 
     def _marks(self, request: Request, match: int, depth: int) -> dict[int, Kind]:
-        """Adds two at a prompt's end, which share all pages but one: the same prompt resumes behind
-        its last token if its logits are kept, before it otherwise."""
+        """At a prompt's end there are two, over the same pages but one: with kept logits the same
+        prompt goes on behind its last token, and without them before."""
         end = len(request.prompt_token_ids)
         ends: dict[int, Kind] = {end - 1: "prompt", end: "prompt"}
         return ends | super()._marks(request, match, depth)

@@ -237,7 +237,7 @@ def read_all(file: int, row: np.ndarray, start: int) -> bool:
 
 @dataclass(frozen=True)
 class Contents:
-    """What the folder of a model holds.
+    """Contents of a model's folder.
 
     Attributes:
         about: the model's name, its dtype and the size of a page.

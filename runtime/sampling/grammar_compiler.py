@@ -38,10 +38,10 @@ MAX_COMPILERS = 2
 """Grammars that compile at the same time."""
 
 COMPILE_SECONDS = 5
-"""Of processor time that a grammar may take to compile."""
+"""Processor time that a grammar may take to compile."""
 
 WALL_SECONDS = 4 * COMPILE_SECONDS
-"""The same by the clock, where others want the processors too."""
+"""Limit by the clock: other work may need the processors, too."""
 
 COMPILE_BYTES = 128 << 20
 """Of memory that it may take."""
@@ -142,7 +142,7 @@ def _spellings(text: str) -> tuple[str, str]:
 
 
 def _unforced(grammar: str) -> str:
-    """The same grammar, whose texts any tokens may spell, one at a time.
+    """A grammar whose texts any tokens may spell, one at a time.
 
     The library forces the tokenizer's own tokens, which for the text of a special token is that
     token, and then does not take it for text; and it forces all that must come in one call.
@@ -178,7 +178,7 @@ class _Process:
         self.vocabulary: Vocabulary | None = None
 
     def try_compile(self, vocabulary: Vocabulary, kind: str, text: str) -> dict[str, Any]:
-        """What it answers; nothing, if it has reached a limit: of time, memory or its stack."""
+        """The compiler's answer; empty if it reached a limit of time, memory or its stack."""
         if self.vocabulary != vocabulary:
             told = vocabulary.tokens, vocabulary.special, vocabulary.end_tokens, vocabulary.added
             self._send({"vocabulary": told})

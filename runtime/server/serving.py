@@ -1,4 +1,4 @@
-"""What the routes of one app share."""
+"""`ServingContext`: the state that the routes of one app share."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ INDEXED_TOKENS = 1 << 20
 """Tokens remembered of the texts without a cache salt, 10 bytes each."""
 
 SALTED_TOKENS = 1 << 16
-"""The same for each of `MAX_SALTS` salts; beyond these, the least recently used is forgotten."""
+"""Tokens per cache salt, of `MAX_SALTS` salts; then the least recently used is forgotten."""
 
 MAX_SALTS = 64
 

@@ -31,7 +31,7 @@ def spelling_of(backend: Any) -> Callable[[str], bytes] | None:
 
 
 def without_prefix(backend: Any, added: list[Any]) -> Any:
-    """The same tokenizer, of the same vocabulary, that puts no space before a text.
+    """A copy of a tokenizer, with the same vocabulary, that puts no space before a text.
 
     Args:
         added: its added tokens, by their ids.

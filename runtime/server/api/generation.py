@@ -248,7 +248,7 @@ class Chunks(Exchange[R]):
             yield self.chunk(**more)
 
     def token_name(self, token: int) -> str:
-        """What logprobs call a token: its text; its bytes, as in OpenAI's API, if they are no text;
+        """A token's name in logprobs: its text; its bytes, as in OpenAI's API, if they are no text;
         or its id if the request asks for that."""
         if self.body.return_tokens_as_token_ids:
             return f"token_id:{token}"
@@ -288,7 +288,7 @@ def event(chunk: JSON) -> str:
 def describe_misses(
     context: ServingContext, misses: Sequence[Loaded | Miss], prefix: str | None
 ) -> list[JSON]:
-    """What was loaded and why tokens were not cached, for a client that named this prefix."""
+    """Loads and misses as an answer shows them, for a client that named this prefix."""
     tokenizer = context.llm.tokenizer
     if context.options.hide_texts:
         misses = [miss.redacted(before=prefix is not None) for miss in misses]

@@ -156,7 +156,7 @@ def _is_branch(part: int | str) -> bool:
 
 
 _OTHERS = {path: ["/v1/cache/flush"] for path in ("/reset_prefix_cache", "/flush_cache")}
-"""The same routes under vLLM's and SGLang's names."""
+"""Our routes under vLLM's and SGLang's names."""
 
 
 def install(app: FastAPI) -> None:
