@@ -264,8 +264,11 @@ def test_the_plots_are_drawn_and_fit_a_phone(page, tmp_path):
 
 def test_both_levels_agree_in_the_command_and_refused_everywhere_is_no_error(capsys):
     flags = "--level both --schemes none radix-16 --repeats 1 --memory 2000 32 --json -".split()
-    assert main(["bench", "short:requests=6,answer=2", *flags, "--report", "r.html"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["workloads"]
+    flags += ["--kv-dtype", "int8", "--report", "r.html"]
+    assert main(["bench", "short:requests=6,answer=2", *flags]) == 0
+    report = json.loads(capsys.readouterr().out)
+    (found,) = report["workloads"]
+    assert report["settings"]["KV"] == "int8"
     assert found["disagreements"] == 0 and not Path("bench-report.html").exists()
     engine = [row for row in found["rows"] if row["level"] == "engine"]
     assert [row["scheme"] for row in engine] == 2 * ["none", "radix-16"]
@@ -329,6 +332,7 @@ def test_a_report_of_a_hybrid_model_has_a_row_for_each_rule(capsys):
         ("--states 0", "--states must be from 2 to 1048576, not 0"),
         ("--states 9 --level both", "--states are simulated: --level index alone"),
         ("--states 9 --schemes hash-16", "--schemes goes without --states only"),
+        ("--windows gemma-3-27b --token-bytes 5", "--windows has its model's own --token-bytes"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_sentence(flags, complaint, tmp_path, capsys):
