@@ -294,6 +294,13 @@ def test_a_report_of_a_hybrid_model_has_a_row_for_each_rule(capsys):
         assert f"{row['scheme']} {share}" in workload["headline"]
 
 
+def test_a_report_of_a_model_with_windows_says_what_its_rules_are(capsys):
+    flags = ["--windows", "gemma-3-27b", "--memory", "100%", "--report", "r.html"]
+    assert main(["bench", SMALL[1], *flags]) == 0
+    page = unescape(Path("r.html").read_text())
+    assert "all-kept: layers with a window keep all KV" in page and "hash-B" not in page
+
+
 # Refusals, and files.
 
 
