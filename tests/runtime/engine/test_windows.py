@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from radixcache import SamplingParams
+from radixcache import LLM, SamplingParams
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.model.kv_pool import WindowLayout
 from tests.helpers.cover import seeds
 from tests.helpers.engines import finish
 from tests.helpers.hash_model import VOCAB, greedy, hash_engine
+from tests.helpers.models import tiny_model
 from tests.helpers.traffic import serve
 
 
@@ -82,3 +84,15 @@ def test_beyond_a_window_the_second_prompt_leaves_a_checkpoint_for_the_third() -
     assert ask(engine, [*stem[:50], 26, 2]) == 50
     assert ask(engine, stem) == 100, "its last logits are kept, and the window before"
     assert ask(engine, [*stem, 5]) == 100
+
+
+def test_the_start_says_how_windows_are_kept(tmp_path: Path) -> None:
+    model = tiny_model(
+        "gemma3_text", tmp_path / "model", sliding_window=32, max_position_embeddings=512
+    )
+    for more, told in (
+        ({}, " a sequence (window "),
+        ({"kv_dir": tmp_path / "kv", "kv_dir_size": "1MB"}, ", in layers with a window too"),
+    ):
+        with LLM(model, kv_cache_memory_bytes="8MB", **more) as llm:
+            assert told in llm.notes[1]
