@@ -39,8 +39,8 @@ def choose_backend(
     """The fastest backend whose kernels run for all these layers: on a GPU FlashInfer, then Triton;
     on a CPU native kernels; else torch. MLA has FlashInfer and torch only.
 
-    On a GPU without FlashInfer, a warning says why, and what to do. Where pages are of `kv_dtype`,
-    not `dtype`, FlashInfer reads fp8 alone, which nobody else does: else `InvalidRequest`.
+    On a GPU without FlashInfer, a warning says why, and what to do. If `kv_dtype` is not `dtype`,
+    FlashInfer reads fp8 only, and no other backend does: `InvalidRequest` without it.
     """
     if device.type == "cpu":
         native = dtype in DTYPES and problem() is None and not any(kind.mla for kind in kinds)

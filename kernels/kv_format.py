@@ -1,9 +1,9 @@
-"""How keys and values lie in pages of another dtype than the model's.
+"""Encodes keys and values for pages of another dtype than the model's.
 
-Pages of float16 and bfloat16 hold rounded numbers. Those of int8 hold a head in blocks of 32: a
+Pages of float16 and bfloat16 hold rounded numbers. Pages of int8 hold a head in blocks of 32: a
 float16 scale, then 32 numbers of 8 bits (GGUF's q8_0), so that no copy of a page can lose a scale.
-A token is rounded by itself, and reading is exact: int8 times float16 is a float32. Those of fp8
-hold e4m3 over a scale of the layer.
+Each token is rounded by itself, and reading is exact: int8 times float16 fits float32. Pages of fp8
+hold e4m3, with one scale per layer.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def stored_dim(dim: int, dtype: torch.dtype) -> int:
 
 
 def encode(heads: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
-    """Heads [..., dim] as pages of `dtype` hold them, [..., `stored_dim`]; a NaN stays one.
+    """Encode heads [..., dim] for pages of `dtype`, [..., `stored_dim`]; a NaN stays one.
 
     Args:
-        scale: of fp8; what lies beyond 448 times it becomes that.
+        scale: for fp8; values beyond 448 times it are clamped.
     """
     if dtype == FP8:
         most = torch.finfo(FP8).max
@@ -38,7 +38,7 @@ def encode(heads: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch
 
 
 def decode(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Heads [..., dim] in `dtype` of what `encode` made."""
+    """Undo `encode`: heads [..., dim] in `dtype`."""
     if stored.dtype != torch.int8:
         return stored.to(dtype)
     blocks = stored.unflatten(-1, (-1, BLOCK_BYTES))

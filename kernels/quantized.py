@@ -25,12 +25,12 @@ class Quantized:
     """A weight [out, in] whose rows are cut into blocks of 16 or 32 numbers.
 
     Attributes:
-        numbers: uint8 [out, in], from 0 on: below 16 where `bits` is 4; of `levels`, which of them.
+        numbers: uint8 [out, in], below 16 where `bits` is 4; with `levels`, indices into these.
         scales: float32 [out, in / block].
         minimums: float32 [out, in / block], what a number of 0 stands for.
         bits: 4 (blocks of 32 only) or 8.
         block: numbers that share a scale.
-        levels: the 16 numbers that those of 4 bits stand for, if these are codes; or none.
+        levels: the values of the 16 codes, if the numbers are codes of 4 bits; else empty.
     """
 
     levels: tuple[int, ...] = ()

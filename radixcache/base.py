@@ -209,7 +209,7 @@ class PrefixCache(ABC):
     def reserve(self, lease: Lease, num_tokens: int) -> None:
         """Grow the lease's page table to hold `num_tokens` tokens; evict if needed.
 
-        A shared half-filled page at the cursor is appended to in place if nobody has written past
+        A shared half-filled page at the cursor is appended to in place if no lease has written past
         the cursor, else replaced by a copy, which `Lease.take_copies` reports.
         `OutOfPages` if free and evictable pages do not suffice; then nothing has changed.
         """

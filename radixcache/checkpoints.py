@@ -1,10 +1,10 @@
-"""Checkpoints: prefixes from which a sequence can go on, for what a tree of KV cannot cut shorter.
+"""Checkpoints: saved prefixes for models whose state, unlike KV, cannot be cut to a shorter prefix.
 
 A recurrent layer keeps one state of all tokens so far, and a layer with a sliding window keeps only
-its last tokens. So a hit goes on from the deepest *checkpoint* within the cached KV, and the tokens
-between are computed again in place. What a checkpoint holds (a slot, or pages of a window) is large
-and there are few: they are kept beside the tree of KV, each under a digest of its tokens, and used
-only where the KV of all these is cached, too.
+its last tokens. So a hit resumes at the deepest *checkpoint* within the cached KV, and the tokens
+from there to the end of the KV are computed again in place. A checkpoint holds a state's slot or
+pages of a window; these are large, so there are few. They are kept beside the tree of KV, each by a
+digest of its tokens, and are used only where the KV of all these tokens is cached, too.
 
 Eviction first takes *superseded* checkpoints (a conversation went on from one and left another),
 then kinds that are hardly ever hit, then the least recently used.
@@ -41,7 +41,7 @@ class Key(NamedTuple):
 
 @dataclass(slots=True)
 class Checkpoint(Generic[H]):
-    """A kept prefix, from which a sequence can go on by what it holds."""
+    """A kept prefix with what a sequence needs to resume from it."""
 
     key: Key
     held: H
@@ -52,10 +52,10 @@ class Checkpoint(Generic[H]):
 
 
 class CheckpointIndex(ABC, Generic[H]):
-    """Checkpoints by their tokens; a subclass knows what they hold.
+    """Finds and evicts checkpoints by their tokens; subclasses decide what a checkpoint holds.
 
     Args:
-        clock: the time of a use.
+        clock: returns the time, for `Checkpoint.last_use`.
     """
 
     def __init__(self, clock: Callable[[], int] = lambda: 0) -> None:
@@ -73,14 +73,14 @@ class CheckpointIndex(ABC, Generic[H]):
         self._lengths: dict[Hashable, Counter[int]] = {}
         """How many checkpoints, kept and written, there are of each length, by namespace."""
         self._pinned: Counter[Key] = Counter()
-        """Keys that are evicted after all others, whether or not there is such a checkpoint."""
+        """How often each key is pinned; a pinned key may have no checkpoint yet."""
         self._made: Counter[Kind] = Counter()
         self._hits: Counter[Kind] = Counter()
 
     @property
     @abstractmethod
     def counts(self) -> dict[str, int]:
-        """What running sequences and checkpoints hold, and what is free, between two steps."""
+        """Slots or pages: running sequences', checkpoints' and free ones, between two steps."""
 
     def depth(self, tokens: Tokens, namespace: Hashable, limit: int) -> int:
         """Length of the deepest checkpoint within the first `limit` tokens. Changes nothing.
@@ -152,9 +152,9 @@ class CheckpointIndex(ABC, Generic[H]):
         return checkpoint
 
     def _supersede(self, key: Key, before: Iterable[Key]) -> None:
-        """A sequence ended at `key`: of what it went on from, or left, a checkpoint that no other
-        sequence has used is superseded by this one; or this one by it, where ends are hit less
-        often than prompts, as where a template leaves out reasoning."""
+        """A sequence ended at `key`: mark those checkpoints superseded that it resumed from or left
+        and that no other sequence has used. Where ends are hit less often than prompts (a template
+        leaves out reasoning, say), mark the new one superseded instead."""
         for other in before:
             older = self._kept.get(other)
             if older is not None and older.kind in ("prompt", "end") and older.hits <= 1:
@@ -162,7 +162,7 @@ class CheckpointIndex(ABC, Generic[H]):
                 self._superseded[other if older.hits or ends_pay else key] = None
 
     def _victim(self) -> Checkpoint[H] | None:
-        """The checkpoint to evict next, none that the step reads."""
+        """The checkpoint to evict next; never one that the step reads."""
         for key in self._superseded:
             if not self._is_read(self._kept[key]) and key not in self._pinned:
                 return self._kept[key]
@@ -176,7 +176,7 @@ class CheckpointIndex(ABC, Generic[H]):
         return oldest or next(left, None)
 
     def _rare_kinds(self) -> set[Kind]:
-        # As if there had been two more of the kind and one more hit: a new kind may stay.
+        # Counts two more of the kind and one more hit than there were, so that a new kind may stay.
         return {kind for kind, n in self._made.items() if self._hits[kind] + 1 < RARELY * (n + 2)}
 
     def _is_read(self, checkpoint: Checkpoint[H]) -> bool:
@@ -184,7 +184,7 @@ class CheckpointIndex(ABC, Generic[H]):
         return False
 
     def _remove(self, checkpoint: Checkpoint[H]) -> None:
-        """Evict a kept checkpoint; what it held is the caller's."""
+        """Evict a kept checkpoint; the caller frees what it held."""
         del self._kept[checkpoint.key]
         self._superseded.pop(checkpoint.key, None)
         key = checkpoint.key
@@ -210,7 +210,7 @@ class CheckpointIndex(ABC, Generic[H]):
         return lengths
 
     def _check_keys(self) -> None:
-        """Assert that what is known of the keys agrees."""
+        """Assert that the tables of keys agree."""
         assert self._count_lengths() == self._lengths, "lengths are miscounted"
         assert self._superseded.keys() <= self._kept.keys(), "superseded, and gone"
         assert not self._kept.keys() & self._written.keys(), "a checkpoint is there and coming"

@@ -1,4 +1,4 @@
-"""What a cache has counted."""
+"""Counters of a cache: requests, hits, evictions."""
 
 from __future__ import annotations
 

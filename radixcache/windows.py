@@ -1,14 +1,14 @@
-"""Pages of the layers with a sliding window: sequences keep one window, checkpoints share pages.
+"""Pages of layers with a sliding window: sequences keep one window, checkpoints share pages.
 
-A query at position p of such a layer sees the keys after p - W, so a running sequence keeps the
-pages of its last window alone, in a table of its own beside that of the layers that see all. A
+A query at position p of such a layer sees the keys after p - W. So a running sequence keeps the
+pages of its last window alone, in a table beside that of the full layers, which see all tokens. A
 checkpoint at p (`radixcache.checkpoints`) holds the pages of (p - W, p) by reference: a page may
 belong to several checkpoints and sequences. Both kinds of pages have the same bytes and come from
-one pool, in which a page of all full layers holds `page_size` tokens and one of all windowed layers
-`WindowIndex.page_size`; what was used the longest ago goes first, leaf or checkpoint.
+one pool; a page of all full layers holds `page_size` tokens, a page of all windowed layers
+`WindowIndex.page_size`. Eviction takes the least recently used first, leaf or checkpoint.
 
-The page at p may be half-filled: its sequence goes on writing behind p, and others look before it.
-Whoever goes on from p copies it first.
+The page at p may be half-filled: its sequence goes on writing behind p, and others read before p. A
+sequence that resumes at p copies the page first.
 
 The pages of a checkpoint that is no longer than a window begin at the first token, so that others
 can go on from anywhere within; they look at multiples of `GRID` tokens.
@@ -37,7 +37,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class WindowedCache(Protocol):
-    """What the index needs of its cache."""
+    """The part of a cache that `WindowIndex` uses."""
 
     pool: PagePool
     clock: int
@@ -48,7 +48,7 @@ class WindowedCache(Protocol):
 
 
 class Window(NamedTuple):
-    """Consecutive pages of the windowed layers; the first token in them is number `first`."""
+    """Consecutive pages of the windowed layers, from the token at position `first` on."""
 
     first: int
     pages: Pages
@@ -68,9 +68,9 @@ class WindowIndex(CheckpointIndex[Window]):
     """The window tables of a cache's leases, and the checkpoints of windows.
 
     Args:
-        cache: gives the pages; its `windows` is this.
-        window: a query sees so many keys, its own among them.
-        page_size: tokens of a page of the windowed layers.
+        cache: gives the pages; its `windows` becomes this index.
+        window: number of keys that a query sees, its own included.
+        page_size: tokens per page of the windowed layers.
     """
 
     def __init__(self, cache: WindowedCache, window: int, page_size: int) -> None:
@@ -83,13 +83,13 @@ class WindowIndex(CheckpointIndex[Window]):
         """Forget everything, when all pages of the pool are free."""
         super().clear()
         self._refs = np.zeros(self._pool.num_pages, np.int32)
-        """Tables and checkpoints that hold each page; together they are one holder in the pool."""
+        """How many tables and checkpoints hold each page; the pool counts them as one holder."""
         self._running = np.zeros(self._pool.num_pages, np.int32)
-        """Tables alone."""
+        """How many tables alone hold each page."""
         self._holders: dict[Key, dict[Key, None]] = {}
         """The checkpoints that hold all of these tokens, whose number `GRID` divides."""
         self._inside: dict[Key, list[Key]] = {}
-        """The same the other way about."""
+        """The inverse: by checkpoint, the prefixes that its pages hold."""
         self.num_running = 0
         """Pages that tables hold: these cannot be evicted."""
 
@@ -99,8 +99,8 @@ class WindowIndex(CheckpointIndex[Window]):
         return {"running": self.num_running, "kept": kept, "free": self._pool.num_free}
 
     def tokens_in(self, num_pages: int, step_tokens: int) -> int:
-        """Tokens that a sequence may have in so many pages of both kinds, if a step computes at
-        most `step_tokens` of them."""
+        """Most tokens of a sequence that fit `num_pages` pages of both kinds, if a step computes at
+        most `step_tokens`."""
         size, own = self._pool.page_size, self.page_size
         spare = 3  # a page begun before the window, one that is copied, and one begun
         all_kept = (num_pages - spare) * size * own // (size + own)
@@ -142,7 +142,7 @@ class WindowIndex(CheckpointIndex[Window]):
         pages = self._cache.take_pages(count)
         self._refs[pages] = 1
         self._run(pages)
-        if table.shared_slots:  # the last page is others', too
+        if table.shared_slots:  # a checkpoint holds the last page, too
             table.copied = table.pages[-1:]
             table.copies.append(PageCopy(table.copied.item(), pages.item(0), table.shared_slots))
             table.pages, table.shared_slots = table.pages[:-1], 0
@@ -150,7 +150,7 @@ class WindowIndex(CheckpointIndex[Window]):
 
     @_change
     def slide(self, lease: Lease, num_tokens: int) -> None:
-        """Drop what no query at `num_tokens` or later sees, and pages that have been copied."""
+        """Drop pages that no query at `num_tokens` or later sees, and those that were copied."""
         table = lease.window
         assert table is not None
         if len(table.copied) and not table.copies:
@@ -176,7 +176,7 @@ class WindowIndex(CheckpointIndex[Window]):
         return max(super().depth(tokens, namespace, limit), inner.length if inner else 0)
 
     def find(self, tokens: Tokens, namespace: Hashable, limit: int) -> Checkpoint[Window] | None:
-        """As in `CheckpointIndex`, or a place inside a checkpoint, as one that is not kept."""
+        """As in `CheckpointIndex`; a place inside a checkpoint counts, as one that is not kept."""
         inner, _ = self._deepest_inside(tokens, namespace, limit)
         if inner is None or inner.length <= super().depth(tokens, namespace, limit):
             return super().find(tokens, namespace, limit)
@@ -218,10 +218,10 @@ class WindowIndex(CheckpointIndex[Window]):
 
     @_change
     def give(self, lease: Lease, tokens: Tokens, before: Iterable[Key] = ()) -> None:
-        """Make a checkpoint after `tokens`, all of which the lease's table has seen.
+        """Make a checkpoint after `tokens`, all of which are computed.
 
         Args:
-            before: the checkpoints that the sequence went on from, or left.
+            before: the checkpoints that the sequence resumed from, or left.
         """
         assert lease.window is not None
         if lease.window.copies or not len(tokens):  # nothing is new, and a page not yet copied
@@ -254,8 +254,8 @@ class WindowIndex(CheckpointIndex[Window]):
         return self._add(to, key, Window(first * size, pages), kind)
 
     def evict(self, last_use: int | None = None) -> bool:
-        """Evict a checkpoint if one is of no more use, or was used before `last_use` or then;
-        returns whether one went, which need not free a page. Within a change of the cache."""
+        """Evict a checkpoint if one is useless, or was last used at `last_use` or before; returns
+        whether one went, which need not free a page. Within a change of the cache."""
         victim = self._victim()
         if victim is None:
             return False
@@ -290,12 +290,12 @@ class WindowIndex(CheckpointIndex[Window]):
         self._refs[pages] += 1
 
     def _run(self, pages: Pages) -> None:
-        """A table has these pages, too."""
+        """Count one more table for these pages."""
         self._running[pages] += 1
         self.num_running += int(np.count_nonzero(self._running[pages] == 1))
 
     def _stop(self, pages: Pages) -> None:
-        """A table no longer has them."""
+        """Count one table less for these pages."""
         self._running[pages] -= 1
         self.num_running -= int(np.count_nonzero(self._running[pages] == 0))
         self._let_go(pages)
@@ -305,7 +305,7 @@ class WindowIndex(CheckpointIndex[Window]):
         self._pool.drop(pages[self._refs[pages] == 0])
 
     def check(self, leases: Iterable[Lease]) -> Pages:
-        """Assert every invariant; returns [num_pages] how often the pool counts each page."""
+        """Assert every invariant; returns [num_pages] 1 for each page that the index holds."""
         refs, running = np.zeros_like(self._refs), np.zeros_like(self._refs)
         for lease in leases:
             if (table := lease.window) is not None:

@@ -25,7 +25,7 @@ class RequestMetrics:
         ttft: from arrival to the first token of the first completion; None before it.
         latency: from arrival to now, or to the end once finished.
         tokens_per_second: tokens after those of the first step over the time since then.
-        preemptions: how often a completion was preempted for want of pages.
+        preemptions: how often a completion was preempted for lack of pages.
         loaded_tokens: tokens of the first completion loaded from a tier below the KV pool.
         load_seconds: how long the request waited for that.
         drafted_tokens: tokens drafted over all completions, by source: "tree" or "suffix".

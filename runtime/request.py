@@ -79,7 +79,7 @@ class Sequence:
         """Its length when it was admitted: it prefills up to there, then decodes."""
         self.cached_tokens = 0
         self.num_recomputed = 0
-        """Prompt tokens whose KV was cached, but computed again for want of a recurrent state."""
+        """Prompt tokens whose KV was cached, but computed again for lack of a checkpoint."""
         self.loaded: list[Loaded] = []
         """The stretches loaded from a tier below the pool."""
         self.preemptions = 0

@@ -34,25 +34,25 @@ if TYPE_CHECKING:
 
 
 SECTIONS = {
-    "environment": (1, 200),  # of which it builds kernels, where they are not packed
+    "environment": (1, 200),  # builds kernels if they are not packed
     "equality": (1, 85),
     "speed": (1, 200),
-    "triton": (2, 100),  # of which it compiles for most
+    "triton": (2, 100),  # most of it compiling
     "layers": (2, 70),
     "families": (2, 90),
     "serving": (2, 120),
     "correctness": (2, 90),
     "llm": (2, 100),
     "cascade": (2, 95),
-    "profiles": (2, 100),  # last: whoever was profiled once is slower from then on
+    "profiles": (2, 100),  # last: profiling slows a process from then on
 }
-"""Modules with a function `run(place, report)`, what answers most first; the call, of the two of at
-most nine minutes that a borrowed machine gets; and seconds. What does not fit is reported as not
-run."""
+"""Modules with a function `run(place, report)`, most telling first; which of the two calls (each
+at most nine minutes on a borrowed machine) runs them; and a limit in seconds. Work that does not
+fit is reported as not run."""
 
 CANNOT_RUN = 2
 _RESERVE = 10  # seconds before a section's limit, in which nothing new begins
-_GRACE = 10.0  # seconds after it, in which it may say where it hangs
+_GRACE = 10.0  # seconds after it, in which a section may print where it hangs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_all(args: argparse.Namespace) -> int:
-    """Each section in a process of its own; the environment first, which tells of FlashInfer."""
+    """Run each section in its own process, `environment` first: it says whether FlashInfer runs."""
     wanted = args.only or [n for n, (call, _) in SECTIONS.items() if args.call in (None, call)]
     names = [name for name in SECTIONS if name in {"environment", *wanted}]
     options = ["--out", str(args.out)]
@@ -96,7 +96,7 @@ def command_of(name: str, options: Sequence[str]) -> list[str]:
 
 
 def run_apart(name: str, options: Sequence[str], out: Path) -> int:
-    """A section in another process; a row says so if it ended badly. Returns its exit status."""
+    """Run a section in another process, with a row if that fails. Returns its exit status."""
     rows, limit = out / f"{name}.jsonl", SECTIONS[name][1]
     rows.unlink(missing_ok=True)
     print(f"\n== {name}", flush=True)
@@ -111,7 +111,7 @@ def run_apart(name: str, options: Sequence[str], out: Path) -> int:
     except subprocess.TimeoutExpired:
         status, failure = 1, f"took longer than its {limit} s"
     finally:
-        with suppress(ProcessLookupError, PermissionError):  # and what it may have left behind
+        with suppress(ProcessLookupError, PermissionError):  # and processes that it left behind
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if failure:
@@ -123,7 +123,7 @@ def run_here(args: argparse.Namespace) -> int:
     logging.basicConfig(format="%(levelname)s %(message)s")
     name, limit = args.section, SECTIONS[args.section][1]
     faulthandler.enable()
-    faulthandler.dump_traceback_later(limit, exit=True)  # says where it hangs
+    faulthandler.dump_traceback_later(limit, exit=True)  # prints where it hangs
     report = Report(name, args.out / f"{name}.jsonl", limit - _RESERVE)
     try:
         with _place(args) as place:
@@ -140,7 +140,7 @@ def run_section(name: str, place: Place, report: Report) -> None:
 
 def _place(args: argparse.Namespace) -> AbstractContextManager[Place]:
     if args.rehearse:
-        # By name: the stand-in for FlashInfer is the tests', and comes with a checkout only.
+        # Imported by name: the stand-in for FlashInfer is in tests/, which only a checkout has.
         rehearsal: Any = importlib.import_module("tests.bench.gpu.rehearsal")
         place: AbstractContextManager[Place] = rehearsal.rehearsal_place(args.out)
         return place
@@ -150,7 +150,7 @@ def _place(args: argparse.Namespace) -> AbstractContextManager[Place]:
 
 
 def merge(out: Path) -> None:
-    """Write what all sections have found, of earlier calls too, into one JSON and one table."""
+    """Write the rows of all sections, earlier calls included, into one JSON file and one table."""
     rows = read_rows(out, SECTIONS)
     counts = Counter(row.status for row in rows)
     statuses = ("ok", "FAIL", "met", "missed", "measured", "not run")

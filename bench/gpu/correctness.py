@@ -1,4 +1,4 @@
-"""Every path of the FlashInfer backend on random data against plain torch in float32."""
+"""Checks every path of the FlashInfer backend against plain torch in float32, on random data."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SHAPES: dict[str, tuple[Lens, int]] = {
     "cascade": ([(1, 1024 + n) for n in (3, 0, 170, 30, 6, 512)], 1024),
     "cascade, mixed": ([*((1, 1024 + n) for n in (3, 0, 170, 30)), (20, 100)], 1024),
 }
-"""Lengths, and how many tokens the decodes share."""
+"""(New, cached) tokens of each sequence, and how many tokens the decodes share."""
 
 
 def run(place: Place, report: Report) -> None:
@@ -65,7 +65,7 @@ def run(place: Place, report: Report) -> None:
     report.check("copy-on-write", _copies, place, 64)
     report.check("copy-on-write beyond 2^31 elements", _copies, place, None)
     for rule in ({"window": 256}, {"softcap": 20.0}, {"window": 256, "softcap": 20.0}):
-        for heads in ((8, 2), (8, 4)):  # on tensor cores, and without
+        for heads in ((8, 2), (8, 4)):  # with tensor cores, and without
             lens, _ = _shrunk(place, [(1, 700), (64, 900)], 0)
             with_rule = partial(make, 5, lens, heads=heads, **rule)
             name = " and ".join(rule)
@@ -73,7 +73,7 @@ def run(place: Place, report: Report) -> None:
 
 
 def _shrunk(place: Place, lens: Lens, share: int) -> tuple[Lens, int]:
-    """Lengths for a rehearsal; what is shared stays whole pages."""
+    """Shorter lengths for a rehearsal; shared prefixes stay whole pages."""
     by = place.sizes.shrink
     return [(min(new, max(2, new // by)), cached // by) for new, cached in lens], share // by
 
@@ -92,7 +92,7 @@ def _planted(place: Place, make: Callable[..., Step]) -> str:
 
 
 def _graph(place: Place, rows: int) -> str:
-    """A cascade, of as many rows as a graph may have: the workspace must hold its results."""
+    """A cascade of as many rows as a graph may have: its results must fit the workspace."""
     by, rng = place.sizes.shrink, np.random.default_rng(4)
     share = 2048 // by
     lens = [[(1, share + int(n)) for n in rng.integers(0, 128 // by, rows)] for _ in range(2)]
@@ -100,7 +100,7 @@ def _graph(place: Place, rows: int) -> str:
 
 
 def _prefill_graph(place: Place, shape: Shape) -> str:
-    """Decodes and chunks, some of which go on from long prefixes, in a batch that is filled up."""
+    """Decodes and chunks, some behind long prefixes, in a padded batch."""
     by, rng = place.sizes.shrink, np.random.default_rng(shape.tokens)
     lens = []
     for count in (1, shape.sequences - 1, shape.sequences // 2):
@@ -114,7 +114,7 @@ def _prefill_graph(place: Place, shape: Shape) -> str:
 
 @torch.inference_mode()
 def _replayed(place: Place, lens: Sequence[Lens], share: int, shape: Shape) -> str:
-    """The worst of steps in one graph, each on other tables."""
+    """The worst error of steps replayed in one graph, each with other page tables."""
     dim = place.sizes.head_dims[-1]
     make = partial(make_step, place, page_size=16, heads=(32, 8), dim=dim, share=share)
     steps = [make(seed, each) for seed, each in enumerate(lens)]

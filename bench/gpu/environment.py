@@ -1,4 +1,4 @@
-"""What the machine is, what is installed there, and whether FlashInfer runs."""
+"""Reports the machine, the installed packages, and whether FlashInfer runs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _output(command: Sequence[str]) -> list[str]:
 
 
 def _flashinfer(place: Place) -> str:
-    """A whole try of the backend, on layers like Llama's; its traceback tells what is wrong."""
+    """Try the backend once, on a layer like Llama's; its traceback shows what is wrong."""
     if not place.with_flashinfer:
         raise NotRun("it is left out")
     dim = place.sizes.head_dim

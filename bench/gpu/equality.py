@@ -1,8 +1,8 @@
-"""The engine's greedy tokens on the device: cache on and cache off are plain transformers'.
+"""Checks the engine's greedy tokens on a GPU, with and without a cache, against transformers'.
 
 Kernels that add in another order may choose another token where two are nearly tied in bfloat16. So
-a float32 copy of the model, in plain transformers, judges every token on what stands before it: it
-is the best one there, or tied with it; anything further off is a FAIL.
+a float32 copy of the model, in plain transformers, judges every token after those before it: that
+must be the best one, or tied with the best; anything else is a FAIL.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def run(place: Place, report: Report) -> None:
 
 
 def make_prompts(sizes: Sizes) -> list[Tokens]:
-    """Seven share a long stem, enough for a cascade; three branch off in mid-page."""
+    """Seven prompts share a stem long enough for a cascade; three branch off in mid-page."""
     rng = np.random.default_rng(11)
 
     def tokens(count: int) -> Tokens:
@@ -57,7 +57,7 @@ def make_prompts(sizes: Sizes) -> list[Tokens]:
 
 
 class Judge:
-    """Plain transformers in float32.
+    """Judges answers by plain transformers in float32.
 
     Args:
         near: the share of their row's range by which two tied logits may differ.
@@ -67,11 +67,11 @@ class Judge:
         if model._supports_sdpa:
             model.set_attn_implementation("sdpa")
         self._model, self.near = model, near
-        self._known: dict[bytes, torch.Tensor] = {}  # the same answers come again and again
+        self._known: dict[bytes, torch.Tensor] = {}  # the same answers come repeatedly
 
     @torch.inference_mode()
     def logits(self, prompt: Sequence[int] | Tokens, answer: list[int]) -> torch.Tensor:
-        """[len(answer), vocabulary] from which each token of the answer was to be chosen."""
+        """Logits [len(answer), vocabulary] from which each token of the answer should be chosen."""
         ids = torch.tensor([[*map(int, prompt), *answer]])
         key = ids.numpy().tobytes()
         if key not in self._known:
@@ -82,8 +82,8 @@ class Judge:
 
     @torch.inference_mode()
     def worst_choice(self, model: PreTrainedModel, prompts: Sequence[Tokens]) -> float:
-        """How far off the worst of the tokens is that plain transformers likes best behind each
-        token of the prompts, with `model` of another dtype."""
+        """The largest gap, judged here, of the greedy choices of `model` (transformers in another
+        dtype) after each token of the prompts."""
         worst = 0.0
         for prompt in prompts:
             ids = torch.from_numpy(prompt)[None].long().to(self._model.device)
@@ -94,7 +94,7 @@ class Judge:
         return worst
 
     def __call__(self, prompts: Iterable[Sequence[int] | Tokens], answers: list[list[int]]) -> str:
-        """Says how many tokens are its own; AssertionError if one is neither that nor tied."""
+        """Says how many tokens are the best; AssertionError if one is neither best nor tied."""
         own = count = 0
         for prompt, answer in zip(prompts, answers, strict=True):
             found = self.logits(prompt, answer)
@@ -119,10 +119,10 @@ def compare(
     place: Place, model: PreTrainedModel, judge: Judge, prompts: list[Tokens],
     cache: Cache = RadixCache, page_size: int = 16,
 ) -> str:  # fmt: skip
-    """Says what the judge says of all prompts at once, then of all again, now cached."""
+    """Run all prompts at once, then again, now cached; says what the judge finds."""
     total = sum(len(prompt) + place.sizes.answer for prompt in prompts)
     parts = []
-    # So small a model would never read enough twice.
+    # Lowered, as so small a model would never share enough bytes for a cascade.
     with patch.object(model_runner, "MIN_SAVED", 0), engine_on(
         place, model, num_tokens=2 * total, cache=cache, page_size=page_size,
         max_num_batched_tokens=512, max_num_seqs=16,

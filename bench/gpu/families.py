@@ -1,8 +1,8 @@
-"""Families that differ from Llama, in FlashInfer's operations: their greedy tokens are those of
-plain transformers.
+"""Checks families that differ from Llama, in FlashInfer's operations: their greedy tokens must be
+plain transformers'.
 
-A near-tie of two experts in bfloat16 gives a row another MLP. So tokens count as tied that are no
-further off than those that transformers itself chooses in the model's dtype.
+A near-tie of two experts in bfloat16 can give a row another MLP. So a token counts as tied if its
+gap is no larger than those of transformers' own choices in the model's dtype.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
     },
 }  # fmt: skip
-"""Beside the sizes of the model of `equality`: norms, windows, gates and experts of all kinds."""
+"""Settings besides the sizes of `equality`'s model: norms, windows, gates, experts of all kinds."""
 
 _MARGIN = 1.5  # over the largest error of transformers' own choices
 

@@ -1,4 +1,4 @@
-"""FlashInfer's kernels by name; those of the check's first call are built all at once."""
+"""Names FlashInfer's kernels, and builds those of the check's first call all at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TENSOR_CORE_GROUP = 4  # as in the backend, which cannot be imported without Fl
 
 
 def small_kernels() -> list[Any]:
-    """FlashInfer's recipes of all but attention."""
+    """FlashInfer's build recipes for all kernels but attention."""
     from flashinfer.jit import activation, cascade, norm, page, rope, sampling
 
     return [
@@ -30,7 +30,7 @@ def small_kernels() -> list[Any]:
 
 
 def attention_kernels(kind: LayerKind, dtype: torch.dtype) -> list[Any]:
-    """The recipes of a kind of layer: prefill, and decode where that has no tensor cores."""
+    """The build recipes for a kind of layer: prefill, and decode if without tensor cores."""
     from flashinfer.jit.attention import modules
 
     rules = (kind.window is not None, kind.softcap is not None)
@@ -42,8 +42,8 @@ def attention_kernels(kind: LayerKind, dtype: torch.dtype) -> list[Any]:
 
 
 def build(place: Place) -> Iterator[Row]:
-    """On all cores, before anything waits for one kernel after the other; nothing where they are
-    built already, or cannot be."""
+    """Build missing kernels on all cores, since a step would wait for one after the other; builds
+    nothing without nvcc and ninja."""
     can_build = shutil.which("nvcc") and shutil.which("ninja") and torch.version.cuda
     if not place.with_flashinfer or not can_build or os.environ.get("FLASHINFER_DISABLE_JIT"):
         return

@@ -1,4 +1,4 @@
-"""Every kind of layer that a supported model has, once through the backend."""
+"""Tries every kind of attention layer of the supported models in the backend, once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _kinds(
     windows: tuple[int | None, ...] = (None,),
     cap: float | None = None,
 ) -> list[LayerKind]:
-    """Layers by (query heads of a KV head, head size), and by window."""
+    """A kind for each (query heads per KV head, head size) and each window."""
     return [
         LayerKind(2 * group, 2, dim, dim, dim**-0.5, window, cap)
         for group, dim in shapes
@@ -34,10 +34,10 @@ LAYERS = {
     "gemma2": _kinds([(2, 256), (2, 128)], (None, 4096), 50.0),
     "gemma3_text": _kinds([(4, 256), (2, 256), (2, 128)], (None, 1024)),
 }
-"""Of published checkpoints of some model types."""
+"""Kinds of layers in published checkpoints, by model type."""
 
 MLA = LayerKind(16, 1, 512, 64, 192**-0.5, mla=True)
-"""Over latents: of DeepSeek-V2-Lite."""
+"""The layers of DeepSeek-V2-Lite, which attend over latents."""
 
 
 def run(place: Place, report: Report) -> None:

@@ -1,7 +1,7 @@
-"""`LLM()` as its users have it, on the device, with the bundled model.
+"""Checks `LLM()` as users call it, on the GPU, with the bundled model.
 
-Plain transformers in float32, on the CPU, judge every token on what stands before it: greedy tokens
-are the best ones or tied with them, sampled ones lie in the nucleus.
+Plain transformers in float32, on the CPU, judge every token after those before it: greedy tokens
+must be the best ones or tied with them, sampled ones must lie in the nucleus.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from radixcache.bench.gpu.report import Report
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 
 NEAR = 2e-2
-"""Of a row's range, which is about 30 nats: two tokens that bfloat16 may swap."""
+"""Logits this close, as a share of a row's range (some 30 nats), may swap in bfloat16."""
 
 TEMPERATURE, TOP_P = 0.8, 0.9
 SLACK = 0.05
-"""Of probability, by which bfloat16 may widen the nucleus."""
+"""Probability by which bfloat16 may widen the nucleus."""
 
 TABLE = "\n".join(
     f"{name} is {age} years old and lives in {city}."
@@ -31,7 +31,7 @@ PROMPTS = [
     f"{TABLE}\n{text}"
     for text in ("Who is the oldest?", "Where does Bob live?", "Name all the cities.", "How")
 ]
-MEMORY = "256MB"  # several LLMs are there at once, and by default each takes most of the device
+MEMORY = "256MB"  # several LLMs run at once, and by default each takes most of the GPU
 
 
 def run(place: Place, report: Report) -> None:
@@ -60,7 +60,7 @@ def _backend(place: Place, llm: LLM) -> str:
 
 
 def _greedy(place: Place, llm: LLM, judge: Judge) -> str:
-    """Cold and then cached."""
+    """Judges answers to prompts computed cold, then to the same prompts cached."""
     params = SamplingParams(temperature=0, max_tokens=place.sizes.answer)
     prompts = [llm.encode(prompt) for prompt in PROMPTS]
     return judge([*prompts, *prompts], _generate(llm, params) + _generate(llm, params))
@@ -89,7 +89,7 @@ def _sampled(place: Place, llm: LLM, judge: Judge) -> str:
 
 
 def _mass_before(logits: torch.Tensor, answer: list[int]) -> float:
-    """The most that the likelier tokens have together, of any token of the answer."""
+    """The largest total probability of likelier tokens, over the tokens of the answer."""
     shares = (logits / TEMPERATURE).softmax(-1)
     own = shares.gather(-1, torch.tensor(answer)[:, None])
     return float((shares * (shares > own)).sum(-1).max())

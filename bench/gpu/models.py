@@ -1,4 +1,4 @@
-"""Models with random weights, made on the device, and engines over them."""
+"""Makes models with random weights on the GPU, and engines that run them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from radixcache.runtime.request import Request
 
 Cache = type[RadixCache] | type[HashBlockCache] | type[NoCache]
 
-# How much larger than variance-keeping the weights are: attention and choices become clear.
+# Factors on variance-keeping weights, which make attention and greedy choices clear.
 _GAINS = {"q_proj": 2.5, "k_proj": 2.5, "lm_head": 4.0}
 
 
@@ -71,7 +71,7 @@ def random_model(place: Place, config: PreTrainedConfig, seed: int = 0) -> Any:
 
 @torch.no_grad()
 def _join(linears: Sequence[torch.nn.Linear]) -> None:
-    """Let the weights lie one below the other, where the decoder loop takes them as one."""
+    """Store the weights one below the other, so that the decoder loop uses them as one."""
     joined = torch.cat([linear.weight for linear in linears])
     parts = joined.split([len(linear.weight) for linear in linears])
     for linear, part in zip(linears, parts, strict=True):
@@ -79,7 +79,7 @@ def _join(linears: Sequence[torch.nn.Linear]) -> None:
 
 
 class _Memory(Checkpoint):
-    """A checkpoint that is a model's own memory."""
+    """A checkpoint that reads the weights of a model in memory."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._weights = {name: w.detach() for name, w in model.state_dict().items()}
@@ -93,7 +93,7 @@ class _Memory(Checkpoint):
 
 
 def paged(model: PreTrainedModel) -> PagedModel:
-    """The model in the decoder loop, over the same memory."""
+    """The same model in the decoder loop, with its weights shared."""
     architecture = describe(model.config.to_dict())
     weights = CheckpointWeights(_Memory(model), architecture)
     return Decoder(architecture, model.generation_config, weights, model.dtype, model.device)
@@ -110,10 +110,7 @@ def engine_on(
     max_num_batched_tokens: int = 8192,
     max_num_seqs: int = 256,
 ) -> Iterator[Engine]:
-    """An engine whose KV pool is full of noise; its memory is free again afterwards.
-
-    The attention backend keeps state for one engine, so each gets one of its own.
-    """
+    """An engine with noise in its KV pool and its own attention backend, freed at the end."""
     on_pages = paged(model)
     if place.with_flashinfer and on_pages.placement.count("FlashInfer") != 2:
         raise RuntimeError(f"something fell back to torch, the log says why: {on_pages.placement}")
@@ -165,7 +162,7 @@ def greedy(max_tokens: int) -> SamplingParams:
 def decoding(
     place: Place, model: PreTrainedModel, batch: int, steps: int, page_size: int = 16
 ) -> Iterator[Engine]:
-    """An engine in which so many sequences decode, their KV taken as computed, for `steps` more."""
+    """An engine that decodes `batch` sequences for `steps` more steps, behind made-up KV."""
     context, rng = place.sizes.decode_context, np.random.default_rng(batch)
     with engine_on(
         place, model, num_tokens=batch * (context + 256), page_size=page_size, max_num_seqs=batch
@@ -194,14 +191,14 @@ def last_graph(engine: Engine) -> Work:
 
 
 def prefill_graph(engine: Engine, tokens: int) -> Work | None:
-    """The graph of a step with so many new tokens of one prompt."""
+    """The graph that runs `tokens` new tokens of one prompt, if there is one."""
     replays = engine.runner.graphs._replays if engine.runner.graphs else {}
     fits = [s for s in replays if s.tokens >= tokens and not s.only_decodes]
     return replays[min(fits)] if fits else None
 
 
 def run_all(engine: Engine, prompts: list[Tokens], max_tokens: int) -> list[Request]:
-    """All prompts at once, to their end."""
+    """Run all prompts at once, to their ends."""
     requests = [engine.add_request(prompt, greedy(max_tokens)) for prompt in prompts]
     while engine.has_work:
         engine.step()

@@ -1,13 +1,13 @@
-"""Packs FlashInfer for a GPU machine without network: with its kernels, or to be built there.
+"""Packs FlashInfer for a GPU machine without network: with built kernels, or as sources.
 
     python -m radixcache.bench.gpu.pack --sources flashinfer.tgz
     python -m radixcache.bench.gpu.pack flashinfer.tgz
 
-The first takes seconds and no compiler here; that machine needs nvcc and ninja, and the check
-builds on all of its cores what its first call needs. The second needs nvcc 13.0 and gcc here, but
-no GPU, and an hour of two cores; what is built stays in the build folder, where a second call goes
-on. Either loads half a gigabyte. On that machine `bench/gpu_session.sh` unpacks the archive and
-sources its `env.sh`.
+The first takes seconds and no compiler here; the GPU machine needs nvcc and ninja, and the check's
+first call builds its kernels on all cores there. The second needs nvcc 13.0 and gcc here, but no
+GPU, and an hour on two cores; built kernels stay in the build folder, and a second call continues
+from them. Both download half a gigabyte. On the GPU machine `bench/gpu_session.sh` unpacks the
+archive and sources its `env.sh`.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from radixcache.bench.gpu.layers import LAYERS, MLA
 
 FLASHINFER = "flashinfer-python==0.7.2.post1"
 HEADERS = ("nvidia-curand==10.4.0.35", "nvidia-cublas==13.0.2.14")
-"""Of which only the headers are taken: `sampling` includes those of one, `norm` of the other."""
+"""Packages used for their headers alone: `sampling` includes the first's, `norm` the second's."""
 
 NEEDED = (
     "apache-tvm-ffi==0.1.15.post2", "nvidia-ml-py", "packaging", "requests", "urllib3", "idna",
     "certifi", "charset-normalizer", "tqdm", "filelock", "jinja2", "markupsafe", "ninja",
 )  # fmt: skip
-"""What FlashInfer imports besides torch and numpy, and what it builds with."""
+"""Packages that FlashInfer imports besides torch and numpy, and builds with."""
 
 PARTS = "activation cascade decode norm page prefill rope sampling"
-"""Modules that are packed, with what they import; the rest of FlashInfer stays behind."""
+"""Modules to pack, with their imports; the rest of FlashInfer is left out."""
 
 _INCLUDED = (
     "include", "cccl/cub", "cccl/libcudacxx/include", "cccl/thrust", "cutlass/include",
     "spdlog/include", "csrc/nv_internal",
 )  # fmt: skip
-"""What kernels include, of FlashInfer's data, besides the files of `csrc`."""
+"""Folders of FlashInfer's data that kernels include, besides `csrc`."""
 
 ENV = """\
 _here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def fetch(build: Path, python: str) -> None:
-    """FlashInfer's sources, what it imports, here and there, and headers; each only once."""
+    """Download FlashInfer's sources, its imports (for both machines) and headers, unless there."""
     wheels = build / "wheels"
     for requirement in (FLASHINFER, *HEADERS):
         name = requirement.partition("==")[0].replace("-", "_")
@@ -110,7 +110,7 @@ def _pip(verb: str, *arguments: str | Path) -> None:
 
 
 def link_stub(build: Path) -> Path:
-    """An empty library in the place of the driver's, to link with."""
+    """Make an empty library to link with, in place of the driver's."""
     stub = build / "stub"
     stub.mkdir(exist_ok=True)
     if (compiler := shutil.which("gcc")) is not None:
@@ -123,7 +123,7 @@ def link_stub(build: Path) -> Path:
 
 
 def compile_kernels(build: Path, only: Sequence[str] | None, arch: str) -> list[str]:
-    """Build what is not built yet into `aot` of the build folder; returns the kernels' names."""
+    """Build missing kernels into `aot` of the build folder; returns all kernels' names."""
     nvcc = Path(shutil.which("nvcc") or "").resolve()
     usual = Path("/usr/local/cuda")  # nvcc may be a script elsewhere that calls the one there
     home = usual if (usual / "bin/nvcc").exists() else nvcc.parent.parent
@@ -157,7 +157,7 @@ def compile_kernels(build: Path, only: Sequence[str] | None, arch: str) -> list[
 
 
 def _specs() -> list[Any]:
-    """FlashInfer's own recipes for whatever the backend may ask of it for `LAYERS`."""
+    """FlashInfer's build recipes for all kernels that the backend may use for `LAYERS`."""
     from flashinfer.jit.attention import modules
 
     found = small_kernels()
@@ -171,7 +171,7 @@ def _specs() -> list[Any]:
 
 
 def write(build: Path, archive: Path, kernels: Iterable[str], arch: str, python: str) -> None:
-    """Write the archive: the kernels, what loads them, and what that needs."""
+    """Write the archive: kernels, the modules that load them, and their imports."""
     code = f"import flashinfer, sys\nfrom flashinfer import {', '.join(PARTS.split())}\n" + (
         "print(*(m.__file__ for n, m in list(sys.modules.items())"
         " if n.split('.')[0] == 'flashinfer' and getattr(m, '__file__', None)), sep='\\n')"

@@ -1,4 +1,4 @@
-"""Where the check runs, an NVIDIA GPU or in a rehearsal a pretended one, and how big all is."""
+"""Where the check runs (an NVIDIA GPU, or a pretended one in a rehearsal), and its sizes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _CLEAR = llama(2048, 512, 1024, 4, 8, 2, 64, 4096)
 
 
 class Sizes(NamedTuple):
-    """Numbers of the sections, on a GPU unless said otherwise. Lengths in tokens."""
+    """Sizes that the sections use, with their values on a GPU. Lengths are in tokens."""
 
     repeat: int = 7
     # Ceilings
@@ -77,12 +77,12 @@ class Sizes(NamedTuple):
 
 @dataclass
 class Place:
-    """A device, how to run and time things there, and how big they are.
+    """A device, with the sizes to run there, and ways to run and time work on it.
 
     Attributes:
         out: the folder of the results.
-        with_flashinfer: whether it runs there; else plain torch alone.
-        bandwidth: bytes a second that the device reaches at best; 0 if not measured.
+        with_flashinfer: whether FlashInfer runs there; else plain torch alone.
+        bandwidth: the device's best bytes per second; 0 if not measured.
     """
 
     device: torch.device
@@ -102,14 +102,14 @@ class Place:
         return torch.randn(*shape, dtype=self.dtype, device=self.device).mul_(scale)
 
     def capture(self, work: Work) -> Work:
-        """A replay of `work`, from memory of its own."""
+        """Capture `work` as a graph with its own memory; returns its replay."""
         return cuda_graphs._Capture(self.device)(work)
 
     def gpu_seconds(self, works: Sequence[Work], repeat: int = 7) -> float:
-        """Median seconds of one work on the device alone; the host's launches do not count.
+        """Median seconds per work on the device; the host's launches do not count.
 
-        All works are captured into one graph. Let them touch different memory, more than the L2
-        cache together, as a model's layers do.
+        All works are captured into one graph. They should touch different memory, larger than the
+        L2 cache together, as a model's layers do.
         """
 
         def all_works() -> torch.Tensor:
@@ -134,7 +134,7 @@ class Place:
 
 def gpu_place(out: Path, with_flashinfer: bool) -> Place:
     torch.backends.cuda.matmul.allow_tf32 = False  # the references are float32
-    torch.backends.cuda.enable_cudnn_sdp(False)  # in transformers: it makes a plan for every shape
+    torch.backends.cuda.enable_cudnn_sdp(False)  # which plans anew for every shape in transformers
     if not with_flashinfer:
         sys.modules["flashinfer"] = None  # type: ignore[assignment]  # so nobody can import it
     device = torch.device("cuda", torch.cuda.current_device())

@@ -1,7 +1,7 @@
-"""Where the device's time goes: the longest kernels, and traces for a viewer.
+"""Shows where the device's time goes: the longest kernels, and traces for a viewer.
 
-CUPTI stays attached to a process that was profiled once and slows what comes after: so this is the
-last section, and what it times is told as a share only.
+CUPTI stays attached to a profiled process and slows it from then on: so this is the last section,
+and it reports shares of time only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from radixcache.bench.gpu.report import Report, Row, figure
 from radixcache.bench.gpu.speed import asking
 
 LONGEST = 12
-"""Kernels that are named."""
+"""How many kernels a row lists."""
 
 
 def run(place: Place, report: Report) -> None:
@@ -43,7 +43,7 @@ def _question(place: Place, model: PreTrainedModel, cached: int) -> Iterator[Row
 
 
 def _profile(place: Place, name: str, work: Work) -> Row:
-    """The device's busy share in one run of `work`, and its longest kernels; keeps the trace."""
+    """The device's busy share in one run of `work`, and its longest kernels; saves the trace."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities) as found:

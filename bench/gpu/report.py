@@ -1,4 +1,4 @@
-"""What a run finds: rows that are printed and written as they are found, merged into one table."""
+"""Collects results as rows, prints and writes each at once, and merges them into one table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 class NotRun(Exception):
-    """Something cannot be checked or measured here; the message says why."""
+    """Raised where something cannot be checked or measured; the message says why."""
 
 
 @dataclass
@@ -38,10 +38,10 @@ class Row:
         return "\n".join([head, *(f"         | {line}" for line in self.lines)])
 
     def tell(self, path: Path) -> None:
-        """Print it, and append it to a file of rows."""
+        """Print the row, and append it to a file of rows."""
         print(self, flush=True)
         with path.open("a", encoding="utf-8") as file:
-            # On a line of its own, whatever a process that died has left before it.
+            # Begins a new line, in case a process died while it wrote one.
             file.write("\n" + json.dumps(asdict(self), ensure_ascii=False) + "\n")
 
 
@@ -54,7 +54,7 @@ def figure(
     note: str = "",
     lines: Sequence[str] = (),
 ) -> Row:
-    """A measured value, and what it should be."""
+    """A row for a measured value and its aim."""
     bounds = [("≤", at_most), ("≥", at_least)]
     aim = " ".join(f"{sign} {bound:.4g}" for sign, bound in bounds if bound is not None)
     missed = (at_most is not None and value > at_most) or (
@@ -68,8 +68,8 @@ class Report:
     """Collects the rows of one section.
 
     Args:
-        path: of its rows, one line of JSON each.
-        seconds: after which nothing new is started.
+        path: file for the rows, a line of JSON each.
+        seconds: time after which no new check starts.
     """
 
     def __init__(self, section: str, path: Path, seconds: float) -> None:
@@ -78,11 +78,11 @@ class Report:
         self._end = time.monotonic() + seconds
 
     def check(self, name: str, work: Callable[..., str | None], *arguments: object) -> None:
-        """A row that is ok unless `work` raises; what it returns is told along."""
+        """Add a row that is ok unless `work` raises; its text is what `work` returns."""
         self.measure(name, lambda: [Row(name, "ok", work(*arguments) or "")])
 
     def measure(self, name: str, work: Callable[..., Iterable[Row]], *arguments: object) -> None:
-        """A row for each figure of `work`."""
+        """Add each row that `work` yields; if it raises, a row that says so."""
         try:
             if time.monotonic() > self._end:
                 raise NotRun("no time left")
@@ -90,9 +90,7 @@ class Report:
                 self._add(row)
         except Exception as error:
             kind = type(error).__name__
-            if (
-                isinstance(error, NotRun) or kind == "MissingJITCacheError"
-            ):  # a kernel's, in an archive
+            if isinstance(error, NotRun) or kind == "MissingJITCacheError":  # kernel not packed
                 self.tell(name, str(error)[:200], status="not run")
                 return
             first = str(error).strip().partition("\n")[0][:200]
@@ -101,7 +99,7 @@ class Report:
             _check_device()
 
     def tell(self, name: str, text: str, lines: Iterable[str] = (), status: str = "note") -> None:
-        """A row without a value."""
+        """Add a row without a value."""
         self._add(Row(name, status, text, lines=[*lines]))
 
     def _add(self, row: Row) -> None:
@@ -123,23 +121,23 @@ def read_rows(folder: Path, sections: Iterable[str]) -> list[Row]:
     for section in sections:
         path = folder / f"{section}.jsonl"
         for line in path.read_text("utf-8", "replace").splitlines() if path.exists() else ():
-            with suppress(json.JSONDecodeError):  # its process died in the middle of it
+            with suppress(json.JSONDecodeError):  # its process died while it wrote the line
                 rows.append(Row(**json.loads(line)))
     return rows
 
 
 def table(rows: Iterable[Row]) -> str:
-    """In Markdown."""
+    """The rows as a Markdown table."""
     lines = ["| section | what | result | aim | |", "|---|---|---|---|---|"]
     for row in rows:
         cells = (row.section, row.name, row.status, row.aim, row.shown or row.text)
         lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
-        if row.status == "FAIL":  # what it said last
+        if row.status == "FAIL":  # the last lines of its traceback
             lines += [f"| | `{line[:160].replace('|', '/')}` | | | |" for line in row.lines[-3:]]
     return "\n".join(lines)
 
 
 def failed(rows: Iterable[Row]) -> bool:
-    """Whether any row is FAIL, or nothing at all was found right."""
+    """Whether any row is FAIL, or no row has a result."""
     statuses = {row.status for row in rows}
     return "FAIL" in statuses or not {"ok", "met", "missed", "measured"} & statuses

@@ -1,4 +1,4 @@
-"""Many clients on one shared prefix: over HTTP, and in transformers' `generate_batch`."""
+"""Measures many clients on one shared prefix: over HTTP, and in transformers' `generate_batch`."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from radixcache.bench.gpu.report import Report, Row, figure
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 
 AIM = 2.0
-"""Times the requests a second of `generate_batch`."""
+"""Wanted requests per second over HTTP, in multiples of `generate_batch`'s."""
 
 _START_SECONDS = 60
 
 
 class Served(NamedTuple):
-    """One request: seconds to the first token and to the end, and tokens that came."""
+    """Figures of one request: seconds to the first token and to the end, and tokens received."""
 
     first: float
     whole: float
@@ -50,12 +50,12 @@ def run(place: Place, report: Report) -> None:
         prompts = [prefix + tokens for tokens in own]
         rates: list[float] = []
         report.measure("HTTP", _http, place, folder, prompts, rates)
-        few = prompts[: sizes.clients]  # all at once; of 256 it had none after 90 s (H100)
+        few = prompts[: sizes.clients]  # all at once: it had answered none of 256 after 90 s (H100)
         report.measure("generate_batch", _generate_batch, place, folder, few, rates)
 
 
 def _save(place: Place, folder: str) -> int:
-    """A model with random weights, and the bundled tokenizer; returns how many tokens that has."""
+    """Save a random model with the bundled tokenizer; returns the tokenizer's size."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(BUNDLED_MODEL)
     tokenizer.save_pretrained(folder)
     shape: dict[str, Any] = place.sizes.served | {"vocab_size": len(tokenizer)}
@@ -67,21 +67,21 @@ def _save(place: Place, folder: str) -> int:
 
 
 def _device(place: Place) -> str:
-    """The GPU; a pretended one is in this process only."""
+    """The device for another process: a pretended GPU exists in this one only."""
     return str(place.device) if torch.version.cuda else "cpu"
 
 
 def _generate_batch(
     place: Place, folder: str, prompts: list[list[int]], rates: list[float]
 ) -> Iterator[Row]:
-    """The second of two calls, with the KV of the first gone, against HTTP."""
+    """Time the second of two calls, which shares no KV with the first, against HTTP."""
     name = str(place.dtype).removeprefix("torch.")
     model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=name).eval()
     model.to(_device(place))
     config = GenerationConfig(
         max_new_tokens=place.sizes.served_answer, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
-    # Its attention over pages takes much memory besides KV.
+    # Its attention over pages needs much memory besides KV.
     batching = ContinuousBatchingConfig(max_memory_percent=0.4)
     for part in (prompts[:2], prompts):
         start = time.perf_counter()
@@ -125,25 +125,17 @@ def _http(place: Place, folder: str, prompts: list[list[int]], rates: list[float
 
 @contextmanager
 def _server(place: Place, folder: str) -> Iterator[int]:
-    """A server of the model in a process of its own; its port."""
+    """Run a server of the model in its own process; gives its port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
     name = str(place.dtype).removeprefix("torch.")
     words = ["serve", "--model", folder, "--served-model-name", "llama", "--port", str(port)]
+    words += ["--dtype", name]
     log = Path(place.out) / "server.log"
     with log.open("w") as out:
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "radixcache",
-                *words,
-                "--dtype",
-                name,
-                "--device",
-                _device(place),
-            ],
+            [sys.executable, "-m", "radixcache", *words, "--device", _device(place)],
             stdout=out,
             stderr=out,
         )

@@ -1,4 +1,4 @@
-"""How fast it is: a decode step and the first token of a hit, against what the device can do."""
+"""Times a decode step and the first token of a hit against the limits of the device."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from radixcache.bench.gpu.report import NotRun, Report, Row, figure
 from radixcache.runtime.engine.engine import Engine
 
 DECODE_AIM = 1.25
-"""Times the floor, of decode steps of 64 rows and less."""
+"""Wanted time of decode steps of up to 64 rows, in multiples of the floor."""
 
 HIT_AIM, HIT_AIM_SECONDS = 1.15, 0.0015
-"""Times the floor and some more, of the first token of a hit."""
+"""Wanted time to the first token of a hit: multiples of the floor, plus seconds."""
 
 
 def run(place: Place, report: Report) -> None:
@@ -48,8 +48,7 @@ def run(place: Place, report: Report) -> None:
 
 
 def _copy(place: Place) -> Iterator[Row]:
-    """By a kernel: a copy that is captured in a graph is none, and slower (2,434 of 3,018 GB/s,
-    H100)."""
+    """Copy by a kernel: a graph runs `copy_` as a slower memcpy (2,434 of 3,018 GB/s, H100)."""
     source = place.randn(place.sizes.copy_bytes // place.dtype.itemsize)
     target = torch.empty_like(source)
     rate = 2 * source.nbytes / place.gpu_seconds([lambda: torch.add(source, 1, out=target)])
@@ -67,7 +66,7 @@ def _matmul(place: Place) -> Iterator[Row]:
 
 
 def _decode(place: Place, model: PreTrainedModel, batch: int, page_size: int) -> Iterator[Row]:
-    """A step of the whole engine against reading the weights and the KV once."""
+    """A whole step of the engine against the time to read the weights and the KV once."""
     context, steps = place.sizes.decode_context, place.sizes.steps
     with decoding(place, model, batch, steps, page_size) as engine:
         taken = []
@@ -92,7 +91,7 @@ def _decode(place: Place, model: PreTrainedModel, batch: int, page_size: int) ->
 def asking(
     place: Place, model: PreTrainedModel, cached: int, page_size: int = 16
 ) -> Iterator[tuple[Engine, Callable[[int], float]]]:
-    """An engine, and what asks it so many new tokens about one document, in seconds."""
+    """An engine, and a function that asks n new tokens about one document; returns seconds."""
     sizes, rng = place.sizes, np.random.default_rng(cached)
     room = 20 * sizes.repeat * sum(sizes.questions)
     with engine_on(
@@ -107,19 +106,19 @@ def asking(
             run_all(engine, [prompt], 1)
             return time.perf_counter() - start
 
-        ask(sizes.questions[0])  # cold, and the first: what follows is warmed up
+        ask(sizes.questions[0])  # the first, cold: later calls are warmed up
         yield engine, ask
 
 
 def _ttft(place: Place, model: PreTrainedModel, cached: int, page_size: int) -> Iterator[Row]:
-    """The first token of questions about a cached document, against its floor and cold."""
+    """Time the first token of questions about a cached document, against its floor and cold."""
     with asking(place, model, cached, page_size) as (engine, ask):
         if (cached, page_size) == (place.sizes.cached[0], 16):
             yield from _captured(place, engine)
         engine.cache.reset()
         cold = ask(place.sizes.questions[0])
         for question in place.sizes.questions:
-            ask(question)  # which captures a graph, if there is none yet
+            ask(question)  # captures a graph, if there is none yet
             hits = sorted(ask(question) for _ in range(2 * place.sizes.repeat + 1))
             hit = hits[len(hits) // 2]
             floor = floor_seconds(place, model, cached + question, engine.model.bytes_per_token)
@@ -144,15 +143,15 @@ def _captured(place: Place, engine: Engine) -> Iterator[Row]:
 
 
 def floor_seconds(place: Place, model: PreTrainedModel, tokens: int, token_bytes: int) -> float:
-    """The least time of a step: that of reading the weights, and the KV of `tokens`, once.
+    """The least time of a step: reading the weights, and the KV of `tokens`, once.
 
-    With so few new tokens operations take less, on every GPU that there is.
+    With so few new tokens, arithmetic takes less time than that on every GPU.
     """
     if not place.bandwidth:
         raise NotRun("the bandwidth was not measured")
     every: Any = model
     embedding, head = every.get_input_embeddings().weight, every.get_output_embeddings().weight
-    # Of the embedding a step takes rows.
+    # A step reads only rows of the embedding.
     read = [w for w in model.parameters() if w is not embedding or w is head]
     weights = sum(w.numel() * w.element_size() for w in read)
     return (weights + tokens * token_bytes) / place.bandwidth

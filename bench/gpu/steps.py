@@ -1,4 +1,4 @@
-"""Random steps to try an attention backend with, and what is right for them."""
+"""Makes random steps to test an attention backend with, and their right results."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ TOLERANCE = 2e-2
 """Largest error of an output over the largest output; bfloat16 has 8 bits."""
 
 POISON = 1000.0
-"""In every slot that holds no token: whoever attends to one finds little else."""
+"""Value of every slot without a token: attention to one shows in the output at once."""
 
 Lens = Sequence[tuple[int, int]]
 """New and cached tokens of each sequence."""
 
 Way = tuple[Callable[[LayerKind], AttentionBackend], bool]
-"""What makes a backend, and whether that is told what is shared."""
+"""A function that makes a backend, and whether it is told which prefixes are shared."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Step:
 
 
 def make_batch(rng: np.random.Generator, lens: Lens, page_size: int, share: int = 0) -> PagedBatch:
-    """Sequences in shuffled pages; the decodes have `share` tokens, whole pages, in common."""
+    """Sequences in shuffled pages; the decodes share `share` tokens, in whole pages."""
     counts = [-(-(new + cached) // page_size) for new, cached in lens]
     stem = share // page_size
     free = iter(rng.permutation(sum(counts) + stem + 3))
@@ -118,8 +118,8 @@ def make_step(
 def seconds_of_decodes(
     place: Place, heads: tuple[int, int], lens: Lens, share: int, ways: Sequence[Way]
 ) -> list[float]:
-    """Of one layer, planned, in each of `ways`, with so many layers that none finds its pages in
-    the L2 cache."""
+    """Seconds of one planned layer in each of `ways`, over so many layers that no pages stay in the
+    L2 cache."""
     dim, rows = place.sizes.head_dim, len(lens)
     kind = LayerKind(*heads, dim, dim, dim**-0.5)
     batch = make_batch(np.random.default_rng(rows), lens, 16, share)
@@ -140,7 +140,7 @@ def seconds_of_decodes(
 
 
 def _cached_slots(batch: PagedBatch) -> np.ndarray:
-    """Slots of the tokens before the new ones, each once."""
+    """Slots of the cached tokens, each once."""
     slots = [np.empty(0, np.int64)]
     for start, end, cached in zip(
         batch.kv_indptr, batch.kv_indptr[1:], batch.kv_lens - batch.query_lens, strict=False
@@ -176,7 +176,7 @@ def error(found: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def compare(found: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> str:
-    """Says how close they are; AssertionError if that is not close enough."""
+    """Says how far they differ; AssertionError if they differ too far."""
     worst = error(found[0], right[0])
     assert worst <= TOLERANCE, f"error {worst:.2g} of the largest value, {TOLERANCE} allowed"
     for name, pages, expected in zip("KV", found[1:], right[1:], strict=False):
@@ -186,9 +186,9 @@ def compare(found: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> str
 
 
 def with_wrong_page(batch: PagedBatch) -> PagedBatch:
-    """The batch with a page that belongs to somebody else, where the first sequence begins."""
+    """The batch with a wrong page where the first sequence begins."""
     indices = batch.kv_indices.copy()
-    wrong = indices.max() + 1  # in the pool, full of poison
-    stem = indices == indices[0]  # of all who share it
+    wrong = indices.max() + 1  # a page in the pool that is full of poison
+    stem = indices == indices[0]  # in every table that shares it
     indices[stem] = wrong
     return replace(batch, kv_indices=indices)

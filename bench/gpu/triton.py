@@ -1,5 +1,5 @@
-"""Attention in Triton, for layers and GPUs that FlashInfer has no kernels for: does it run for each
-kind of layer, and how far is it from FlashInfer at decodes?
+"""Checks attention in Triton, which serves where FlashInfer has no kernels: that it runs for each
+kind of layer, and how fast its decodes are against FlashInfer's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from radixcache.bench.gpu.steps import Way, seconds_of_decodes
 from radixcache.kernels.attention import AttentionBackend, LayerKind
 
 WIDE = LayerKind(16, 2, 512, 512, 512**-0.5)
-"""Gemma 4's, which FlashInfer does not have everywhere."""
+"""Gemma 4's wide heads, for which FlashInfer has no kernels on some GPUs."""
 
 CONTEXT = 4096
 

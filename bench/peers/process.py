@@ -1,4 +1,4 @@
-"""A library in a process and an environment of its own, spoken with in lines of JSON."""
+"""Runs a library in its own process and environment, and talks to it in lines of JSON."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ STAND_INS = ROOT / "bench" / "peers" / "stand_ins"
 
 
 def python_of(venv: str) -> Path:
-    """The interpreter of an environment in the repository; of ".venv", the one that runs this."""
+    """The Python of an environment in the repository; ".venv" is the one that runs this."""
     return Path(sys.executable) if venv == ".venv" else ROOT / venv / "bin" / "python"
 
 
 class Contender(NamedTuple):
-    """What is compared: its environment, and the class that drives it there.
+    """A library to compare: its environment, and the class that drives it there.
 
     Attributes:
-        options: how the class is called, besides what the benchmark says.
+        options: arguments for the class, besides those of the benchmark.
         on: kinds of models that an engine is compared on.
     """
 
@@ -38,16 +38,16 @@ class Contender(NamedTuple):
     on: tuple[str, ...] = ("llama",)
 
     def load(self) -> Any:
-        """The class; imports the library that it drives, whose version it has."""
+        """Import the class, and with it the library that it drives."""
         return getattr(import_module(self.module), self.kind)
 
 
 class Failed(Exception):
-    """A library cannot be started, or cannot go on; says why."""
+    """Raised where a library cannot start, or cannot go on; the message says why."""
 
 
 class Worker:
-    """A module that says a line when it is ready, then answers a line for each line.
+    """Starts a module that prints a line when it is ready, then answers each line with one.
 
     Args:
         venv: environment in which it runs.
@@ -81,7 +81,7 @@ class Worker:
             raise
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What the worker answers to a request. Raises `Failed` if it fails, or has ended."""
+        """The worker's answer to a request. Raises `Failed` if the worker fails, or has ended."""
         with suppress(BrokenPipeError):
             print(json.dumps(request), file=self.process.stdin, flush=True)
         return self._read()
@@ -108,9 +108,9 @@ class Worker:
 def serve(
     load: Callable[[], tuple[Any, str]], answer: Callable[[Any, dict[str, Any]], dict[str, Any]]
 ) -> NoReturn:
-    """The worker's side: load a library, say its version, then answer a line for each line."""
+    """The worker's side: load a library, print its version, then answer each line with one."""
     answers = sys.stdout
-    sys.stdout = sys.stderr  # whatever a library prints is not an answer
+    sys.stdout = sys.stderr  # keeps a library's own output out of the answers
 
     def say(attempt: Callable[[], dict[str, Any]]) -> bool:
         try:
@@ -131,4 +131,4 @@ def serve(
     if say(start):
         for line in sys.stdin:
             say(partial(answer, library, json.loads(line)))
-    os._exit(0)  # whatever threads a library has
+    os._exit(0)  # even if a library has threads left

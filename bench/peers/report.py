@@ -1,4 +1,4 @@
-"""One table form for what is measured of ours and of others: medians, spreads, ours over theirs."""
+"""Makes the table that compares libraries: medians, spreads, ours over theirs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from rich.table import Table
 from radixcache.bench.tables import table
 
 Values = Mapping[str, Sequence[float]]
-"""By the name of a figure, with its unit: one value a round."""
+"""The values of each round, by a figure's name with its unit."""
 
 
 def comparison(found: Mapping[str, Values], notes: Mapping[str, str] | None = None) -> Table:
     """A row for each contender: each figure's median, half its range over it, and ours over theirs.
 
     Args:
-        found: by contender.
-        notes: what else is said of it.
+        found: values by contender.
+        notes: a last column, by contender.
     """
     names = dict.fromkeys(name for values in found.values() for name in values)
     header = ["", *(text for name in names for text in (name, "ours is"))]

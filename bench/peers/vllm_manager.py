@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-not-found"
-"""vLLM's `KVCacheManager` and its hashes, on the CPU and without a model."""
+"""Makes vLLM's `KVCacheManager` and its hashes on the CPU, without a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_manager(num_blocks: int, block_size: int, **options: Any) -> KVCacheMan
 
 
 def make_hasher(block_size: int) -> Any:
-    """What hashes vLLM's requests, by sha256; it reads PYTHONHASHSEED now."""
+    """A hasher of vLLM's requests, by sha256; reads PYTHONHASHSEED when called."""
     hash_fn = get_hash_fn_by_name("sha256")
     kv_cache_utils.init_none_hash(hash_fn)
     return kv_cache_utils.get_request_block_hasher(block_size, hash_fn)

@@ -27,7 +27,7 @@ class Figures:
         cache_us: processor time in the cache per request, µs; index level only.
         cold: requests that were served and hit nothing.
         states, recomputed_tokens: slots for recurrent states of a hybrid model, and the prompt
-            tokens that were computed again, their KV being cached, for want of one.
+            tokens that were computed again for lack of one, although their KV was cached.
     """
 
     level: str

@@ -134,7 +134,7 @@ STATES = [
     PREFILLED,
     Column(
         "no state",
-        "Prompt tokens computed again, their KV being cached, for want of a state.",
+        "Prompt tokens whose KV was cached, computed again for lack of a state.",
         lambda w, r: _count(r.recomputed_tokens),
     ),
     REMARK,

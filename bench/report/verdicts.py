@@ -138,6 +138,6 @@ def _under_lru(rows: list[Figures], optimum: int) -> Iterator[str]:
     most = max(rows, key=lambda row: row.hit_tokens, default=None)
     if most is not None and most.hit_rate > TIE and 2 * most.hit_tokens < optimum:
         yield (
-            "no scheme hits half of the optimum: all evict what was used least recently (LRU), and "
-            "that is asked for again no later than the rest, in a cycle of prompts even first."
+            "no scheme hits half of the optimum: all evict the least recently used tokens (LRU), "
+            "which return no later than others here, in a cycle of prompts even first."
         )

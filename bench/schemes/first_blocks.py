@@ -47,7 +47,7 @@ class FirstBlocksCache(NoCache):
       next one is full. Requests of one step share blocks, but each computes them.
     - Who appends to a half-filled block that others share gets a copy. When it is full, it is
       hashed by its whole content, and swapped for the block that has this hash, if there is one.
-    - What nobody uses stays. Pages never used are taken first, then by last access, of equal ones
+    - Unused blocks stay cached. Pages never used are taken first, then by last access; among ties,
       the block with most tokens up to its end. Blocks without a hash wait for their turn, too.
 
     Here the runtime's scheduler tells of decoded tokens when a request leaves, so their blocks are
@@ -222,7 +222,7 @@ class FirstBlocksCache(NoCache):
             if lease.used:
                 self._order[page] = (self._now, -end)
             if lease.num_tokens < min(end, prompt) and self.pool.refs[page] == 2:
-                self._forget(page)  # nobody has written it
+                self._forget(page)  # it is not written
             elif self._keys[page] is None and key is not None and key not in self._pages:
                 self._enter(page, key, prompt % size)  # half-filled, and found as that again
             self._leave(page)

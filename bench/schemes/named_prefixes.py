@@ -43,7 +43,7 @@ class PrefixObjectCache(NoCache):
       step on. Who names it before that shares the blocks, but computes them, too.
     - Nothing else is found: not what follows the position, not what was generated, and not the
       beginning of a prefix that goes on otherwise, which has blocks of its own.
-    - It is never freed. Memory that prefixes hold is gone, whoever waits for it.
+    - It is never freed: prefixes keep their memory even if requests wait for some.
 
     The user names what the workload declares as the stem of a prompt (`Arrival.stem_tokens`), less
     the prompt's last token, which must be computed; and as prefixes never go, no more of them than

@@ -1,9 +1,9 @@
-"""Where the recurrent states of a hybrid model are kept: by our rule, and by those of others.
+"""Rules for where to keep the recurrent states of a hybrid model: ours, and other engines'.
 
-A hit of such a model goes on from a state, so of what is cached of its KV only as much counts as
-has one. Every rule gets the same KV (`radix-1`) and as many slots for states, those of running
-sequences among them. Ours is the runtime's own `StatePlanner`. The others are as read in sources
-and papers (November 2026) and simplified; they are not those systems, and none of their code.
+A hit of such a model resumes from a state, so cached KV counts as a hit only up to a kept state.
+Every rule gets the same KV (`radix-1`) and as many slots for states, those of running sequences
+included. Ours is the runtime's own `StatePlanner`. The others are simplified from sources and
+papers (November 2026); they are not those systems, and none of their code.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Callable
 
 from radixcache.base import Tokens
 from radixcache.bench.workloads.workload import Workload
-from radixcache.checkpoints import Checkpoint, Kind
-from radixcache.runtime.engine.checkpoint_planner import NO_CHECKPOINTS, Planner
+from radixcache.checkpoints import Checkpoint, CheckpointIndex, H, Kind
+from radixcache.runtime.engine.checkpoint_planner import NO_CHECKPOINTS, CheckpointPlanner, Planner
 from radixcache.runtime.engine.state_planner import StatePlanner
 from radixcache.runtime.request import Request, Sequence
 from radixcache.states import SequenceStates, StateIndex
 
 
-class ToldPlanner(StatePlanner):
-    """Ours where it is known how far prompts are templates, as a chat API knows messages."""
+class ToldPlanner(CheckpointPlanner[H]):
+    """Our rule where it knows how far prompts are templates, as a chat API knows messages."""
 
-    def __init__(self, index: StateIndex, templates: list[Tokens]) -> None:
+    def __init__(self, index: CheckpointIndex[H], templates: list[Tokens]) -> None:
         super().__init__(index)
         self._templates = {template.tobytes() for template in templates}
         self._lengths = sorted({len(template) for template in templates})
@@ -32,8 +32,12 @@ class ToldPlanner(StatePlanner):
         return [*known, len(prompt) - 1]
 
 
+class ToldStates(ToldPlanner[int], StatePlanner):
+    """Our rule for states, told of templates."""
+
+
 class LeastRecentStates(StateIndex):
-    """Evicts the state that was gone on from, or made, the longest ago."""
+    """Evicts the state that was least recently made or resumed from."""
 
     def _victim(self) -> Checkpoint[int] | None:
         kept = self._kept.values()
@@ -41,22 +45,22 @@ class LeastRecentStates(StateIndex):
 
 
 class MarconiPlanner(StatePlanner):
-    """Marconi (arXiv 2411.19379): where a second prompt parts from what is cached, and after a
-    sequence's last token. Its weighing of a state's FLOPs against recency is left out."""
+    """Marconi (arXiv 2411.19379): keeps a state where a second prompt diverges from cached tokens,
+    and after a sequence's last token. Not modelled: its weighing of FLOPs against recency."""
 
     def _marks(self, request: Request, match: int, depth: int) -> dict[int, Kind]:
         return {match: "branch"}
 
 
 class GridPlanner(StatePlanner):
-    """At the last point of a grid that a step completes; a branch point on it comes first.
+    """Keeps a state at the last grid point that a step reaches; a branch point takes precedence.
 
     Args:
-        prefill: tokens of the grid in prompts.
-        decode: the same in answers; 0 if no state is kept there before the end.
-        branches: whether one is kept where a second prompt parts from what is cached, in place of
-            the last one of that step.
-        ends: whether one is kept after a sequence's last token.
+        prefill: tokens between grid points in prompts.
+        decode: the same in answers; 0 keeps no state there before the end.
+        branches: whether to keep a state where a second prompt diverges from cached tokens, in
+            place of the last one of that step.
+        ends: whether to keep a state after a sequence's last token.
     """
 
     def __init__(
@@ -85,22 +89,21 @@ class GridPlanner(StatePlanner):
 
 
 def _sglang(slots: int, workload: Workload) -> StatePlanner:
-    """SGLang's `MambaRadixCache` without `extra_buffer`: at the ends of its nodes, which are those
-    of prefill chunks and of whole sequences. That an evicted leaf takes its KV along is left out.
-    """
+    """SGLang's `MambaRadixCache` without `extra_buffer`: states at the ends of its nodes, which are
+    the ends of prefill chunks and sequences. Not modelled: an evicted leaf takes its KV along."""
     return GridPlanner(LeastRecentStates(slots), prefill=1, decode=0, ends=True)
 
 
 def _sglang_64(slots: int, workload: Workload) -> StatePlanner:
     """The same with `extra_buffer`: one state a chunk, on a grid of 64 tokens, at its end or where
-    a second prompt parts; every 256 tokens of an answer. Its buffers take no slots here."""
+    a second prompt diverges; every 256 tokens of an answer. Its buffers take no slots here."""
     return GridPlanner(LeastRecentStates(slots), prefill=64, decode=256, branches=True)
 
 
 def _vllm_528(slots: int, workload: Workload) -> StatePlanner:
-    """vLLM's `mamba_cache_mode="align"`: the last whole block of each step, so that of a prompt;
-    blocks are grown until KV for one takes as much memory as a state (528 tokens and more). Branch
-    points (its pull request 37898) are left out."""
+    """vLLM's `mamba_cache_mode="align"`: the last whole block of each step, so of a prompt too;
+    blocks grow until their KV takes as much memory as a state (528 tokens and more). Not modelled:
+    branch points (its pull request 37898)."""
     return GridPlanner(LeastRecentStates(slots), prefill=528, decode=528)
 
 
@@ -108,12 +111,12 @@ KV_ALONE = "kv-alone"
 
 STATE_RULES: dict[str, Callable[[int, Workload], Planner]] = {
     KV_ALONE: lambda slots, workload: NO_CHECKPOINTS,
-    "ours": lambda slots, workload: ToldPlanner(StateIndex(slots), workload.templates()),
+    "ours": lambda slots, workload: ToldStates(StateIndex(slots), workload.templates()),
     "ours-untold": lambda slots, workload: StatePlanner(StateIndex(slots)),
     "marconi": lambda slots, workload: MarconiPlanner(LeastRecentStates(slots)),
     "sglang": _sglang,
     "sglang-64": _sglang_64,
     "vllm-528": _vllm_528,
 }
-"""By name; the first is a model without recurrent layers, and one request after the other no rule
-computes less."""
+"""Planners by name; the first is for a model without recurrent layers: with one request at a time,
+no rule computes less."""

@@ -1,8 +1,8 @@
-"""How KV of layers with a sliding window is kept: all of it, or by rules for windows.
+"""Rules for which KV of sliding-window layers to keep: all of it, ours, or vLLM's.
 
-All rules get the same bytes. Ours is the runtime's own `WindowPlanner`. vLLM's is as read in its
-sources (November 2026) and simplified; it is not that system, and none of its code. SGLang's two
-pools of a fixed share are not simulated.
+All rules get the same bytes. Ours is the runtime's own `WindowPlanner`. vLLM's is simplified from
+its sources (November 2026); it is not that system, and none of its code. SGLang's two pools of a
+fixed share are not simulated.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from radixcache import HashBlockCache, PagePool, PrefixCache, RadixCache
-from radixcache.base import Tokens
+from radixcache.bench.schemes.states import ToldPlanner
 from radixcache.bench.workloads.workload import Workload
 from radixcache.checkpoints import Checkpoint, Kind
 from radixcache.runtime.engine.checkpoint_planner import NO_CHECKPOINTS, Planner
@@ -20,15 +20,15 @@ from radixcache.windows import Window, WindowIndex
 
 
 class WindowedModel(NamedTuple):
-    """Bytes of a token's KV in the layers without a window and in those with one; the window."""
+    """Bytes of a token's KV in the full and in the windowed layers, and the window."""
 
     full: int
     windowed: int
     window: int
 
     def pages(self, num_tokens: int, page_size: int) -> tuple[int, int]:
-        """How many pages have the bytes of so many tokens in all layers, and tokens of a page of
-        the windowed layers."""
+        """The number of pages with the bytes of `num_tokens` tokens in all layers, and the tokens
+        per page of the windowed layers."""
         size = max(1, round(page_size * self.full / self.windowed))
         page_bytes = max(page_size * self.full, size * self.windowed)
         return num_tokens * (self.full + self.windowed) // page_bytes, size
@@ -40,24 +40,15 @@ MODELS = {
     "gpt-oss-20b": WindowedModel(24_576, 24_576, 128),
     "olmo-3-32b": WindowedModel(65_536, 196_608, 4096),
 }
-"""In bfloat16, by their published configs."""
+"""Sizes in bfloat16, by the published configs."""
 
 
-class ToldWindows(WindowPlanner):
-    """Ours where it is known how far prompts are templates, as a chat API knows messages."""
-
-    def __init__(self, index: WindowIndex, templates: list[Tokens]) -> None:
-        super().__init__(index)
-        self._templates = {template.tobytes() for template in templates}
-        self._lengths = sorted({len(template) for template in templates})
-
-    def _boundaries(self, prompt: Tokens) -> list[int]:
-        known = [n for n in self._lengths if prompt[:n].tobytes() in self._templates]
-        return [*known, len(prompt) - 1]
+class ToldWindows(ToldPlanner[Window], WindowPlanner):
+    """Our rule for windows, told of templates."""
 
 
 class LeastRecentWindows(WindowIndex):
-    """Evicts the checkpoint that was gone on from, or made, the longest ago."""
+    """Evicts the checkpoint that was least recently made or resumed from."""
 
     def _victim(self) -> Checkpoint[Window] | None:
         return next(iter(self._kept.values()), None)
@@ -67,8 +58,8 @@ class LeastRecentWindows(WindowIndex):
 
 
 class LastBlocksPlanner(WindowPlanner):
-    """vLLM with a retention of 0 (its pull request 52216): in whole blocks before a prompt's last
-    token, and where a second prompt parts from what is cached; no end of an answer."""
+    """vLLM with a retention of 0 (its pull request 52216): keeps windows in whole blocks before a
+    prompt's last token and where a second prompt diverges, none at the end of an answer."""
 
     def _marks(self, request: Request, match: int, depth: int) -> dict[int, Kind]:
         size, last = self.index.page_size, len(request.prompt_token_ids) - 1
@@ -85,7 +76,7 @@ WINDOW_RULES = (ALL_KEPT, "ours", "ours-untold", "vllm")
 def make_windowed(
     rule: str, model: WindowedModel, num_tokens: int, page_size: int, workload: Workload
 ) -> tuple[PrefixCache, Planner]:
-    """An empty cache with the bytes of so many tokens in all layers, and its planner."""
+    """An empty cache with the bytes of `num_tokens` tokens in all layers, and its planner."""
     if rule == ALL_KEPT:
         return RadixCache(PagePool(num_tokens // page_size, page_size)), NO_CHECKPOINTS
     count, size = model.pages(num_tokens, page_size)

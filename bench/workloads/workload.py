@@ -81,8 +81,8 @@ class Workload:
         """Append a request whose prompt is `parts` one after the other; returns its index.
 
         The parts are kept by reference, so that prompts with a common prefix share its memory. The
-        first `template` of them are known before any request comes, the first `stem` to whoever
-        sends the request.
+        first `template` of them are known before any request comes, the first `stem` to the
+        client that sends the request.
         """
         self.arrivals.append(
             Arrival(

@@ -22,12 +22,12 @@ SHORT = ("hash-16", "radix-16")
 BEGINNING = """\
 # Gallery
 
-What is hit of the prompt tokens of six public workloads, over the memory for KV in shares of the
+Hit rates of six public workloads over the memory for KV, which is given as a share of the
 workload's distinct tokens. `hash-16` is vLLM's scheme with blocks of 16 tokens, `radix-1` and
-`radix-16` are ours with pages of 1 and of 16; a sentence takes the better of the two. Without a
-model: every figure is a count. `python -m docs.pictures gallery` measures and draws this page
-anew; it needs the data, in `../shared/data` or in the folder `RADIXCACHE_DATA`. What a workload is
-made of stands in [public_data.py](../bench/workloads/public_data.py), what the figures mean in
+`radix-16` are ours with pages of 1 and of 16; the sentences take the better of the two. No
+model runs: every figure is a count. `python -m docs.pictures gallery` measures and draws this page
+anew; it needs the data, in `../shared/data` or in the folder `RADIXCACHE_DATA`. The workloads are
+described in [public_data.py](../bench/workloads/public_data.py), what the figures mean in
 [benchmarks.md](benchmarks.md).
 """
 CHAPTER = """

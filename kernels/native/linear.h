@@ -1,9 +1,9 @@
-// Linear layers: rows times big weights, packed once into panels.
+// Linear layers: multiplies rows by weights that were packed once, at load, into panels of columns.
 //
-// Each sum is one chain of fused operations along the depth, from its first element to its last,
-// whatever the number of rows, the tile, the block of the depth or the thread: a row's bits depend
-// on that row alone. Quantized weights are expanded to the float32 that they stand for, and so give
-// the same bits as panels of that float32.
+// Each sum is one chain of fused operations along the depth, first element to last, whatever the
+// number of rows, the tile, the block of the depth or the thread: a row's bits depend on that row
+// alone. Quantized weights are expanded to their exact float32 values, so they give the same
+// bits as panels of these float32.
 
 #pragma once
 
@@ -16,8 +16,8 @@
 
 namespace {
 
-// V: vectors in a row of a panel. Up to FEW rows, weights are expanded in registers; of more rows,
-// MOST have their sums in registers at once.
+// V: vectors in a row of a panel. Up to FEW rows, weights are expanded in registers; beyond that,
+// MOST rows keep their sums in registers at once.
 #if defined(__AVX512F__)
 constexpr int V = 2, FEW = 8, MOST = 12;
 #elif defined(__AVX2__) && defined(__FMA__)
@@ -31,11 +31,11 @@ constexpr int N = W * V;           // columns of a panel
 constexpr int DEEP = 4096 / N;     // depth of a block of a panel, expanded into 16 KiB of L1
 constexpr int TALL = 8 * MOST;     // the most rows that use it together: a block of them stays in L2
 constexpr int PANELS = 8;          // the most panels that a thread takes at once
-constexpr int64_t SMALL = 1 << 17; // so many multiplications take less time than waking a thread
+constexpr int64_t SMALL = 1 << 17; // fewer multiplications take less time than waking a thread
 
-// ---- Formats of a panel: 32-bit words [depth / PER][N], each of PER successive weights of a column,
-// the first lowest. Of quantized ones, BLOCK weights of a column are numbers from 0 on (E2M1: the
-// codes of floats of 4 bits, 2 of them an exponent), times a scale, plus a minimum:
+// ---- Formats of a panel: 32-bit words [depth / PER][N]; a word holds PER successive weights of a
+// column, the first in its lowest bits. Quantized weights are unsigned numbers (E2M1: codes of floats
+// of 4 bits, 2 of them exponent) times a scale plus a minimum, one of each per BLOCK weights:
 // [depth / BLOCK][scales, minimums, BLOCK / PER words][N].
 
 struct Scales {
@@ -46,7 +46,7 @@ struct Scales {
 constexpr vec NUMBERS = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 constexpr vec FLOATS = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 #else
-// Twice the values of codes below 16, from -12 on.
+// Twice the value of each code below 16, plus 12.
 inline vec e2m1(uvec code) {
     ivec exponent = (ivec)code >> 1 & 3, twice = ((2 | ((ivec)code & 1)) << exponent) >> 1;
     twice += (code & 7) == 0;  // a comparison that holds is -1
@@ -86,7 +86,7 @@ struct Panels {
     static vec add(vec sum, float x, vec weight) { return fma(all(x), weight, sum); }
 };
 
-// Two bfloat16 of a row with two of a column in one instruction. Elements and words are pairs.
+// Two bfloat16 of a row times two of a column in one instruction: an element or word is a pair.
 struct Pairs {
     using Element = uint32_t;
     static constexpr int PER = 1, BLOCK = 1, HEAD = 0, WORDS = 1;
@@ -106,7 +106,7 @@ struct Pairs {
 
 enum Format : int32_t { FLOAT32, BFLOAT16, BITS8, BITS8_OF_16, BITS4, BITS4_E2M1 };
 
-// Calls f with the panels' type.
+// Calls f with an object of the panel type for `format`.
 template <class F>
 void with_panels(Format format, const F& f) {
     switch (format) {
@@ -130,13 +130,13 @@ struct Weight {
 
 // ---- Products.
 
-// sums[R][C][N] of R rows with C panels at a distance of `apart`; weights are expanded in registers.
+// Sums [R][C][N] of R rows with C panels, `apart` words apart; weights expand in registers.
 template <class P, int R, int C>
 void few(const typename P::Element* x, int64_t stride, const uint32_t* panel, int64_t apart,
          int depth, float* to) {
     vec sums[R][C * V] = {};
     for (int k = 0; k < depth; k += P::BLOCK, panel += P::WORDS * N) {
-        if constexpr (R == 1 && P::HEAD)  // the next panels, which are read soon
+        if constexpr (R == 1 && P::HEAD)  // prefetch the next panels
 #pragma GCC unroll 16
             for (int at = 0; at < C * P::WORDS * N; at += 16)
                 __builtin_prefetch(panel + (C + at / (P::WORDS * N)) * apart + at % (P::WORDS * N));
@@ -174,7 +174,7 @@ void few(int rows, const typename P::Element* x, int64_t stride, const uint32_t*
     if constexpr (R > 1) few<P, R - 1>(rows, x, stride, panel, depth, to);
 }
 
-// sums[R][N] (0 if `first`) + x[depth][R] weights[depth][N], for panels of one element a word.
+// Adds x[depth][R] times weights[depth][N] to sums[R][N] (0 if `first`); one element a word.
 template <class P, int R>
 void tile(const typename P::Element* x, const float* weights, int depth, float* to, bool first) {
     vec sums[R][V] = {};
@@ -201,7 +201,7 @@ void tile(int rows, const typename P::Element* x, const float* weights, int dept
     if constexpr (R > 1) tile<P, R - 1>(rows, x, weights, depth, to, first);
 }
 
-// [depth][N] float32 of a panel.
+// Expands a panel's block to float32 [depth][N].
 template <class P>
 void expand(const uint32_t* block, int depth, float* to) {
     for (const float* end = to + depth * N; to < end; block += P::WORDS * N) {
@@ -321,7 +321,7 @@ struct Product {
                     for (int i = 0; i < W; i++)
                         v[i] = r + i < n ? elements<P>(x + (from + r + i) * x_stride, k) : vec{};
                     transpose(v);
-                    // A vector's excess is overwritten next, and never touches another group.
+                    // The next store overwrites a vector's excess; other groups are never touched.
                     for (int64_t i = 0, left = depth - k; i < W && left > 0; i++, left--, to += n)
                         store(to, v[i], r ? n - r : std::min<int64_t>(W, left * n));
                 }
@@ -361,7 +361,7 @@ void multiply(const T* x, int64_t x_stride, const Weight& weight, U* out, int64_
     if (rows > 0) Product<T, U>{x, x_stride, weight, out, out_stride, rows, threads}.run();
 }
 
-// Rows `ids` of a weight: of an embedding, which may also be the packed output layer.
+// Unpacks rows `ids` of a weight: of an embedding, or of an output layer tied to it.
 template <class T>
 void rows_of(const Weight& weight, const int64_t* ids, int64_t count, T* out, int threads) {
     with_panels(weight.format, [&](auto panels) {
@@ -387,8 +387,8 @@ void rows_of(const Weight& weight, const int64_t* ids, int64_t count, T* out, in
 
 // ---- At load: rows into panels.
 
-// Asks for huge pages under memory that is written to next, so that none need be moved together
-// later; it is only advice.
+// Advises the kernel to back memory with huge pages before it is written, so that it need not
+// merge small pages later.
 void use_huge_pages(void* memory, int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
     constexpr uintptr_t HUGE = 2 << 20;
@@ -398,7 +398,7 @@ void use_huge_pages(void* memory, int64_t bytes) {
 #endif
 }
 
-// `words_of(row, to)` writes the words of a row in the order of its column.
+// Packs rows into panels; `words_of(row, to)` writes a row's words, which become a column.
 template <class F>
 void pack(int64_t rows, int64_t words, uint32_t* panels, int threads, const F& words_of) {
     use_huge_pages(panels, (rows + N - 1) / N * N * words * 4);
@@ -412,7 +412,7 @@ void pack(int64_t rows, int64_t words, uint32_t* panels, int threads, const F& w
     });
 }
 
-// Of `depth` elements of `size` bytes each, whose rows stand `stride` bytes apart.
+// Packs rows of `depth` elements of `size` bytes each, `stride` bytes apart.
 void pack_elements(const uint8_t* data, int64_t stride, int size, int64_t rows, int64_t depth,
                    uint32_t* panels, int threads) {
     int64_t words = (depth * size + 3) / 4;
@@ -421,7 +421,7 @@ void pack_elements(const uint8_t* data, int64_t stride, int size, int64_t rows, 
     });
 }
 
-// Of numbers [rows][depth], and scales and minimums [rows][depth / block].
+// Packs quantized numbers [rows][depth], with scales and minimums [rows][depth / block].
 void pack_blocks(const uint8_t* numbers, const float* scales, const float* minimums, int bits,
                  int block, int64_t rows, int64_t depth, uint32_t* panels, int threads) {
     int64_t blocks = depth / block, per = 32 / bits;

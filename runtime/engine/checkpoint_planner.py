@@ -1,12 +1,12 @@
-"""Plans from which checkpoint a sequence goes on, and where checkpoints are kept.
+"""Plans from which checkpoint a sequence resumes, and where checkpoints are kept.
 
-The hit of a model with recurrent layers, or with windows that are not kept, has two ends. KV is
-cached to token M; the deepest checkpoint at or below is after token C. The sequence goes on from C:
-what lies between is computed again, in place, over pages that are there, and its lease stands ahead
-of what it has computed. Checkpoints are kept where others are likely to go on: where the system
-message ends, before the mark that asks the model to speak (chat templates leave out what it
-thought, so the next turn parts there), where two prompts have parted, and after all that a sequence
-has computed.
+In a model with recurrent layers, or with windows that are not kept, a hit has two ends. KV is
+cached to token M; the deepest checkpoint at or before M is after token C. The sequence resumes at
+C: tokens C to M are computed again, in place, over pages that are there; until then its lease is
+ahead of what it has computed. Checkpoints are kept where others are likely to resume: where the
+system message ends, before the mark that asks the model to speak (chat templates leave out its
+reasoning, so the next turn diverges there), where two prompts have diverged, and after all that a
+sequence has computed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from radixcache.runtime.request import Request, Sequence
 from radixcache.states import SequenceStates
 
 MIN_RECOMPUTED = 16
-"""Cached tokens computed again for want of a checkpoint, from which one is kept where they end."""
+"""If a hit computes so many cached tokens again, it leaves a checkpoint where they end."""
 
 AFTER_MARK = 16
-"""Tokens that may follow the mark of the answer at the end of a prompt, as where a model thinks."""
+"""Most tokens that may follow the answer's mark in a prompt, such as an opening think tag."""
 
 H = TypeVar("H")
 
@@ -38,11 +38,11 @@ class Plan(Generic[H]):
     """The plan of one sequence, from its admission until it leaves.
 
     Attributes:
-        found: the checkpoint that the first chunk goes on from.
-        marks: positions at which a checkpoint is to be kept, descending, and why.
-        slot: a recurrent model's state of its own; -1 before it has one.
-        begun: a chunk was planned: from the second on, it goes on from what is its own.
-        keys: checkpoints that it went on from, or left.
+        found: the checkpoint from which the first chunk resumes.
+        marks: positions at which to keep a checkpoint, descending, and why.
+        slot: the sequence's own state in a recurrent model; -1 before it has one.
+        begun: whether a chunk was planned; later chunks read the sequence's own slot.
+        keys: checkpoints that the sequence resumed from, or left.
     """
 
     found: Checkpoint[H] | None
@@ -53,17 +53,17 @@ class Plan(Generic[H]):
 
 
 class Planner:
-    """What sequences need beside pages of KV: nothing here, and a hit goes on where its KV ends."""
+    """Base of planners, for models whose sequences need KV alone: a hit ends where its KV ends."""
 
     def find(self, sequence: Sequence, lease: Lease) -> None:
-        """Lower a new lease's hit to where the sequence goes on from."""
+        """Lower a new lease's hit to the position from which the sequence resumes."""
 
     def depth(self, tokens: Tokens, namespace: Hashable, match: int) -> int:
-        """How far a sequence goes on from `match` tokens with KV. Changes nothing."""
+        """How many of `match` tokens with KV a hit can use. Changes nothing."""
         return match
 
     def take(self, sequence: Sequence, num_tokens: int) -> None:
-        """Take what the sequence needs to compute up to `num_tokens` tokens, but for KV.
+        """Take what the sequence needs besides KV to compute up to `num_tokens` tokens.
 
         Raises:
             OutOfPages: there is too little; nothing has changed.
@@ -74,18 +74,18 @@ class Planner:
         return 0
 
     def plan(self, sequence: Sequence, start: int, end: int) -> SequenceStates | None:
-        """Plan the step that computes tokens [start, end) of a sequence; returns which slots it
+        """Plan the step that computes tokens [start, end) of a sequence; returns the slots that it
         reads and writes, if the model is recurrent."""
         return None
 
     def leave(self, sequence: Sequence) -> None:
-        """Keep what a sequence that leaves has computed."""
+        """Keep a checkpoint of what a leaving sequence has computed."""
 
     def release(self, sequence: Sequence) -> None:
-        """Give back what a sequence has that has left, or was not admitted after all."""
+        """Give back what `find` and `take` gave: the sequence has left, or was not admitted."""
 
     def pin(self, tokens: Tokens, namespace: Hashable) -> None:
-        """Evict what is kept after `tokens` last."""
+        """Evict the checkpoint after `tokens` only after all others."""
 
     def unpin(self, tokens: Tokens, namespace: Hashable) -> None:
         """Undo one `pin`."""
@@ -94,7 +94,7 @@ class Planner:
         """The step that was planned last has run."""
 
     def reset(self) -> None:
-        """Forget all that is kept, when no sequence runs."""
+        """Forget all checkpoints, when no sequence runs."""
 
     def recover(self) -> None:
         """Forget all plans: a step was cut off, and no sequence runs."""
@@ -107,17 +107,18 @@ NO_CHECKPOINTS = Planner()
 
 
 class CheckpointPlanner(Planner, ABC, Generic[H]):
-    """The checkpoints of one engine's sequences.
+    """Base of planners that keep checkpoints, for one engine's sequences.
 
     Args:
-        keeps: whether there is a cache of KV, so that a checkpoint is of use to another sequence.
+        index: the checkpoints.
+        keeps: whether KV is cached, so that another sequence can use a checkpoint.
         answer_mark: the tokens with which a chat template asks the model to speak; empty without.
     """
 
-    index: CheckpointIndex[H]
-
-    def __init__(self, keeps: bool = True, answer_mark: Iterable[int] = ()) -> None:
-        self._keeps = keeps
+    def __init__(
+        self, index: CheckpointIndex[H], keeps: bool = True, answer_mark: Iterable[int] = ()
+    ) -> None:
+        self.index, self._keeps = index, keeps
         self._mark = np.array([*answer_mark], np.int32)
         self._plans: dict[Sequence, Plan[H]] = {}
 
@@ -141,8 +142,8 @@ class CheckpointPlanner(Planner, ABC, Generic[H]):
             sequence.num_recomputed = match - depth
 
     def _marks(self, request: Request, match: int, depth: int) -> dict[int, Kind]:
-        """Where to keep checkpoints beyond `depth`, from which a sequence goes on, and why; KV is
-        cached to `match`."""
+        """Where to keep checkpoints, and why; the sequence resumes at `depth`, and KV is cached to
+        `match`."""
         *ends, last = self._boundaries(request.prompt_token_ids)
         marks: dict[int, Kind] = {**dict.fromkeys(ends, "boundary"), last: "prompt"}
         if match - depth >= MIN_RECOMPUTED:
@@ -150,8 +151,8 @@ class CheckpointPlanner(Planner, ABC, Generic[H]):
         return marks
 
     def _boundaries(self, prompt: Tokens) -> list[int]:
-        """Where others are likely to go on within a prompt: the end of its first message, and its
-        own end, before the mark of the answer; 0 is nowhere."""
+        """Where others are likely to resume within a prompt: the end of its first message, and its
+        own end, before the answer's mark; 0 is nowhere."""
         mark, tail = self._mark, prompt[-len(self._mark) - AFTER_MARK :]
         for start in range(len(tail) - len(mark), -1, -1):
             if len(mark) and (tail[start : start + len(mark)] == mark).all():
@@ -162,10 +163,10 @@ class CheckpointPlanner(Planner, ABC, Generic[H]):
 
     @abstractmethod
     def _end_of(self, prompt: Tokens) -> int:
-        """Where the same prompt goes on, or one that continues it, if there is no mark."""
+        """Where to keep a checkpoint for the same prompt, or a longer one, if there is no mark."""
 
     def _due(self, plan: Plan[H], end: int) -> Iterable[tuple[int, Kind]]:
-        """The marks up to `end`, which are then done."""
+        """Remove and give the marks up to `end`."""
         while plan.marks and plan.marks[-1][0] <= end:
             yield plan.marks.pop()
 

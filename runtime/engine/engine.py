@@ -353,8 +353,8 @@ class Engine:
             before: the step before, whose tokens are not read yet; they go from one step to the
                 next on the device. So it goes on while the host reads them, ends sequences, moves
                 grammars on and makes text (as in SGLang's overlap scheduler, one step deep). A
-                sequence that ends with one of them computes one more, which nobody reads; by the
-                order on the device, it is written before anybody else may write to that page.
+                sequence that ends with one of them computes one more, which is dropped; the
+                device writes it before any other sequence may write to that page.
         """
         if before is None:
             chunks = self.scheduler.schedule()

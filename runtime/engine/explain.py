@@ -1,37 +1,36 @@
-"""Why not a hit? One reason for each stretch of a prompt that had to be computed.
+"""Explains why tokens were no hit: one reason for each stretch of a prompt that was computed.
 
-The cache knows what it holds, not what it held. A ghost index remembers what was computed: a second
-radix tree with no KV behind it. It is fed by the scheduler and not by the cache's events, which do
-not tell of the half-filled blocks that a hash-block cache drops. A stretch is explained by what it
-would have taken to hit it:
+The cache knows what it holds, not what it held. A ghost index, a second radix tree without KV,
+remembers what was computed. The scheduler feeds it, not the cache's events, which do not report the
+half-filled blocks that a hash-block cache drops. The reason of a stretch says what would have made
+it a hit:
 
 - `evicted`: it was computed before, and is no longer cached; but for an eviction (or a `reset`, or
   a step that failed) it would be.
 - `page_not_finished`: it was computed before, but its page is in flight in this very step, or the
-  cache holds only whole pages (hash-block caching) and the two texts part within one.
-- `diverged`: the prompt parts from a known text and then goes on as that does: a message that was
-  edited, the time of day in a system prompt, words in other tokens, examples in another order. What
-  is the same in both was computed, and is again, for the sake of what changed before it.
-- `first_seen`: nothing of what follows is known. That is the normal case: a new turn, a new prompt.
-  It may well begin as others do, with the first tokens of the chat template, a system prompt or the
-  words of a question; what they share is cached, and to part from them has cost nothing.
-- `no_checkpoint`: its KV is cached, but of a model with windows or recurrent layers no checkpoint
-  is kept so far into the text: it is computed again from the last one on, in place.
+  cache holds only whole pages (hash-block caching) and the two texts diverge within one.
+- `diverged`: the prompt diverges from a known text and then continues like it: an edited message,
+  the time of day in a system prompt, words in other tokens, examples in another order. The tokens
+  that are the same in both are computed again because of the change before them.
+- `first_seen`: none of these tokens are known. That is the normal case: a new turn, a new prompt.
+  The prompt may begin as others do, with the first tokens of the chat template, a system prompt or
+  a question's first words; that common beginning is cached, and diverging from it cost nothing.
+- `no_checkpoint`: its KV is cached, but the model has windows or recurrent layers and no checkpoint
+  this far into the text: it is computed again from the last one on, in place.
 - `on_host`, `on_disk`: it was evicted, and its pages are in host memory or on disk: they are
-  loaded, unless computing them takes less time. What was loaded is a hit (`Loaded`).
+  loaded, unless computing them takes less time. Loaded tokens are a hit (`Loaded`).
 - `caching_off`: it was computed before, and the engine runs without a prefix cache.
 
-Two texts go on alike where 8 tokens in a row are the same, within 16 tokens of where they part, or
-16 within 1,024. Marks are not counted, a tokenizer's added tokens, such as begin and end messages:
-what a template puts between two messages is the same in all chats. The known texts are those of the
-branches added last where the prompt parts from what is known, at most 8.
+Two texts continue alike if 8 tokens in a row are the same within 16 tokens of their divergence, or
+16 within 1,024. Marks (a tokenizer's added tokens, such as begin and end messages) do not count: a
+template puts the same ones between two messages in all chats. The known texts are the latest
+branches, at most 8, where the prompt diverges from the ghost index.
 
 The last token of a prompt is no miss: it is computed to get logits, unless these are kept.
 
-What may be told to whom: a namespace (`cache_salt`) hides from others even whether a text was sent,
-so nothing here is remembered, counted or told across namespaces. Within one, `Miss.cached` may be
-the text of another user: show it to whoever runs the engine, and `Miss.redacted()` to everybody
-else.
+Privacy: a namespace (`cache_salt`) hides from others even that a text was sent, so nothing here is
+remembered, counted or told across namespaces. Within one, `Miss.cached` may be the text of another
+user: show it to the engine's administrator alone, and `Miss.redacted()` to all others.
 """
 
 from __future__ import annotations
@@ -181,7 +180,7 @@ class Explainer:
 
 
 def _explain_new(tokens: Tokens, start: int, known: list[Tokens], marks: Marks) -> Miss:
-    """Why nobody has computed [start, last); `known` is what known texts have there instead."""
+    """Why [start, last) was never computed; `known` are the tokens of known texts there."""
     last = len(tokens) - 1
     first_seen = Miss("first_seen", start, last, len(tokens))
     met = find_rejoin(tokens[start:last], known, marks)

@@ -98,11 +98,11 @@ class Scheduler:
         self.running: list[Sequence] = []
         """In order of admission: the last one is preempted first."""
         self.on_no_room: Callable[[], bool] = lambda: False
-        """Called before a request fails for want of pages; returns whether it freed any."""
+        """Called before a request fails for lack of pages; returns whether it freed any."""
         self.num_preemptions = 0
         self._short_of_pages = False
         self._no_room = False
-        """The last admission failed for want of pages; no sequence has come or ended since."""
+        """The last admission failed for lack of pages; no sequence has come or ended since."""
         self._tried = 0
         """`cache.changes` at that admission: no other is tried before it changes."""
         self._lacks_pages = False

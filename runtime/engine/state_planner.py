@@ -11,19 +11,9 @@ from radixcache.states import SequenceStates, StateIndex
 
 
 class StatePlanner(CheckpointPlanner[int]):
-    """The states of one engine's sequences.
-
-    Args:
-        index: the slots.
-    """
+    """Plans states and their checkpoints for one engine's sequences."""
 
     index: StateIndex
-
-    def __init__(
-        self, index: StateIndex, keeps: bool = True, answer_mark: Iterable[int] = ()
-    ) -> None:
-        super().__init__(keeps, answer_mark)
-        self.index = index
 
     def _end_of(self, prompt: Tokens) -> int:
         # Not before the last token: alone it would be taken for a decode, which Nemotron-H computes

@@ -1,8 +1,6 @@
-"""Plans the window tables of sequences, where layers with a window keep no more than one."""
+"""Plans the window tables of sequences, where layers with a window keep only their last window."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 from radixcache.base import Tokens
 from radixcache.checkpoints import Kind
@@ -13,27 +11,17 @@ from radixcache.windows import Window, WindowIndex
 
 
 class WindowPlanner(CheckpointPlanner[Window]):
-    """The windows of one engine's sequences.
-
-    Args:
-        index: of the engine's cache.
-    """
+    """Plans windows and their checkpoints for one engine's sequences."""
 
     index: WindowIndex
-
-    def __init__(
-        self, index: WindowIndex, keeps: bool = True, answer_mark: Iterable[int] = ()
-    ) -> None:
-        super().__init__(keeps, answer_mark)
-        self.index = index
 
     def find(self, sequence: Sequence, lease: Lease) -> None:
         super().find(sequence, lease)
         self.index.begin(lease, self._plans[sequence].found)
 
     def _marks(self, request: Request, match: int, depth: int) -> dict[int, Kind]:
-        """At a prompt's end there are two, over the same pages but one: with kept logits the same
-        prompt goes on behind its last token, and without them before."""
+        """Adds two at a prompt's end, which share all pages but one: the same prompt resumes behind
+        its last token if its logits are kept, before it otherwise."""
         end = len(request.prompt_token_ids)
         ends: dict[int, Kind] = {end - 1: "prompt", end: "prompt"}
         return ends | super()._marks(request, match, depth)
@@ -70,5 +58,5 @@ class WindowPlanner(CheckpointPlanner[Window]):
         super().commit()
         for sequence, plan in self._plans.items():
             if plan.begun and sequence.lease is not None:
-                # With overlap, the last token may be one that never comes.
+                # With overlap, the last token may yet be dropped.
                 self.index.slide(sequence.lease, sequence.num_computed - 1)

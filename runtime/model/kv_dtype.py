@@ -1,4 +1,4 @@
-"""`kv_cache_dtype`: KV in another dtype than the model's, where the model bears it."""
+"""Implements `kv_cache_dtype`: KV in another dtype than the model's, checked at load."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _PAGE_SIZE = 16
 
 
 def check_kv_dtype(name: str, device: torch.device, exact: bool) -> None:
-    """Refuse what no model can have.
+    """Refuse a `kv_cache_dtype` that works for no model.
 
     Raises:
-        InvalidRequest: there is no such `kv_cache_dtype`, or not on this device or in exact mode.
+        InvalidRequest: it is unknown, or not available on this device or in exact mode.
     """
     if name not in ("auto", *KV_DTYPES):
         raise InvalidRequest(f"unknown kv_cache_dtype {name!r}: say auto, {', '.join(KV_DTYPES)}")
@@ -50,11 +50,11 @@ def check_kv_dtype(name: str, device: torch.device, exact: bool) -> None:
 
 
 def store_kv(model: PagedModel, name: str, name_or_path: str | Path) -> None:
-    """Let a loaded model keep its KV in `kv_cache_dtype`, and compare logits with those before.
+    """Let a loaded model keep its KV in `kv_cache_dtype`, if its logits stay close.
 
     Raises:
-        InvalidRequest: the model has no KV of that dtype.
-        ModelError: its logits would be other ones, or its scales of fp8 make no sense.
+        InvalidRequest: the model's layers do not support that dtype.
+        ModelError: its logits change too much, or its scales of fp8 are invalid.
     """
     dtype = KV_DTYPES.get(name, model.dtype)
     if dtype == model.dtype:
@@ -86,8 +86,8 @@ def store_kv(model: PagedModel, name: str, name_or_path: str | Path) -> None:
 
 @torch.inference_mode()
 def _own_text(model: PagedModel) -> tuple[list[int], torch.Tensor]:
-    """Tokens that the model draws, with the log-probabilities [T, vocab_size] after each: random
-    tokens would weigh up to ten times what text does."""
+    """Tokens drawn from the model, with the log-probabilities [T, vocab_size] after each; random
+    tokens would change the logits up to ten times as much as text."""
     pool = model.allocate(_TOKENS // _PAGE_SIZE, _PAGE_SIZE, 1)
     generator = torch.Generator().manual_seed(0)
     tokens, rows = (model.eos_token_ids or [0])[:1], list[torch.Tensor]()
@@ -100,7 +100,7 @@ def _own_text(model: PagedModel) -> tuple[list[int], torch.Tensor]:
 
 @torch.inference_mode()
 def _log_probs(model: PagedModel, pool: KVPool, tokens: list[int], count: int) -> torch.Tensor:
-    """[count, vocab_size] after the last `count` tokens, those before having been computed."""
+    """[count, vocab_size] after each of the last `count` tokens; those before are computed."""
     table, length = np.arange(pool.num_pages, dtype=np.int32), len(tokens)
     states = [SequenceStates(0 if count < length else -1, 0)] if model.state_shapes else []
     batch = PagedBatch.of([table], [count], [length], _PAGE_SIZE)
@@ -109,7 +109,7 @@ def _log_probs(model: PagedModel, pool: KVPool, tokens: list[int], count: int) -
 
 
 def _scales(name_or_path: str | Path, layers: int) -> list[tuple[float, float]]:
-    """The scales of each layer's keys and values by the checkpoint; 1 without any."""
+    """The checkpoint's scales of each layer's keys and values; 1 where it has none."""
     found: dict[tuple[int, str], float] = {}
     for path in checkpoint_files(str(name_or_path)):
         with safe_open(path, framework="pt") as file:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _CPU_LIMIT = 16 << 30
 _MOST_WASTE = 1 / 64
-"""The share that huge pages may add to KV memory on a CPU; without them, a hit on 4,000 tokens took
+"""Share of memory that huge pages may waste on a CPU; without them, a hit on 4,000 tokens took
 8 % longer (measured, AMD EPYC)."""
 _CUDA_MARGIN = 1 << 30  # for the activations of a step
 
@@ -41,12 +41,12 @@ class LayerShape(NamedTuple):
 
 
 class WindowLayout(NamedTuple):
-    """How layers with a window are kept apart from those that see all tokens.
+    """How pages of layers with a window differ from pages of full layers, which see all tokens.
 
     Attributes:
-        window: a query sees so many keys, its own among them.
-        page_size: tokens of a page of the windowed layers.
-        layers: whether each layer that attends has the window.
+        window: number of keys that a query sees, its own included.
+        page_size: tokens per page of the windowed layers.
+        layers: for each attention layer, whether it has the window.
     """
 
     window: int
@@ -60,8 +60,8 @@ class KVPool:
     The layers' pages are views of one tensor for each page shape, so that a page is copied in all
     layers at once. On a CPU the operating system commits their memory when it is first written.
 
-    With a `WindowLayout`, a page is of all layers without a window, or of all others: the same
-    bytes, in which `page_size` or the layout's tokens lie. Which of the two it is, its holder says.
+    With a `WindowLayout`, a page belongs to all full layers (`page_size` tokens) or to all windowed
+    layers (the layout's `page_size`), in the same bytes; only the holder of a page knows which.
 
     Attributes:
         layers: pages of each layer, [num_pages + 1, page_size, heads, dim] each; the strides
@@ -69,7 +69,7 @@ class KVPool:
         page_size: tokens per page.
         num_pages: pages per layer; page p of every layer belongs to the same tokens.
         device: the device of the pages.
-        spare_page: the page after those, `num_pages`, for rows that only pad a batch.
+        spare_page: the last page, number `num_pages`, for rows that only pad a batch.
         windows: None if all layers keep all tokens.
         states: a recurrent model's states, in slots.
     """
@@ -117,7 +117,7 @@ class KVPool:
 
         Args:
             copies: (source, target, n) triples; all sources are read before any target is written.
-            window_copies: the same of pages of the layers with a window.
+            window_copies: the same for pages of the windowed layers.
         """
         read = []
         for in_window, triples in ((False, copies), (True, window_copies)):
@@ -146,7 +146,7 @@ class KVPool:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page in all layers, or in those of either kind."""
+        """Bytes of a page: of all layers, or of the full or windowed ones, whichever need more."""
         sizes = {False: 0, True: 0}
         for (windowed, _), block in self._blocks.items():
             sizes[windowed] += block[0].nbytes
@@ -163,7 +163,7 @@ class KVPool:
 
     @torch.inference_mode()
     def gather_pages(self, pages: NDArray[np.integer]) -> torch.Tensor:
-        """`read_pages` on a GPU, into its memory."""
+        """`read_pages`, but on a GPU and into its memory."""
         at = send(pages, self.device).long()
         parts = [
             block.index_select(0, at).view(len(pages), -1).view(torch.uint8)
@@ -201,14 +201,14 @@ class KVPool:
 
 
 _Kind = tuple[bool, tuple[int, int, int]]
-"""Whether layers have the window, and the shape of a page of one: page size, heads, dimension."""
+"""Whether layers have the window, and the shape of one's page: page size, heads, dimension."""
 
 
 def _shared_pages(
     counts: Mapping[_Kind, int], num_pages: int, dtype: torch.dtype, device: torch.device
 ) -> dict[_Kind, torch.Tensor]:
-    """[num_pages, count, page size, heads, dim] for each kind, in one tensor of pages that are
-    either of all layers with a window or of all others."""
+    """[num_pages, count, page size, heads, dim] for each kind, as views of one tensor in which a
+    page belongs either to all windowed layers or to all full ones."""
     ends, blocks = {False: 0, True: 0}, {}
     for (windowed, shape), count in counts.items():
         ends[windowed] += count * int(np.prod(shape))
@@ -235,12 +235,12 @@ def host_rows(count: int, size: int) -> torch.Tensor:
 def choose_windows(
     shapes: Sequence[LayerShape], windows: Sequence[int | None], page_size: int
 ) -> WindowLayout | None:
-    """How to keep the layers with a window apart; None if that is all of them, or none, or if their
-    windows differ.
+    """Lay out pages of windowed layers apart from those of full ones; None if no or all layers
+    have a window, or if windows differ.
 
     Args:
-        windows: of each layer; None sees all tokens.
-        page_size: tokens of a page of the layers without.
+        windows: each layer's window; None sees all tokens.
+        page_size: tokens per page of the full layers.
     """
     sizes = {window for window in windows if window is not None}
     if len(sizes) != 1 or None not in windows:
@@ -249,7 +249,7 @@ def choose_windows(
     for shape, window in zip(shapes, windows, strict=True):
         bytes_of[window is not None] += shape.heads * (shape.key_dim + shape.value_dim)
     ratio = page_size * bytes_of[False] / bytes_of[True]
-    # Up or down, by which of the two leaves less of a page empty.
+    # Round up or down, whichever leaves less of a page empty.
     size = max(1, int(ratio) + (int(ratio) * (int(ratio) + 1) < ratio * ratio))
     return WindowLayout(sizes.pop(), size, tuple(window is not None for window in windows))
 
@@ -260,7 +260,7 @@ def bytes_per_page(
     dtype: torch.dtype,
     windows: WindowLayout | None = None,
 ) -> int:
-    """Bytes of a page in all layers, or in those of either kind."""
+    """Bytes of a page: of all layers, or of the full or windowed ones, whichever need more."""
     if windows is None:
         return page_size * bytes_per_token(shapes, dtype)
     bytes_of = dict.fromkeys((False, True), 0)
@@ -314,11 +314,11 @@ def default_memory(device: torch.device, taken: int = 0) -> int:
 def _zeros(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, parts: int = 1
 ) -> torch.Tensor:
-    """Zeros, of which `parts` of equal size fill up at the same time."""
+    """Zeros in `parts` of equal size, which fill up at the same time."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy's zeros are untouched pages of the operating system; torch's are written. They are huge
-    # pages, and each part writes its own: a few tokens would take megabytes in each.
+    # numpy's zeros are untouched pages of the operating system; torch writes its zeros. With huge
+    # pages, each part touches its own: a few tokens would take megabytes in each part.
     count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     memory = np.zeros(count + HUGE, dtype=np.uint8)
     first = -memory.ctypes.data % HUGE

@@ -102,16 +102,9 @@ class Call(NamedTuple):
     name: str
     arguments: str
 
-    @property
-    def values(self) -> dict[str, Any] | None:
-        """The arguments; None if they are no JSON object."""
-        return read_object(self.arguments)
-
     def as_template(self) -> dict[str, Any]:
-        """As chat templates take it; arguments that are no JSON as in Anthropic's API."""
-        values = self.values
-        values = {"INVALID_JSON": self.arguments} if values is None else values
-        function = {"name": self.name, "arguments": values}
+        """As chat templates take it."""
+        function = {"name": self.name, "arguments": arguments_of(self.arguments)}
         return {"id": self.id, "type": "function", "function": function}
 
 
@@ -170,6 +163,12 @@ def read_object(text: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return values if isinstance(values, dict) else None
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """A call's arguments; text that is no JSON object, perhaps cut off, as in Anthropic's API."""
+    values = read_object(text or "{}")
+    return {"INVALID_JSON": text} if values is None else values
 
 
 def _levels(value: Any) -> Iterator[list[Any]]:
@@ -258,9 +257,7 @@ def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
     try:
         function = call["function"]
         name, arguments = function["name"], function["arguments"]
-        if isinstance(arguments, str):  # perhaps cut off as the model wrote it
-            values = read_object(arguments or "{}")
-            arguments = {"INVALID_JSON": arguments} if values is None else values
+        arguments = arguments_of(arguments) if isinstance(arguments, str) else arguments
     except (LookupError, TypeError):
         arguments = None
     if not isinstance(arguments, Mapping):

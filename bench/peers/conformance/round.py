@@ -188,7 +188,7 @@ class Round:
         self.running.append(request)
 
     def go_on(self) -> None:
-        """A prefill chunk, or one decoded token; where no page is free, somebody is preempted."""
+        """Run a prefill chunk, or decode one token; if no page is free, preempt a request."""
         if not self.running:
             return
         request = self.rng.choice(self.running)

@@ -96,7 +96,7 @@ class LlamaCpp:
         return [Answer(first, *rest) for rest in zip(answers, cached, strict=True)]
 
     def _keep_shared(self, request: Request) -> int:
-        """Compute what a request shares if nobody has; returns the tokens that were there."""
+        """Compute a request's shared prefix if missing; returns the tokens that were cached."""
         if request.conversation in self.conversations:
             return self.conversations[request.conversation][1]
         prefix = request.tokens[: request.shared]

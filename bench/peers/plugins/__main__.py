@@ -47,7 +47,7 @@ def run(engine: str, block: int, plugin: bool, tokens: int, asked: list[Chat], a
 def expected(asked: list[Chat], answers: list[Any], block: int) -> list[list[tuple[str, int, int]]]:
     """Why each chat's tokens beyond the hit were computed, by comparison with every earlier text.
 
-    What nobody computed is called new here, also where a text goes on as an earlier one did after
+    Tokens that were never computed are new here, even if a text continues like an earlier one after
     a change; `is_told_rightly` judges that.
     """
     texts: list[tuple[str | None, list[int]]] = []

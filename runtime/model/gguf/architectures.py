@@ -1,7 +1,7 @@
-"""How the GGUF files of each architecture differ from a config.json and its checkpoint.
+"""Tells, for each architecture, how to translate a GGUF file to a config.json and its weights.
 
-llama.cpp's converters write what its own code does not know already: patterns of layers and factors
-that only that code has are `implied` here, for files that do not say them.
+llama.cpp's converters leave out what its code knows anyway, such as patterns of layers and factors;
+`implied` adds these settings for files that lack them.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _Names = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Row:
-    """An architecture by llama.cpp's name.
+    """How to translate the files of one architecture.
 
     Attributes:
         family: transformers' name of the model type.
-        keys: settings by the keys, behind the architecture's name, that say them.
-        read: further keys, which code reads.
-        sizes: settings by the tensors whose rows are counted for them.
-        flags: settings by the tensors that are there if they are true.
-        implied: settings that no file says, or some do not.
-        full_every: every n-th layer has no window, unless the file says another pattern.
+        keys: metadata keys (behind the architecture's name), and the settings they give.
+        read: further keys that code reads.
+        sizes: settings, and the tensors whose numbers of rows give them.
+        flags: settings, and the tensors that exist if they are true.
+        implied: settings that files lack, at least some.
+        full_every: every n-th layer has no window, unless the file has another pattern.
         gating: how experts are scored: 1 softmax, 2 sigmoid, 3 softmax of the chosen ones.
         pairs: whether RoPE's pairs stand side by side in the file: "converted" if its converter
-            put them so in all layers, "stored" if they stand so in the checkpoint, too.
-        adjust: changes the settings where the config says more, or in a way of its own.
+            put them so in all layers, "stored" if the checkpoint already has them so.
+        adjust: changes the settings where a config.json needs more, or other ones.
         tiled: whether a delta net's value heads are ordered by their place within a key head first.
     """
 
@@ -62,7 +62,7 @@ _GEMMA4_READ = (
     "rope.dimension_count_swa",
 )  # fmt: skip
 _DELTA_READ = ("attention.recurrent_layers", "full_attention_interval", "ssm.inner_size")
-_QWEN35_READ = (*_DELTA_READ, "rope.dimension_sections")  # all turn by a text's positions
+_QWEN35_READ = (*_DELTA_READ, "rope.dimension_sections")  # text alone turns all sections alike
 _CONV = {"shortconv.l_cache": "conv_L_cache"}
 _SILU = {"hidden_act": "silu"}
 _BIAS = {"attention_bias": "attn_q.bias"}
@@ -122,7 +122,7 @@ _NEMOTRON_SAYS = {"mlp_hidden_act": "relu2", "intermediate_size": None}
 _SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 _NOT_TURNED = torch.tensor(1e30).item()
-"""A frequency's divisor that stands for no rotation."""
+"""A frequency divisor that means no rotation."""
 
 
 def _llama(m: Metadata, found: dict[str, Any]) -> None:
@@ -143,7 +143,7 @@ def _ministral3(m: Metadata, found: dict[str, Any]) -> None:
 
 
 def _two_ropes(m: Metadata, found: dict[str, Any], local: float = 10_000.0) -> None:
-    """Layers with a window have a base of their own."""
+    """Gives layers with a window their own RoPE base."""
     near = {"rope_type": "default", "rope_theta": m.number("rope.freq_base_swa", local)}
     found["rope_parameters"] = {
         "sliding_attention": near, "full_attention": found["rope_parameters"],
@@ -151,7 +151,7 @@ def _two_ropes(m: Metadata, found: dict[str, Any], local: float = 10_000.0) -> N
 
 
 def _gemma2(m: Metadata, found: dict[str, Any], large: int = 46) -> None:
-    """llama.cpp knows the 27B by their layers."""
+    """Tells the 27B by its number of layers, as llama.cpp does."""
     of_heads = found["hidden_size"] // found["num_attention_heads"]
     found["query_pre_attn_scalar"] = of_heads if m.layers == large else found["head_dim"]
 
@@ -162,7 +162,7 @@ def _gemma3(m: Metadata, found: dict[str, Any]) -> None:
 
 
 def _gemma4(m: Metadata, found: dict[str, Any]) -> None:
-    """Layers without a window have heads of their own, and turn the first pairs of a head."""
+    """Layers without a window have other heads, and RoPE turns only their first pairs."""
     kv_heads = m.heads()[1]
     wide, slides = found["head_dim"], [t == "sliding_attention" for t in found["layer_types"]]
     divisors = floats(m.file, "rope_freqs.weight")
@@ -379,4 +379,4 @@ ROWS: dict[str, Row] = {
         pairs="converted", gating=2, adjust=_nemotron,
     ),
 }  # fmt: skip
-"""By llama.cpp's names."""
+"""Rows by llama.cpp's architecture names."""

@@ -1,7 +1,7 @@
-"""Reads tensors of a GGUF file into torch; quantized ones stay quantized, to the bit.
+"""Reads tensors of a GGUF file into torch; quantized ones stay quantized, without loss.
 
-However a format packs its bits, it has numbers, and a scale and a minimum for each 16 or 32 of
-them. A scale is a float16 times at most 7 bits, which float32 holds.
+Every block format is unpacked to integers, with a scale and a minimum for each 16 or 32 of them. A
+scale is a float16 times a number of at most 7 bits, which float32 holds exactly.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _log = logging.getLogger("radixcache")
 _DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
-# Decoders give numbers [N, ...], and scales and minimums [N, blocks], of N stored blocks.
+# Decoders unpack N stored blocks to numbers [N, ...], and scales and minimums [N, blocks].
 
 
 def read_tensor(
     name: str, tensor: GGUFTensor, order: torch.Tensor | None = None
 ) -> torch.Tensor | Quantized:
-    """A tensor without loss: `Quantized`, bfloat16 or, of any other kind, float32.
+    """Read a tensor without loss: as `Quantized`, bfloat16 or, for any other kind, float32.
 
     The file's float16 becomes float32. A dense tensor may be a view of the file's memory: do not
     write to it.
@@ -34,8 +34,8 @@ def read_tensor(
         order: the file's row for each row; None keeps the file's order.
 
     Raises:
-        ModelError: it is of a kind that takes the package `gguf`, which is not installed; or it is
-            a vector in blocks, which no file has.
+        ModelError: its kind needs the package `gguf`, which is not installed; or it is a vector in
+            blocks, which no valid file has.
     """
     kind, shape = tensor.kind, tensor.shape or (1,)
     if len(shape) == 1 and kind.block > 1:
@@ -77,7 +77,7 @@ def _half(stored: torch.Tensor, at: int) -> torch.Tensor:
 
 
 def _fields(stored: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """[N, bytes / group, 8 / bits, group]: of each group of bytes first the lowest bits."""
+    """Unpack fields of `bits`: [N, bytes / group, 8 / bits, group], lowest bits first."""
     count, mask = 8 // bits, (1 << bits) - 1
     groups = stored.unflatten(1, (-1, group))
     found = stored.new_empty(len(stored), groups.shape[1], count, group)
@@ -91,7 +91,7 @@ def _fields(stored: torch.Tensor, bits: int, group: int) -> torch.Tensor:
 
 
 def _symmetric(numbers: torch.Tensor, scales: torch.Tensor, zero: int) -> Tables:
-    """For a format without minimums, in which the number `zero` stands for 0."""
+    """Tables of a format without minimums, in which the number `zero` stands for 0."""
     return numbers, scales, scales * -zero
 
 
@@ -104,7 +104,7 @@ def _q4_1(stored: torch.Tensor) -> Tables:
 
 
 def _five_bits(stored: torch.Tensor) -> torch.Tensor:
-    """Numbers of 5 bits, whose fifth bits are stored before the others."""
+    """Unpack numbers of 5 bits; the file has all fifth bits before the others."""
     places = torch.arange(8, dtype=torch.uint8)
     fifth = (stored[:, :4, None] >> places & 1) << 4
     return _fields(stored[:, 4:], 4, 16).flatten(1) | fifth.flatten(1)
@@ -175,7 +175,7 @@ def _q6_k(stored: torch.Tensor) -> Tables:
 
 
 def _mxfp4(stored: torch.Tensor) -> Tables:
-    """A scale is a power of two, of 8 bits."""
+    """Each scale is stored as an exponent of 8 bits."""
     exponents = stored[:, :1].int()
     scales = torch.where(exponents < 2, 1 << 21 << exponents, exponents - 1 << 23)
     return _symmetric(_fields(stored[:, 1:], 4, 16), scales.view(torch.float32), 12)

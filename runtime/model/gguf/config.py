@@ -19,7 +19,7 @@ from radixcache.runtime.model.gguf.architectures import COMMON, ROWS
 from radixcache.runtime.model.gguf.ends import end_tokens
 from radixcache.runtime.model.gguf.metadata import Metadata, floats
 
-# Keys after the name of the architecture that are read in code, beside those of its row.
+# Metadata keys (behind the architecture's name) that code here reads, besides those of its row.
 _READ = frozenset({
     "attention.causal", "attention.head_count", "attention.head_count_kv", "attention.key_length",
     "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon", "attention.value_length",
@@ -35,10 +35,10 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 
 def open_gguf(name_or_path: str | Path) -> GGUFFile | None:
-    """The GGUF file of that name; None for another kind of model.
+    """Open a GGUF file by path or hub name; None if the name is not a GGUF file's.
 
     Raises:
-        ModelError: the file cannot be read, or is of an architecture that is not.
+        ModelError: the file cannot be read, or its architecture is not supported.
     """
     if (path := find_gguf(str(name_or_path))) is None:
         return None
@@ -53,11 +53,11 @@ def open_gguf(name_or_path: str | Path) -> GGUFFile | None:
 
 
 def settings_of(file: GGUFFile) -> dict[str, Any]:
-    """The settings of config.json for `families.describe`.
+    """Translate a file's metadata to settings of a config.json, for `families.describe`.
 
     Raises:
-        Unknown: the metadata has what this does not understand.
-        ModelError: it lacks what it must have, or has it as another type.
+        Unknown: the metadata has an unknown key or value.
+        ModelError: it lacks a required key, or has it with another type.
     """
     m, tensors = Metadata(file), file.tensors
     row = ROWS[m.name]
@@ -112,7 +112,7 @@ def settings_of(file: GGUFFile) -> dict[str, Any]:
 
 
 def _windows(m: Metadata, every: int) -> list[str]:
-    """The type of each layer; without a window, all attend to everything."""
+    """Each layer's type: sliding or full attention; all are full if the file has no window."""
     key = "attention.sliding_window_pattern"
     if m.is_array(key):
         slides = m.file.array(f"{m.name}.{key}", bool)[: m.layers]
@@ -125,7 +125,7 @@ def _windows(m: Metadata, every: int) -> list[str]:
 
 
 def _rope(m: Metadata, head_dim: int) -> dict[str, Any]:
-    """RoPE's parameters of the layers without a window, or of all."""
+    """The RoPE parameters of full-attention layers, or of all layers."""
     prefix = "rope.scaling."
     kind = m.file.get(f"{m.name}.{prefix}type", str, "")
     scaled = m.file.get(f"{m.name}.{prefix}factor", float, 0.0)
@@ -167,11 +167,11 @@ def _dtype(file: GGUFFile) -> str:
 def describe_gguf(
     file: GGUFFile, settings: Settings, max_model_len: int | None = None
 ) -> Architecture:
-    """The architecture that a file of these `settings_of` has; see `families.describe`.
+    """Describe the model of a file, given its `settings_of`; see `families.describe`.
 
     Raises:
-        Unknown: the settings have what this does not understand.
-        ModelError: the file's divisors of frequencies are no vector of float32.
+        Unknown: the settings have an unknown key or value.
+        ModelError: the file's RoPE frequency divisors are no vector of float32.
     """
     described = describe(settings, max_model_len, whole=True)
     proportional = file.get("general.architecture", str) == "gemma4"

@@ -1,7 +1,7 @@
-"""Finds the tokens that end a text in three places of a GGUF file.
+"""Finds the tokens that end an answer, in three places of a GGUF file.
 
-The `eos_token_id` of a file is often that of the base model, which a chat never generates: then the
-answer would run on through the next turns.
+A file's `eos_token_id` is often the base model's, which a chat model never generates: its answers
+would run on through the next turns.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _behind_an_answer(file: GGUFFile, tokens: list[str]) -> str:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": said}]
     try:
         rendered: Any = render_jinja_template([messages], chat_template=template, **special)
-    except Exception:  # whatever a template raises: who sends messages is told
+    except Exception:  # a template may raise anything; requests report it
         return ""
     _, found, behind = rendered[0][0].rpartition(said)
     return behind.lstrip() if found else ""

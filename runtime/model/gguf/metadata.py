@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file's architecture, by the keys behind its name."""
+"""Reads the metadata of a GGUF file's architecture, with types checked."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from radixcache.runtime.model.description import Unknown
 
 
 class Metadata:
-    """
+    """Looks metadata up by key, without the architecture's name that begins each key of the file.
+
     Attributes:
-        layers: how many there are, without those that predict further tokens.
+        layers: number of layers, without those that predict further tokens (MTP).
     """
 
     def __init__(self, file: GGUFFile) -> None:
@@ -28,7 +29,7 @@ class Metadata:
         return self.file.get(f"{self.name}.{key}", int, default)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A float32 of the file as the decimal number that it was, such as 0.1."""
+        """A float32 of the file as the decimal number that was converted, such as 0.1."""
         return decimal(self.file.get(f"{self.name}.{key}", float, default))
 
     def plain(self, key: str) -> int | float | bool:
@@ -45,7 +46,7 @@ class Metadata:
         return self.file.get(f"{self.name}.{key}", bool, default)
 
     def per_layer(self, key: str, default: int | None = None) -> list[int]:
-        """A size of each layer, of which the file may have one for all."""
+        """A size for each layer; the file may have a list, or one value for all."""
         name = f"{self.name}.{key}"
         if not isinstance(self.file.metadata.get(name), Array):
             return [self.size(key, default)] * self.layers
@@ -60,14 +61,14 @@ class Metadata:
         return heads, self.per_layer("attention.head_count_kv", heads)
 
     def rows(self, part: str) -> int | None:
-        """The rows of the first tensor of that name in a layer."""
+        """The number of rows of the first layer tensor named `part`; None if no layer has one."""
         pattern = rf"blk\.\d+\.{re.escape(part)}"
         shapes = (x.shape for n, x in self.file.tensors.items() if re.fullmatch(pattern, n))
         shape = next(shapes, None)
         return None if shape is None else shape[max(len(shape) - 2, 0)]
 
     def inner(self) -> int:
-        """The size of a recurrent layer's values."""
+        """The size of a value head of the recurrent layers."""
         return self.size("ssm.inner_size") // max(self.size("ssm.time_step_rank"), 1)
 
     def is_array(self, key: str) -> bool:

@@ -1,4 +1,4 @@
-"""The weights of a GGUF file under the names of a description."""
+"""Reads the weights of a GGUF file under the names that `Architecture.layer_shapes` uses."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ _ATTENTION = {"q", "q_gate", "k", "v", "query_norm", "key_norm"}
 
 
 class _Piece(NamedTuple):
-    """A part of a tensor of the file.
+    """Where a weight is in the file: a tensor, or some of its rows or columns.
 
     Attributes:
-        shape: of the tensor; dimensions of 1 do not count.
-        rows: those that are taken, in this order; None takes all as they stand.
-        columns: the same of columns.
+        shape: the tensor's expected shape; dimensions of 1 do not count.
+        rows: the rows to take, in this order; None takes all in the file's order.
+        columns: the columns to take, likewise.
     """
 
     tensor: str
@@ -73,18 +73,18 @@ class GGUFWeights:
     ) -> None:
         """
         Args:
-            dtype: of matrices on another device than a CPU.
+            dtype: dtype of matrices on a GPU.
 
         Raises:
-            Unknown: the file lacks weights, or has others.
-            ModelError: a weight has another shape than the metadata says.
+            Unknown: the file lacks weights, or has unknown ones.
+            ModelError: a weight's shape disagrees with the metadata.
         """
         self._file, self._architecture = file, architecture
         self._device, self._dtype = device, dtype
         table = (architecture.vocab_size, architecture.hidden_size)
         self._embedding = [_Piece("token_embd.weight", table)]
         self._head = [] if architecture.tied else [_Piece("output.weight", table)]
-        last = "token_embd_norm.weight"  # of LFM, behind its last layer
+        last = "token_embd_norm.weight"  # LFM's name for the norm behind its last layer
         last = last if last in file.tensors else "output_norm.weight"
         self._last = [_Piece(last, table[1:])]
         row = ROWS[file.get("general.architecture", str)]
@@ -93,7 +93,7 @@ class GGUFWeights:
         for number, layer in enumerate(architecture.layers):
             names = _Names(f"blk.{number}.", layer, architecture, row, file.tensors)
             shapes = architecture.layer_shapes(number)
-            for name, shape in shapes.items():  # before orders of so many rows are made
+            for name, shape in shapes.items():  # checked before row orders of that size are made
                 if prod(shape) > most:
                     raise ModelError(f"the GGUF file has no weights for {name} of {list(shape)}")
             self._layers.append({name: names.pieces(name, shapes) for name in shapes})
@@ -115,13 +115,13 @@ class GGUFWeights:
                     f"where its metadata says {list(wanted)}"
                 )
         for name in tensors.keys() - _UNUSED - {piece.tensor for piece in pieces}:
-            block = _BLOCK.match(name)  # those behind the last layer predict further tokens
+            block = _BLOCK.match(name)  # blocks behind the last layer predict further tokens (MTP)
             if block is None or not count <= int(block[1]) < last:
                 raise Unknown(f"its checkpoint has other weights: it has {name}")
 
     @property
     def bits(self) -> float:
-        """Bits that the file has for a weight, on average."""
+        """Average bits per weight in the file."""
         tensors = self._file.tensors.values()
         return sum(8 * len(one.data) for one in tensors) / sum(prod(one.shape) for one in tensors)
 
@@ -136,10 +136,10 @@ class GGUFWeights:
         return self._vector(self._last)
 
     def layer(self, number: int) -> Weights:
-        """The weights of a layer, by the names of `Architecture.layer_shapes`."""
+        """A layer's weights, by the names of `Architecture.layer_shapes`."""
         shapes, mlp = self._architecture.layer_shapes(number), self._architecture.layers[number].mlp
         weights: Weights = {}
-        self._file.let_go()  # the layer before is packed
+        self._file.let_go()  # of the layer before, which is packed by now
         for name, pieces in self._layers[number].items():
             shape, one = shapes[name], len(shapes[name]) == 1
             if name.startswith("experts."):
@@ -156,10 +156,10 @@ class GGUFWeights:
 
     def _vector(self, pieces: list[_Piece], expert: int | None = None) -> torch.Tensor:
         (part,) = (self._part(piece, expert) for piece in pieces)
-        return dense(part).to(self._device, torch.float32, copy=True)  # none keeps the file open
+        return dense(part).to(self._device, torch.float32, copy=True)  # the file may close
 
     def _matrix(self, pieces: list[_Piece], expert: int | None = None) -> Weight:
-        """The pieces below each other."""
+        """A matrix of the pieces, stacked by rows."""
         parts = [self._part(piece, expert) for piece in pieces]
         weight = parts[0] if len(parts) == 1 else torch.cat([dense(part) for part in parts])
         if isinstance(weight, Stored):
@@ -184,7 +184,7 @@ class GGUFWeights:
 
 
 class _Names:
-    """The names and orders of a layer's weights in a file."""
+    """Finds a layer's weights in a file: their names there, and the order of rows."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class _Names:
         elif isinstance(layer.mixer, DeltaNet | Mamba2):
             self._parts = _PARTS | _RECURRENT
         if "ffn_norm.weight" not in self and "attended_norm" not in layer.norms:
-            # It is called by its place behind attention.
+            # Some files name the MLP's norm by its place behind attention.
             self._parts = {**self._parts, "mlp_norm": "post_attention_norm"}
         if layer.mixer is None:
             self._parts = {**self._parts, "mlp_norm": "attn_norm"}
@@ -211,7 +211,7 @@ class _Names:
         return f"{self._at}{part}" in self._tensors
 
     def pieces(self, name: str, shapes: Shapes) -> list[_Piece]:
-        """Where a weight stands."""
+        """The pieces of the file that make up a weight."""
         stem, mixer, shape = name.removesuffix(".bias"), self._layer.mixer, shapes[name]
         end = ".bias" if stem != name else _ENDS.get(stem, ".weight")
         part = self._parts[stem]
@@ -245,7 +245,7 @@ class _Names:
             rows = torch.arange(shape[0]) if rows is None else rows
             before = sum(sizes[: "qkv".index(stem)])
             return _Piece(f"{self._at}attn_qkv{end}", (sum(sizes), *shape[1:]), rows + before)
-        if mixer.gated and stem in ("q", "q_gate"):  # a head's queries, then its gate
+        if mixer.gated and stem in ("q", "q_gate"):  # of each head, queries then gate
             both = torch.arange(2 * shape[0]).view(kind.query_heads, 2, -1)
             rows = both[:, int(stem == "q_gate")].flatten()
             return _Piece(f"{self._at}{part}{end}", (2 * shape[0], *shape[1:]), rows)
@@ -255,7 +255,7 @@ class _Names:
         return _Piece(f"{self._at}{part}{end}", shape, rows)
 
     def _turned(self, mixer: Attention, heads: int) -> torch.Tensor | None:
-        """Rows of heads whose RoPE turns halves, in a file that has its pairs side by side."""
+        """The order of rows that puts RoPE's pairs, side by side in some files, into halves."""
         if (pairs := self._row.pairs) is None or (pairs == "stored" and mixer.rope is None):
             return None
         dim = turned = mixer.kind.head_dim
@@ -266,7 +266,7 @@ class _Names:
         return (torch.arange(heads)[:, None] * dim + one).flatten()
 
     def _delta(self, stem: str, end: str, mixer: DeltaNet, shape: tuple[int, ...]) -> list[_Piece]:
-        """A delta net's weights; its values may be in the order of their place in a key head."""
+        """A delta net's weights; `tiled` files order value heads by place in a key head first."""
         keys, each = mixer.key_heads, mixer.heads // mixer.key_heads
         if mixer.heads % keys:
             raise Unknown(f"its {mixer.heads} value heads are of {keys} key heads")
@@ -281,13 +281,13 @@ class _Names:
             tiled = self._row.tiled or "ssm_ba" in part or "ssm_in" in part
             return _Piece(f"{self._at}{part}{end}", stored, rows if tiled else None)
 
-        if stem in ("in", "z") and f"ssm_in{end}" in self:  # by key heads: q, k, v and z of each
+        if stem in ("in", "z") and f"ssm_in{end}" in self:  # of each key head: q, k, v and z
             sizes = [mixer.key, mixer.key, each * mixer.value, each * mixer.value]
             by_heads = torch.arange(mixer.channels + mixer.out_width).view(keys, -1)
             parts = [part.flatten() for part in by_heads.split(sizes, 1)]
             rows = parts[3] if stem == "z" else torch.cat(parts[:3])
             return [piece("ssm_in", rows, (by_heads.numel(), *shape[1:]))]
-        if stem == "ba" and f"ssm_ba{end}" in self:  # by key heads: b and a of each
+        if stem == "ba" and f"ssm_ba{end}" in self:  # of each key head: b and a
             both = torch.arange(shape[0]).view(keys, 2, each)
             return [piece("ssm_ba", both.transpose(0, 1).flatten())]
         if stem == "ba":

@@ -27,7 +27,7 @@ from radixcache.runtime.server.serving import ContextDep, client_of
 from radixcache.runtime.tokens.conversation import Conversations
 from radixcache.runtime.tokens.history import TokenisedText, common_prefix
 from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
-from radixcache.runtime.tokens.tool_calls import Call, for_template
+from radixcache.runtime.tokens.tool_calls import arguments_of, for_template
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -202,10 +202,8 @@ _DELTAS = {
 
 def _block(part: Part) -> JSON:
     if part.kind == "call":
-        values = {} if not part.text else Call(part.call_id, part.name, part.text).values
-        if values is None:  # the call was cut off, or is no JSON
-            values = {"INVALID_JSON": part.text}
-        return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": values}
+        block = {"type": "tool_use", "id": part.call_id, "name": part.name}
+        return {**block, "input": arguments_of(part.text)}
     if part.kind == "reasoning":
         return {"type": "thinking", "thinking": part.text, "signature": ""}
     return {"type": "text", "text": part.text}

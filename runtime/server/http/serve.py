@@ -72,7 +72,7 @@ class Frontend(Protocol):
     """Takes requests.
 
     Attributes:
-        draining: new requests are refused; whoever sets this calls `drain`.
+        draining: new requests are refused; set it, then call `drain`.
         alive: an engine or a replica runs.
     """
 

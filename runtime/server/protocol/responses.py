@@ -1,4 +1,4 @@
-"""Bodies of /v1/responses, and what they are as chat completions."""
+"""Request bodies of /v1/responses, turned into the `Turn` that all chat APIs share."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
 JSON = dict[str, Any]
 
 SHELL = "local_shell"
-"""What the model is told that the tool of this type is called."""
+"""The name that the model sees for the tool of this type."""
 
 HOSTED_CALLS = frozenset(
     f"{kind}_call" for kind in ("web_search", "file_search", "code_interpreter", "image_generation")
 )
-"""Items of what OpenAI's servers ran."""
+"""Items for calls of tools that run on OpenAI's servers."""
 
 _TEXTS = "input_text", "output_text", "reasoning_text", "summary_text", "text"
 
 
 class ItemText(TextPart):
-    """A text within an item: what was said, answered, refused or thought."""
+    """A text within an item: input, answer, refusal or reasoning."""
 
     harmless: ClassVar = TextPart.harmless | {"parsed"}
     needs: ClassVar = {**dict.fromkeys(_TEXTS, ("text",)), "refusal": ("refusal",)}
@@ -60,7 +60,7 @@ class ItemText(TextPart):
 
 
 class Item(OneOf):
-    """What a conversation consists of; answers may be sent back as they came."""
+    """One item of a conversation; a client may send an answer's items back unchanged."""
 
     harmless: ClassVar = frozenset(
         "status phase encrypted_content parsed_arguments created_by caller".split()
@@ -95,11 +95,11 @@ class Item(OneOf):
     @model_validator(mode="after")
     def _arguments_are_an_object(self) -> Item:
         if self.type.endswith("_call"):
-            for_template(self.as_message())  # refuses
+            for_template(self.as_message())  # raises if they are not
         return self
 
     def as_message(self) -> Message:
-        """The item as a message, or as a part of an assistant's."""
+        """The item as a message, or as a part of the assistant's message."""
         match self.type:
             case "reasoning":
                 text = join_texts(self.content) or join_texts(self.summary)
@@ -110,19 +110,19 @@ class Item(OneOf):
                 if self.type == "custom_tool_call":
                     text = json.dumps({"input": self.input})
                 elif action := self.action:
-                    told = {k: v for k, v in action.items() if k != "type" and v not in (None, {})}
-                    text = json.dumps(told)
+                    given = {k: v for k, v in action.items() if k != "type" and v not in (None, {})}
+                    text = json.dumps(given)
                 return {"role": "assistant", "tool_calls": [call_of(self.call_id, name, text)]}
             case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
                 call_id, content = self.call_id or self.id, join_texts(self.output)
                 return {"role": "tool", "tool_call_id": call_id, "content": content}
-            case _:  # few templates know developers
+            case _:  # few chat templates have the role "developer"
                 role = "system" if self.role == "developer" else self.role
                 return {"role": role, "content": join_texts(self.content)}
 
 
 class CustomFormat(StrictModel):
-    """The form of a custom tool's input; the model is told its grammar, and not held to it."""
+    """Format of a custom tool's input; the prompt describes its grammar, nothing enforces it."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
@@ -130,7 +130,7 @@ class CustomFormat(StrictModel):
 
 
 class ToolKind(NamedTuple):
-    """What a function that the model is told of is to the client."""
+    """The client's tool behind a function that the model sees."""
 
     type: str
     name: str
@@ -138,7 +138,7 @@ class ToolKind(NamedTuple):
 
 
 class ResponseTool(OneOfTools):
-    """A function, or what is told as one: a custom tool, a shell, functions in a namespace."""
+    """A tool that the model sees as functions: a function, custom tool, shell or namespace."""
 
     hosted: ClassVar = re.compile(
         r"web_search(_preview)?(_\d{4}_\d{2}_\d{2})?|file_search|code_interpreter|"
@@ -166,7 +166,7 @@ class ResponseTool(OneOfTools):
         return [tool for tool, _ in self.told()]
 
     def told(self) -> list[tuple[Tool, ToolKind]]:
-        """The functions that the model is told of."""
+        """The functions that the model sees, each with the client's tool behind it."""
         name, told, parameters = self.name or SHELL, self.description, self.parameters
         match self.type:
             case "function":
@@ -183,7 +183,7 @@ class ResponseTool(OneOfTools):
             case "namespace":
                 inner = [pair for tool in self.tools or () for pair in tool.told()]
                 spelt = [replace(tool, name=in_namespace(name, tool.name)) for tool, _ in inner]
-                if spelt and told:  # it is told with the first of them
+                if spelt and told:  # the first function carries the namespace's description
                     whole = f"{spelt[0].description or ''}\n{name}: {told}".strip()
                     spelt[0] = replace(spelt[0], description=whole)
                 kinds = [kind._replace(namespace=name) for _, kind in inner]
@@ -195,12 +195,12 @@ class ResponseTool(OneOfTools):
 
 
 def kinds_of(tools: Sequence[ResponseTool] | None) -> dict[str, ToolKind]:
-    """By the names that the model knows."""
+    """The client's tools by the names that the model sees."""
     return {tool.name: kind for given in tools or () for tool, kind in given.told()}
 
 
 def in_namespace(namespace: str | None, name: str) -> str:
-    """The name by which the model knows a function of a namespace."""
+    """The name that the model sees for a function of a namespace."""
     if namespace is None:
         return name
     return f"{namespace}{'' if namespace.endswith('_') else '__'}{name}"
@@ -231,7 +231,7 @@ class TextOptions(FormatOptions):
 
 
 class Reasoning(StrictModel):
-    """How much the model thinks. What it thinks is always shown, and as it is."""
+    """How much the model thinks. The answer always contains its reasoning, unsummarised."""
 
     harmless: ClassVar = frozenset({"summary", "generate_summary"})
 
@@ -239,9 +239,9 @@ class Reasoning(StrictModel):
 
 
 class CacheOptions(StrictModel):
-    """Everything is cached anyway, and to the token; what is left to ask is why something was not.
+    """Every token is cached anyway; a client can only ask why an earlier response was not hit.
 
-    That is said in `prompt_cache_diagnostics` and in `radixcache.explanation`.
+    `prompt_cache_diagnostics` and `radixcache.explanation` of the answer say so.
     """
 
     harmless: ClassVar = frozenset({"mode", "ttl"})
@@ -296,7 +296,7 @@ class ResponsesRequest(TurnRequest, StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _without_hosted_calls(cls, data: Any) -> Any:
-        """Calls that OpenAI's servers ran have no effect, as their tools have none."""
+        """Drop calls that OpenAI's servers ran: their tools do nothing here."""
         if not isinstance(data, dict) or not isinstance(given := data.get("input"), list):
             return data
         kinds = ((item.get("type") if isinstance(item, dict) else None) for item in given)
@@ -309,7 +309,7 @@ class ResponsesRequest(TurnRequest, StrictModel):
         return None if options is None else options.comparison_response_id
 
     def items(self) -> list[JSON]:
-        """What is given, as items of which each has an id."""
+        """The input as items, each with an id."""
         given = self.input
         items = [Item(role="user", content=given)] if isinstance(given, str) else given
         dumped = [item.model_dump(mode="json", exclude_none=True) for item in items]
@@ -323,7 +323,7 @@ class ResponsesRequest(TurnRequest, StrictModel):
         return merge([item.as_message() for item in self.input])
 
     def turn(self, defaults: SamplingParams, conversation: list[Message] | None = None) -> Turn:
-        """Of the whole conversation, which may have begun before; instructions are not of it."""
+        """The turn over `conversation`, earlier turns included; instructions go in front of it."""
         messages = self.messages() if conversation is None else conversation
         if self.instructions:
             messages = [{"role": "system", "content": self.instructions}, *messages]
@@ -362,7 +362,7 @@ class ResponsesRequest(TurnRequest, StrictModel):
 
 
 def merge(parts: list[Message]) -> list[Message]:
-    """Messages, where what one answer consisted of is one message."""
+    """Messages with the parts of one answer joined into one message."""
     messages: list[Message] = []
     for new in parts:
         last = messages[-1] if messages else {}
@@ -376,13 +376,13 @@ def merge(parts: list[Message]) -> list[Message]:
 
 
 def merge_system(messages: list[Message]) -> list[Message]:
-    """Messages with one system message at the top: few templates take two."""
+    """Join the system messages at the top into one: few templates take two."""
     system, others = split_system(messages)
     text = "\n\n".join(message["content"] for message in system)
     return [*([{"role": "system", "content": text}] if system else []), *others]
 
 
 def split_system(messages: list[Message]) -> tuple[list[Message], list[Message]]:
-    """System messages at the top, and the others."""
+    """The system messages at the top, and all messages after them."""
     count = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
     return messages[:count], messages[count:]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import pytest
 
 from radixcache.runtime.tokens.mended_json import MendedJson
-from radixcache.runtime.tokens.tool_calls import MAX_DEPTH, ParsedMessage
+from radixcache.runtime.tokens.tool_calls import MAX_DEPTH, ParsedMessage, read_object
 from radixcache.runtime.tokens.tool_formats import ToolFormat, find_format
 from radixcache.runtime.tokens.tool_parser import MessageParser
 
@@ -63,7 +63,8 @@ def parse(
 
 
 def meaning(said: ParsedMessage) -> tuple[object, ...]:
-    return said.content, said.reasoning, [(call.name, call.values) for call in said.calls]
+    calls = [(call.name, read_object(call.arguments)) for call in said.calls]
+    return said.content, said.reasoning, calls
 
 
 def each(*templates: str) -> pytest.MarkDecorator:
@@ -142,9 +143,9 @@ def test_a_call_that_is_cut_short_is_a_call(template: str):
 def test_what_a_limit_has_cut_off_is_not_completed(template: str):
     cut = written(template, "f", {"a": "x"}).partition("x")[0] + 'x"'
     (call,) = parse(cut, template, cut=True).message().calls
-    assert (call.arguments, call.values) == ('{"a": "x"', None)
+    assert call.arguments == '{"a": "x"'
     (call,) = parse(cut, template).message().calls
-    assert call.values == {"a": "x"}
+    assert read_object(call.arguments) == {"a": "x"}
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,6 @@ def test_arguments_that_no_client_could_read_stay_as_they_are(value: str):
     """Python reads most as JSON, and fails when it answers with them, or gives up at once."""
     text = f'<tool_call>\n{{"name": "f", "arguments": {{"a": {value}}}}}\n</tool_call>'
     (call,) = parse(text, HERMES).message().calls
-    assert call.values is None
     assert call.as_template()["function"]["arguments"] == {"INVALID_JSON": call.arguments}
     assert call.arguments.startswith(f'{{"a": {value}}}')
 
@@ -163,7 +163,7 @@ def test_arguments_that_no_client_could_read_stay_as_they_are(value: str):
 def test_what_is_nested_too_deeply_is_no_json(template: str):
     deep = "[" * 100_000 + "]" * 100_000
     (call,) = parse(written(template, "f", {"c": 1}).replace("1", deep), template).message().calls
-    assert call.values == (None if template == HERMES else {"c": deep})
+    assert read_object(call.arguments) == (None if template == HERMES else {"c": deep})
 
 
 CALLED = ("", "", [("f", {"a": "x"})])
@@ -296,7 +296,7 @@ def test_a_tagged_argument_has_the_type_that_its_schema_tells(schema, text, valu
     parser = MessageParser(fmt(CODER), schemas={"f": {"properties": {"a": schema}, "$defs": DEFS}})
     parser.feed(called + "\n</tool_call>", ended=True)
     (call,) = parser.message().calls
-    assert json.dumps(call.values) == json.dumps({"a": value})
+    assert json.dumps(read_object(call.arguments)) == json.dumps({"a": value})
 
 
 @pytest.mark.parametrize("begun", ['<tool_call>{"name": "' + "a" * 300, "<tool_call>" + " " * 300])
