@@ -10,6 +10,7 @@ import pytest
 
 from radixcache import SamplingParams
 from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.named_prefixes import NamedPrefixes
 from radixcache.runtime.model.kv_pool import WindowLayout
 from tests.helpers.cover import seeds
 from tests.helpers.engines import finish
@@ -54,9 +55,10 @@ def test_random_requests_get_the_tokens_of_their_own_texts(seed: int) -> None:
         assert total["preempted"] > 0
 
 
-def ask(engine: Engine, prompt: list[int]) -> int:
+def ask(engine: Engine, prompt: list[int], namespace: str | None = None) -> int:
     """The cached tokens of a prompt whose answer is right."""
-    request = engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=2))
+    params = SamplingParams(temperature=0, max_tokens=2)
+    request = engine.add_request(prompt, params, namespace=namespace)
     finish(engine)
     assert request.sequences[0].generated.tolist() == greedy(prompt, 2)
     return request.sequences[0].cached_tokens
@@ -82,3 +84,35 @@ def test_beyond_a_window_the_second_prompt_leaves_a_checkpoint_for_the_third() -
     assert ask(engine, [*stem[:50], 26, 2]) == 50
     assert ask(engine, stem) == 100, "its last logits are kept, and the window before"
     assert ask(engine, [*stem, 5]) == 100
+
+
+@pytest.mark.parametrize("cache", ["radix", "hash-block"])
+def test_a_preferred_prefix_yields_to_every_request_that_fits_without_it(cache: str) -> None:
+    """A page holds the tokens of all full layers, or of all with a window."""
+    windows = WindowLayout(20, 3, (True, False))
+    for length in range(10, 400, 7):
+        engine = hash_engine(cache, 4, 60, 16, windows=windows)
+        prefixes, rng = NamedPrefixes(engine), random.Random(length)
+        stem = [rng.randrange(VOCAB - 1) for _ in range(50)]
+        ask(engine, stem)
+        prefixes.prefer(stem, 60)
+        assert len(engine.cache.pins) == 1
+        if length + 2 <= engine.max_model_len:
+            prefixes.make_room(length + 2)
+            ask(engine, [rng.randrange(VOCAB) for _ in range(length)])
+
+
+@pytest.mark.parametrize("windows", [None, WindowLayout(20, 3, (True, False))])
+def test_an_empty_salt_is_none(windows: WindowLayout | None) -> None:
+    engine = hash_engine(num_states=0 if windows else 30, windows=windows)
+    prompt = [n % VOCAB for n in range(50)]
+    assert ask(engine, prompt, "a") == ask(engine, prompt, "") == 0
+    hit = ask(engine, prompt)
+    assert hit >= 48
+    assert ask(engine, prompt, "") == engine.match(prompt, "") == engine.match(prompt) == hit
+    prefixes = NamedPrefixes(engine)
+    request = prefixes.prepare("one", prompt, cache_salt="")
+    finish(engine)
+    prefixes.keep("one", request)
+    prefixes.unpin("one", "")
+    engine.reset_cache()
