@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +22,8 @@ def text(*tokens: int) -> Tokens:
 
 
 @seeds(1, 30)
-def test_random_calls_agree_with_a_plain_list(seed: int) -> None:
+def test_random_calls_agree_with_a_plain_list(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixcache.checkpoints.STRIDE", 3)
     rng = random.Random(seed)
     index = StateIndex(rng.randint(2, 9))
     kept: dict[tuple[object, bytes], int] = {}
@@ -139,3 +142,23 @@ def test_a_pinned_state_goes_last() -> None:
     assert index.depth(text(1), None, 1) == 0
     index.unpin(text(1), None)
     index.check([0, 1, 2])
+
+
+def test_a_look_up_tries_few_of_many_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that agree up to a stride before, and not every length there is."""
+
+    class Counted(OrderedDict[Any, Any]):
+        def get(self, *args: Any) -> Any:
+            tried.append(args[0])
+            return super().get(*args)
+
+    tried: list[Any] = []
+    monkeypatch.setattr("radixcache.checkpoints.STRIDE", 8)
+    index = StateIndex(1000)
+    index._kept = Counted()
+    texts = [text(*[1] * 12, *[n] * (n + 8)) for n in range(2, 300)]
+    checkpoints(index, *texts)
+    for tokens in texts:
+        tried.clear()
+        assert index.depth(tokens, None, len(tokens)) == len(tokens)
+        assert len(tried) <= 3
