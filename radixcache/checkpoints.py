@@ -28,6 +28,9 @@ or a sequence ended there."""
 RARELY = 0.1
 """A kind with fewer hits per checkpoint is evicted before others."""
 
+RECENT = 256
+"""Checkpoints of a kind after which those before count half, and evicted ones remembered."""
+
 STRIDE = 512
 """A look-up takes a digest so often, and tries the lengths of checkpoints that agree so far."""
 
@@ -81,6 +84,9 @@ class CheckpointIndex(ABC, Generic[H]):
         """Keys that are evicted after all others, whether or not there is such a checkpoint."""
         self._made: Counter[Kind] = Counter()
         self._hits: Counter[Kind] = Counter()
+        """Checkpoints that were found, or made again after they were evicted."""
+        self._gone: OrderedDict[Key, Kind] = OrderedDict()
+        """The kinds of those that were evicted last."""
 
     @property
     @abstractmethod
@@ -156,6 +162,11 @@ class CheckpointIndex(ABC, Generic[H]):
     def _add(self, to: dict[Key, Checkpoint[H]], key: Key, held: H, kind: Kind) -> Checkpoint[H]:
         checkpoint = to[key] = Checkpoint(key, held, kind, last_use=self._clock())
         self._made[kind] += 1
+        if self._made[kind] >= RECENT:
+            self._made[kind] //= 2
+            self._hits[kind] //= 2
+        if key in self._gone:  # else a kind that goes first could never show that it pays
+            self._hits[self._gone.pop(key)] += 1
         self._lengths.setdefault((key.namespace, key.stem), Counter())[key.length] += 1
         return checkpoint
 
@@ -199,6 +210,9 @@ class CheckpointIndex(ABC, Generic[H]):
         del self._kept[checkpoint.key]
         self._superseded.pop(checkpoint.key, None)
         key = checkpoint.key
+        self._gone[key] = checkpoint.kind
+        if len(self._gone) > RECENT:
+            self._gone.popitem(last=False)
         lengths = self._lengths[key.namespace, key.stem]
         lengths[key.length] -= 1
         if not lengths[key.length]:

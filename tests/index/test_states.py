@@ -162,3 +162,23 @@ def test_a_look_up_tries_few_of_many_checkpoints(monkeypatch: pytest.MonkeyPatch
         tried.clear()
         assert index.depth(tokens, None, len(tokens)) == len(tokens)
         assert len(tried) <= 3
+
+
+def test_a_kind_that_was_hardly_ever_hit_is_kept_again_once_it_pays() -> None:
+    """What nobody came back for long ago counts less and less, and what is made again counts."""
+    index, hits = StateIndex(40), 0
+
+    def come_back(tokens: Tokens, kind: str) -> bool:
+        if found := index.find(tokens, None, 2) is not None:
+            index.commit()
+        else:
+            checkpoints(index, tokens, kind=kind)
+        return found
+
+    for n in range(1000):
+        checkpoints(index, text(0, n), kind="branch")
+    for n in range(300):
+        come_back(text(1, n % 8), "prompt")
+        hits += come_back(text(2, n % 8), "branch")
+        checkpoints(index, text(3, n))
+    assert hits > 200
