@@ -180,8 +180,9 @@ class CheckpointIndex(ABC, Generic[H]):
                 ends_pay = self._hits["end"] >= self._hits["prompt"]
                 self._superseded[other if older.hits or ends_pay else key] = None
 
-    def _victim(self) -> Checkpoint[H] | None:
-        """The checkpoint to evict next, none that the step reads."""
+    def _victim(self, pinned: bool = True) -> Checkpoint[H] | None:
+        """The checkpoint to evict next, none that the step reads; a pinned one if there is no other
+        and `pinned` allows it."""
         for key in self._superseded:
             if not self._is_read(self._kept[key]) and key not in self._pinned:
                 return self._kept[key]
@@ -194,7 +195,7 @@ class CheckpointIndex(ABC, Generic[H]):
                 if is_rare:
                     return checkpoint
                 oldest = checkpoint
-        left = (checkpoint for checkpoint in self._kept.values() if not self._is_read(checkpoint))
+        left = (c for c in self._kept.values() if pinned and not self._is_read(c))
         return oldest or next(left, None)
 
     def _rare_kinds(self) -> set[Kind]:

@@ -41,6 +41,7 @@ class WindowedCache(Protocol):
     """What the index needs of its cache."""
 
     pool: PagePool
+    granularity: int
     clock: int
     windows: WindowIndex | None
 
@@ -78,6 +79,7 @@ class WindowIndex(CheckpointIndex[Window]):
         self.window, self.page_size = window, page_size
         self.grid = max(MIN_GRID, window // MOST_PLACES)
         self._cache, self._pool = cache, cache.pool
+        self.granularity = cache.granularity
         super().__init__(lambda: cache.clock)
         cache.windows = self
 
@@ -259,9 +261,10 @@ class WindowIndex(CheckpointIndex[Window]):
         return self._add(to, key, Window(first * size, pages), kind)
 
     def evict(self, last_use: int | None = None) -> bool:
-        """Evict a checkpoint if one is of no more use, or was used before `last_use` or then;
-        returns whether one went, which need not free a page. Within a change of the cache."""
-        victim = self._victim()
+        """Evict a checkpoint if one is of no more use, or was used before `last_use` or then, or,
+        if it is None, any, and a pinned one last; returns whether one went, which need not free a
+        page. Within a change of the cache."""
+        victim = self._victim(pinned=last_use is None)
         if victim is None:
             return False
         is_dead = victim.key in self._superseded or victim.kind in self._rare_kinds()

@@ -35,7 +35,7 @@ class ToldPlanner(StatePlanner):
 class LeastRecentStates(StateIndex):
     """Evicts the state that was gone on from, or made, the longest ago."""
 
-    def _victim(self) -> Checkpoint[int] | None:
+    def _victim(self, pinned: bool = True) -> Checkpoint[int] | None:
         kept = self._kept.values()
         return next((state for state in kept if not self._is_read(state)), None)
 

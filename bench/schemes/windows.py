@@ -59,7 +59,7 @@ class ToldWindows(WindowPlanner):
 class LeastRecentWindows(WindowIndex):
     """Evicts the checkpoint that was gone on from, or made, the longest ago."""
 
-    def _victim(self) -> Checkpoint[Window] | None:
+    def _victim(self, pinned: bool = True) -> Checkpoint[Window] | None:
         return next(iter(self._kept.values()), None)
 
     def _rare_kinds(self) -> set[Kind]:

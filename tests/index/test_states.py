@@ -136,6 +136,12 @@ def test_a_pinned_state_goes_last() -> None:
     index = StateIndex(3)
     index.pin(text(1), None)
     checkpoints(index, text(1), text(2), text(3))
+    for n in range(4, 9):
+        checkpoints(index, text(n))
+    slot = index.take()
+    checkpoints(index, text(9), text(10))
+    assert index.depth(text(1), None, 1) == 1
+    index.drop(slot)
     taken = {index.take(), index.take()}
     assert index.depth(text(1), None, 1) == 1
     assert {*taken, index.take()} == {0, 1, 2}  # a sequence always gets one

@@ -116,3 +116,26 @@ def test_an_empty_salt_is_none(windows: WindowLayout | None) -> None:
     prefixes.keep("one", request)
     prefixes.unpin("one", "")
     engine.reset_cache()
+
+
+@pytest.mark.parametrize("length", [60, 64])
+@pytest.mark.parametrize("cache", ["radix", "hash-block"])
+def test_a_pinned_prefix_keeps_its_window_under_any_pressure(cache: str, length: int) -> None:
+    engine, rng = (
+        hash_engine(cache, 8, 60, windows=WindowLayout(20, 3, (True, False))),
+        random.Random(1),
+    )
+    prefixes = NamedPrefixes(engine)
+    stem = [rng.randrange(VOCAB - 1) for _ in range(length)]
+    request = prefixes.prepare("one", stem)
+    finish(engine)
+    prefixes.keep("one", request)
+    hit = length // 8 * 8 if cache == "hash-block" else length
+    for _ in range(30):
+        ask(engine, [rng.randrange(VOCAB) for _ in range(90)])
+    assert engine.scheduler.planner.index.num_evicted > 30  # type: ignore[attr-defined]
+    assert ask(engine, [*stem, *(rng.randrange(VOCAB) for _ in range(20))]) == hit
+    prefixes.unpin("one")
+    for _ in range(9):
+        ask(engine, [rng.randrange(VOCAB) for _ in range(90)])
+    assert engine.match([*stem, 1]) == 0
