@@ -56,6 +56,8 @@ class Checkpoint(Generic[H]):
     hits: int = 0
     last_use: int = 0
     """By the index's clock."""
+    inside: Checkpoint[H] | None = None
+    """The kept checkpoint that holds this place."""
 
 
 class CheckpointIndex(ABC, Generic[H]):
@@ -116,6 +118,8 @@ class CheckpointIndex(ABC, Generic[H]):
         """Undo `find`: the sequence does not go on from the checkpoint."""
         checkpoint.hits -= 1
         self._hits[checkpoint.kind] -= 1
+        if checkpoint.inside is not None:
+            checkpoint.inside.hits -= 1
 
     def pin(self, tokens: Tokens, namespace: Hashable) -> None:
         """Evict the checkpoint after `tokens` only after all that are not pinned.

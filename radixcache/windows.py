@@ -190,7 +190,7 @@ class WindowIndex(CheckpointIndex[Window]):
         holder.hits += 1
         self._hits[holder.kind] += 1
         pages = holder.held.pages[: -(-inner.length // self.page_size)]
-        return Checkpoint(inner, Window(0, pages), holder.kind, hits=1)
+        return Checkpoint(inner, Window(0, pages), holder.kind, hits=1, inside=holder)
 
     def coming(self, tokens: Tokens, namespace: Hashable, limit: int) -> int:
         if not self._written:

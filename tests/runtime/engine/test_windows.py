@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 
 from radixcache import SamplingParams
@@ -73,6 +74,18 @@ def test_inside_a_first_window_a_prompt_goes_on_from_anywhere(cut: int) -> None:
     assert ask(engine, stem) == 0
     other = [*stem[:cut], (stem[cut % 60] + 1) % VOCAB, 1]
     assert ask(engine, other) == (60 if cut == 60 else cut // 16 * 16)
+
+
+def test_who_looks_inside_a_window_and_is_not_admitted_has_not_used_it() -> None:
+    engine = hash_engine(page_size=4, windows=WindowLayout(64, 3, (True, False)))
+    ask(engine, [n % 28 for n in range(60)])
+    index, tokens = engine.cache.windows, np.array([n % 28 for n in range(60)], np.int32)
+    assert index is not None
+    found = index.find(tokens, None, 20)
+    assert found is not None and found.key.length == 16
+    index.release(found)
+    assert not any(checkpoint.hits for checkpoint in index._kept.values())
+    assert not index._hits.total()
 
 
 def test_beyond_a_window_the_second_prompt_leaves_a_checkpoint_for_the_third() -> None:
