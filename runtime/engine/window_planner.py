@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from radixcache.base import Tokens
 from radixcache.checkpoints import Kind
 from radixcache.lease import Lease
@@ -21,13 +23,24 @@ class WindowPlanner(CheckpointPlanner[Window]):
 
     def _marks(self, request: Request, match: int, depth: int) -> dict[int, Kind]:
         """Adds two at a prompt's end, which share all pages but one: the same prompt resumes behind
-        its last token if its logits are kept, before it otherwise."""
-        end = len(request.prompt_token_ids)
-        ends: dict[int, Kind] = {end - 1: "prompt", end: "prompt"}
+        its last token if its logits are kept, before it otherwise, at the end of a block where hits
+        are whole blocks."""
+        end, block = len(request.prompt_token_ids), self.index.granularity
+        ends: dict[int, Kind] = {(end - 1) // block * block: "prompt", end: "prompt"}
         return ends | super()._marks(request, match, depth)
 
     def _end_of(self, prompt: Tokens) -> int:
         return len(prompt) - 1
+
+    def pin(self, tokens: Tokens, namespace: Hashable) -> None:
+        super().pin(self._blocks(tokens), namespace)
+
+    def unpin(self, tokens: Tokens, namespace: Hashable) -> None:
+        super().unpin(self._blocks(tokens), namespace)
+
+    def _blocks(self, tokens: Tokens) -> Tokens:
+        """What a hit can be of them."""
+        return tokens[: len(tokens) // self.index.granularity * self.index.granularity]
 
     def take(self, sequence: Sequence, num_tokens: int) -> None:
         lease = sequence.lease
