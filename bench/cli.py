@@ -108,7 +108,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     serving("--max-num-seqs", type=int, default=64, metavar="N", help="running (64)")
     serving("--schedule-policy", choices=("fcfs", "lpm"), default="fcfs")
     engine = parser.add_argument_group("engine level").add_argument
-    engine("--model", metavar="M", help="folder or hub id (the bundled tabletalk)")
+    engine("--model", metavar="M", help="folder, .gguf file or hub id (the bundled model)")
     engine("--kv-dtype", metavar="D", help="kv_cache_dtype: int8, say (the model's dtype)")
     engine("--device", default="auto", metavar="D", help="cpu, cuda or auto")
     engine("--speculate", action="store_true", help="draft tokens from earlier texts (no drafts)")
@@ -207,6 +207,7 @@ def _check(args: argparse.Namespace) -> None:
         (args.states and args.level != "index", "--states are simulated: --level index alone"),
         (args.windows and args.level != "index", "--windows are simulated: --level index alone"),
         (args.windows and args.states, "--windows and --states are of different models"),
+        (args.windows and args.token_bytes, "--windows has its model's own --token-bytes"),
         (args.speculate and args.level == "index",
          "--speculate needs a model: --level engine or both"),
         (args.kv_dtype is not None and args.level == "index",
@@ -315,4 +316,6 @@ def _settings(
         settings["states"] = args.states
     if model is not None:
         settings |= {"model": args.model or "tabletalk", "device": str(model.device)}
+    if args.kv_dtype is not None:
+        settings["KV"] = args.kv_dtype
     return settings

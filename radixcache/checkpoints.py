@@ -28,15 +28,22 @@ or a sequence ended there."""
 RARELY = 0.1
 """A kind with fewer hits per checkpoint is evicted before others."""
 
+RECENT = 256
+"""Checkpoints of a kind after which those before count half, and evicted ones remembered."""
+
+STRIDE = 512
+"""A look-up takes a digest so often, and tries the lengths of checkpoints that agree so far."""
+
 H = TypeVar("H")
 
 
 class Key(NamedTuple):
-    """A prefix: its namespace, length and digest."""
+    """A prefix: its namespace, length and digest, and that of its first multiple of `STRIDE`."""
 
     namespace: Hashable
     length: int
     digest: bytes
+    stem: bytes = b""
 
 
 @dataclass(slots=True)
@@ -49,6 +56,8 @@ class Checkpoint(Generic[H]):
     hits: int = 0
     last_use: int = 0
     """By the index's clock."""
+    inside: Checkpoint[H] | None = None
+    """The kept checkpoint that holds this place."""
 
 
 class CheckpointIndex(ABC, Generic[H]):
@@ -70,12 +79,16 @@ class CheckpointIndex(ABC, Generic[H]):
         self._written: dict[Key, Checkpoint[H]] = {}
         """The checkpoints that the step being scheduled writes."""
         self._superseded: OrderedDict[Key, None] = OrderedDict()
-        self._lengths: dict[Hashable, Counter[int]] = {}
-        """How many checkpoints, kept and written, there are of each length, by namespace."""
+        self._lengths: dict[tuple[Hashable, bytes], Counter[int]] = {}
+        """How many checkpoints, kept and written, there are of each length, by namespace and
+        stem."""
         self._pinned: Counter[Key] = Counter()
         """How often each key is pinned; a pinned key may have no checkpoint yet."""
         self._made: Counter[Kind] = Counter()
         self._hits: Counter[Kind] = Counter()
+        """Checkpoints that were found, or made again after they were evicted."""
+        self._gone: OrderedDict[Key, Kind] = OrderedDict()
+        """The kinds of those that were evicted last."""
 
     @property
     @abstractmethod
@@ -105,6 +118,8 @@ class CheckpointIndex(ABC, Generic[H]):
         """Undo `find`: the sequence does not go on from the checkpoint."""
         checkpoint.hits -= 1
         self._hits[checkpoint.kind] -= 1
+        if checkpoint.inside is not None:
+            checkpoint.inside.hits -= 1
 
     def pin(self, tokens: Tokens, namespace: Hashable) -> None:
         """Evict the checkpoint after `tokens` only after all that are not pinned.
@@ -124,14 +139,17 @@ class CheckpointIndex(ABC, Generic[H]):
         self, tokens: Tokens, namespace: Hashable, limit: int
     ) -> tuple[Checkpoint[H] | None, int]:
         """The deepest kept checkpoint, and the length of the deepest that the step writes."""
-        digest, start = blake2b(digest_size=32), 0
-        found, coming = None, 0
-        for length in sorted(n for n in self._lengths.get(namespace, ()) if n <= limit):
-            digest.update(tokens[start:length].tobytes())
-            start = length
-            key = Key(namespace, length, digest.copy().digest())
-            found = self._kept.get(key, found)
-            coming = length if key in self._written else coming
+        digest, found, coming = blake2b(digest_size=32), None, 0
+        for start in range(0, limit + 1, STRIDE):
+            stem = digest.copy().digest()
+            lengths, longer, end = self._lengths.get((namespace, stem), ()), digest.copy(), start
+            for length in sorted(n for n in lengths if n <= limit):
+                longer.update(tokens[end:length].tobytes())
+                end = length
+                key = Key(namespace, length, longer.copy().digest(), stem)
+                found = self._kept.get(key, found)
+                coming = length if key in self._written else coming
+            digest.update(tokens[start : start + STRIDE].tobytes())
         return found, coming
 
     def _is_new(self, key: Key) -> bool:
@@ -148,7 +166,12 @@ class CheckpointIndex(ABC, Generic[H]):
     def _add(self, to: dict[Key, Checkpoint[H]], key: Key, held: H, kind: Kind) -> Checkpoint[H]:
         checkpoint = to[key] = Checkpoint(key, held, kind, last_use=self._clock())
         self._made[kind] += 1
-        self._lengths.setdefault(key.namespace, Counter())[key.length] += 1
+        if self._made[kind] >= RECENT:
+            self._made[kind] //= 2
+            self._hits[kind] //= 2
+        if key in self._gone:  # else a kind that goes first could never show that it pays
+            self._hits[self._gone.pop(key)] += 1
+        self._lengths.setdefault((key.namespace, key.stem), Counter())[key.length] += 1
         return checkpoint
 
     def _supersede(self, key: Key, before: Iterable[Key]) -> None:
@@ -161,18 +184,22 @@ class CheckpointIndex(ABC, Generic[H]):
                 ends_pay = self._hits["end"] >= self._hits["prompt"]
                 self._superseded[other if older.hits or ends_pay else key] = None
 
-    def _victim(self) -> Checkpoint[H] | None:
-        """The checkpoint to evict next; never one that the step reads."""
+    def _victim(self, pinned: bool = True) -> Checkpoint[H] | None:
+        """The checkpoint to evict next; never one that the step reads, and a pinned one only if
+        there is no other and `pinned` allows it."""
         for key in self._superseded:
             if not self._is_read(self._kept[key]) and key not in self._pinned:
                 return self._kept[key]
         oldest, rare = None, self._rare_kinds()
         for checkpoint in self._kept.values():
+            is_rare = checkpoint.kind in rare or not rare
+            if oldest is not None and not is_rare:
+                continue
             if not self._is_read(checkpoint) and checkpoint.key not in self._pinned:
-                if checkpoint.kind in rare or not rare:
+                if is_rare:
                     return checkpoint
-                oldest = oldest or checkpoint
-        left = (checkpoint for checkpoint in self._kept.values() if not self._is_read(checkpoint))
+                oldest = checkpoint
+        left = (c for c in self._kept.values() if pinned and not self._is_read(c))
         return oldest or next(left, None)
 
     def _rare_kinds(self) -> set[Kind]:
@@ -188,12 +215,15 @@ class CheckpointIndex(ABC, Generic[H]):
         del self._kept[checkpoint.key]
         self._superseded.pop(checkpoint.key, None)
         key = checkpoint.key
-        lengths = self._lengths[key.namespace]
+        self._gone[key] = checkpoint.kind
+        if len(self._gone) > RECENT:
+            self._gone.popitem(last=False)
+        lengths = self._lengths[key.namespace, key.stem]
         lengths[key.length] -= 1
         if not lengths[key.length]:
             del lengths[key.length]
         if not lengths:
-            del self._lengths[key.namespace]
+            del self._lengths[key.namespace, key.stem]
         self.num_evicted += 1
 
     def recover(self) -> None:
@@ -203,10 +233,10 @@ class CheckpointIndex(ABC, Generic[H]):
         self._superseded = OrderedDict.fromkeys(k for k in self._superseded if k in self._kept)
         self._lengths = self._count_lengths()
 
-    def _count_lengths(self) -> dict[Hashable, Counter[int]]:
-        lengths: dict[Hashable, Counter[int]] = {}
+    def _count_lengths(self) -> dict[tuple[Hashable, bytes], Counter[int]]:
+        lengths: dict[tuple[Hashable, bytes], Counter[int]] = {}
         for key in [*self._kept, *self._written]:
-            lengths.setdefault(key.namespace, Counter())[key.length] += 1
+            lengths.setdefault((key.namespace, key.stem), Counter())[key.length] += 1
         return lengths
 
     def _check_keys(self) -> None:
@@ -218,5 +248,8 @@ class CheckpointIndex(ABC, Generic[H]):
 
 def key_of(tokens: Tokens, namespace: Hashable) -> Key:
     """The key of all of `tokens`. O(len(tokens))."""
-    digest = blake2b(tokens.tobytes(), digest_size=32)
-    return Key(namespace, len(tokens), digest.digest())
+    start = len(tokens) // STRIDE * STRIDE
+    digest = blake2b(tokens[:start].tobytes(), digest_size=32)
+    stem = digest.copy().digest()
+    digest.update(tokens[start:].tobytes())
+    return Key(namespace, len(tokens), digest.digest(), stem)

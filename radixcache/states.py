@@ -93,7 +93,7 @@ class StateIndex(CheckpointIndex[int]):
         """A checkpoint after `tokens`, which the step being scheduled writes, and `commit` makes
         findable; None if there is one already, or no slot. O(len(tokens))."""
         key = key_of(tokens, namespace)
-        slot = self._spare() if self._is_new(key) else None
+        slot = self._spare(key in self._pinned) if self._is_new(key) else None
         return None if slot is None else self._add(self._written, key, slot, kind)
 
     def give(
@@ -129,9 +129,9 @@ class StateIndex(CheckpointIndex[int]):
     def _is_read(self, checkpoint: Checkpoint[int]) -> bool:
         return checkpoint.held in self._reads
 
-    def _spare(self) -> int | None:
+    def _spare(self, pinned: bool = True) -> int | None:
         if not self._free:
-            victim = self._victim()
+            victim = self._victim(pinned)
             if victim is None:
                 return None
             self._remove(victim)

@@ -11,12 +11,12 @@ The page at p may be half-filled: its sequence goes on writing behind p, and oth
 sequence that resumes at p copies the page first.
 
 The pages of a checkpoint that is no longer than a window begin at the first token, so that others
-can go on from anywhere within; they look at multiples of `GRID` tokens.
+can go on from anywhere within; they look at multiples of `WindowIndex.grid` tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import wraps
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
@@ -31,7 +31,8 @@ from radixcache.pages import PagePool, Pages
 MOST_CHECKPOINTS = 2048
 """Kept checkpoints: a look-up tries each length among them."""
 
-GRID = 16
+MIN_GRID, MOST_PLACES = 16, 64
+"""Places inside a checkpoint are so many tokens apart at least, and there are about so many."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -40,6 +41,7 @@ class WindowedCache(Protocol):
     """The part of a cache that `WindowIndex` uses."""
 
     pool: PagePool
+    granularity: int
     clock: int
     windows: WindowIndex | None
 
@@ -75,7 +77,9 @@ class WindowIndex(CheckpointIndex[Window]):
 
     def __init__(self, cache: WindowedCache, window: int, page_size: int) -> None:
         self.window, self.page_size = window, page_size
+        self.grid = max(MIN_GRID, window // MOST_PLACES)
         self._cache, self._pool = cache, cache.pool
+        self.granularity = cache.granularity
         super().__init__(lambda: cache.clock)
         cache.windows = self
 
@@ -87,7 +91,7 @@ class WindowIndex(CheckpointIndex[Window]):
         self._running = np.zeros(self._pool.num_pages, np.int32)
         """How many tables alone hold each page."""
         self._holders: dict[Key, dict[Key, None]] = {}
-        """The checkpoints that hold all of these tokens, whose number `GRID` divides."""
+        """The checkpoints that hold all of these tokens, whose number `grid` divides."""
         self._inside: dict[Key, list[Key]] = {}
         """The inverse: by checkpoint, the prefixes that its pages hold."""
         self.num_running = 0
@@ -186,7 +190,7 @@ class WindowIndex(CheckpointIndex[Window]):
         holder.hits += 1
         self._hits[holder.kind] += 1
         pages = holder.held.pages[: -(-inner.length // self.page_size)]
-        return Checkpoint(inner, Window(0, pages), holder.kind, hits=1)
+        return Checkpoint(inner, Window(0, pages), holder.kind, hits=1, inside=holder)
 
     def coming(self, tokens: Tokens, namespace: Hashable, limit: int) -> int:
         if not self._written:
@@ -199,16 +203,21 @@ class WindowIndex(CheckpointIndex[Window]):
     ) -> tuple[Key | None, int]:
         """The deepest place inside a kept checkpoint, and the length of the deepest in one that the
         step writes. O(window)."""
-        found, coming, digest = None, 0, blake2b(digest_size=32)
-        for end in range(GRID, min(limit, self.window) + 1, GRID):
-            digest.update(tokens[end - GRID : end].tobytes())
-            place = Key(namespace, end, digest.copy().digest())
+        found, coming = None, 0
+        for place in self._places(tokens, namespace, min(limit, self.window)):
             holders = self._holders.get(place)
             if holders is None:  # nor is there a deeper one
                 break
             found = place if any(key in self._kept for key in reversed(holders)) else found
-            coming = end if any(key in self._written for key in holders) else coming
+            coming = place.length if any(key in holders for key in self._written) else coming
         return found, coming
+
+    def _places(self, tokens: Tokens, namespace: Hashable, limit: int) -> Iterator[Key]:
+        """Prefixes of at most `limit` tokens. O(limit)."""
+        digest = blake2b(digest_size=32)
+        for end in range(self.grid, limit + 1, self.grid):
+            digest.update(tokens[end - self.grid : end].tobytes())
+            yield Key(namespace, end, digest.copy().digest())
 
     @_change
     def write(self, lease: Lease, tokens: Tokens, kind: Kind) -> Checkpoint[Window] | None:
@@ -246,17 +255,16 @@ class WindowIndex(CheckpointIndex[Window]):
         pages = table.pages[skipped : skipped + -(-position // size) - first].copy()
         self._hold(pages)
         if not first:
-            self._inside[key] = [
-                key_of(tokens[:end], lease.namespace) for end in range(GRID, position + 1, GRID)
-            ]
+            self._inside[key] = [*self._places(tokens, lease.namespace, position)]
             for place in self._inside[key]:
                 self._holders.setdefault(place, {})[key] = None
         return self._add(to, key, Window(first * size, pages), kind)
 
     def evict(self, last_use: int | None = None) -> bool:
-        """Evict a checkpoint if one is useless, or was last used at `last_use` or before; returns
-        whether one went, which need not free a page. Within a change of the cache."""
-        victim = self._victim()
+        """Evict a checkpoint if one is useless, or was last used at `last_use` or before, or, if
+        that is None, any, pinned ones last; returns whether one went, which need not free a page.
+        Within a change of the cache."""
+        victim = self._victim(pinned=last_use is None)
         if victim is None:
             return False
         is_dead = victim.key in self._superseded or victim.kind in self._rare_kinds()

@@ -36,7 +36,7 @@ _SENTENCES: dict[tuple[Reason, bool], str] = {
         "page not finished: {}, computed before, but only whole pages are cached"
     ),
     ("no_checkpoint", False): (
-        "no checkpoint: {}, computed again: of their KV no window or recurrent state is kept"
+        "no checkpoint: {}, cached but computed again: no window or recurrent state is kept there"
     ),
     ("on_host", False): "in host memory: {}, which are ",
     ("on_disk", False): "on disk: {}, which are ",

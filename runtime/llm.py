@@ -116,7 +116,9 @@ class LLM:
             window, size = pool.windows.window, pool.windows.page_size
             pages = -(-window // size)
             tokens -= pages * pool.page_size
-            more = f" and a window of {window:,} in {format_memory(pages * pool.page_bytes)}"
+            more = f" and {format_memory(pages * pool.page_bytes)} a sequence (window {window:,})"
+        elif any(self.engine.model.windows):
+            more += ", in layers with a window too"
         kept = [] if self.offload is None else self.offload.describe()
         context = f"context {self.engine.max_model_len:,} tokens"
         return [

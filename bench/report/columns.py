@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from radixcache.bench.replay.figures import Figures
 from radixcache.bench.report.results import WorkloadReport
+from radixcache.bench.schemes.windows import ALL_KEPT
 
 
 class Column(NamedTuple):
@@ -103,6 +104,15 @@ INDEX = [
     REMARK,
 ]
 
+WINDOWS = [
+    MEMORY,
+    SCHEME._replace(
+        note="all-kept: layers with a window keep all KV. Which windows are kept otherwise: ours, "
+        "told where templates end or not; vllm: its rule, simplified."
+    ),
+    *INDEX[2:],
+]
+
 STATES = [
     MEMORY,
     SCHEME._replace(
@@ -155,6 +165,8 @@ ENGINE = [
 def tables(workload: WorkloadReport) -> Iterator[tuple[list[Column], list[Figures]]]:
     """Columns and rows of each level that was run; without remarks where there are none."""
     index = STATES if workload.states else INDEX
+    if any(row.scheme == ALL_KEPT for row in workload.level("index")):
+        index = WINDOWS
     for level, columns in (("index", index), ("engine", ENGINE)):
         if rows := workload.level(level):
             yield columns if any(row.spoiled for row in rows) else columns[:-1], rows

@@ -39,7 +39,7 @@ class ToldStates(ToldPlanner[int], StatePlanner):
 class LeastRecentStates(StateIndex):
     """Evicts the state that was least recently made or resumed from."""
 
-    def _victim(self) -> Checkpoint[int] | None:
+    def _victim(self, pinned: bool = True) -> Checkpoint[int] | None:
         kept = self._kept.values()
         return next((state for state in kept if not self._is_read(state)), None)
 

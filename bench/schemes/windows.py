@@ -50,7 +50,7 @@ class ToldWindows(ToldPlanner[Window], WindowPlanner):
 class LeastRecentWindows(WindowIndex):
     """Evicts the checkpoint that was least recently made or resumed from."""
 
-    def _victim(self) -> Checkpoint[Window] | None:
+    def _victim(self, pinned: bool = True) -> Checkpoint[Window] | None:
         return next(iter(self._kept.values()), None)
 
     def _rare_kinds(self) -> set[Kind]:

@@ -11,7 +11,14 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 import torch
 
-from radixcache.base import CacheStats, PrefixCache, Tokens, TokensLike, as_tokens
+from radixcache.base import (
+    CacheStats,
+    PrefixCache,
+    Tokens,
+    TokensLike,
+    as_namespace,
+    as_tokens,
+)
 from radixcache.errors import ContextExceeded, InvalidRequest, WrongThread
 from radixcache.kernels.upload import on_device, send
 from radixcache.runtime.engine.chunk import Chunk
@@ -219,7 +226,7 @@ class Engine:
                 pinned pages, the KV pool; or the structure does not compile. Nothing has changed.
             WrongThread: another thread has work in the engine.
         """
-        tokens = as_tokens(prompt_token_ids).copy()
+        tokens, namespace = as_tokens(prompt_token_ids).copy(), as_namespace(namespace)
         max_tokens = self._max_tokens(tokens, params, namespace)
         ends = self.model.eos_token_ids
         penalties = PenaltyState(params, self.model.vocab_size, ends, self._encode)
@@ -259,7 +266,8 @@ class Engine:
 
         All of them, if the prompt is cached in full and the logits at its end are kept.
         """
-        tokens, kept = as_tokens(prompt), self.scheduler.logits_cache
+        tokens, namespace = as_tokens(prompt), as_namespace(namespace)
+        kept = self.scheduler.logits_cache
         if kept is not None and PromptKey(tokens, namespace) in kept:
             cached = self.cache.cached_length(tokens, namespace)
             if self.scheduler.planner.depth(tokens, namespace, cached) == len(tokens):
@@ -305,9 +313,9 @@ class Engine:
     def max_model_len(self) -> int:
         """Tokens of a prompt and its answer at most: the model's context, or what the KV memory
         holds when nothing is pinned."""
-        return min(self.model.max_context, self._tokens_in(self.kv_pool.num_pages - 1) + 1)
+        return min(self.model.max_context, self.tokens_in(self.kv_pool.num_pages - 1) + 1)
 
-    def _tokens_in(self, num_pages: int) -> int:
+    def tokens_in(self, num_pages: int) -> int:
         """Tokens that a sequence may have in so many pages."""
         if self.cache.windows is None:
             return num_pages * self.kv_pool.page_size
@@ -336,7 +344,7 @@ class Engine:
         # One page is spare: a branch in mid-page copies it while both copies are held.
         pinned = self.cache.pinned_pages_beside(tokens, namespace)
         pages = self.kv_pool.num_pages - 1 - pinned
-        room = self._tokens_in(pages) - length + 1  # the last token needs no KV
+        room = self.tokens_in(pages) - length + 1  # the last token needs no KV
         if room < (1 if asked is None else max(1, wanted)):
             problem = f"{length} prompt tokens and {wanted} to generate do not fit the KV memory"
             if pinned:  # how much may be others' secret

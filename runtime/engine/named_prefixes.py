@@ -115,7 +115,7 @@ class NamedPrefixes:
 
     def _has(self, name: str, tokens: Tokens, cache_salt: str | None) -> bool:
         """Whether the salt has these tokens by that name; `PinError` if it has others."""
-        same = self._prefixes.get((cache_salt, name))
+        same = self._prefixes.get((cache_salt or None, name))
         if same is not None and not np.array_equal(same.tokens, tokens):
             raise PinError(f"another prefix named {name!r} is pinned already")
         return same is not None
@@ -128,6 +128,7 @@ class NamedPrefixes:
         more than `MAX_PREFERRED`, the one preferred longest ago is dropped.
         """
         tokens, expires = as_tokens(tokens), self._now() + lifetime
+        cache_salt = cache_salt or None
         name = f"cache_control.{hashlib.sha256(tokens.tobytes()).hexdigest()[:16]}"
         self.drop_expired()
         same = self._prefixes.get((cache_salt, name))
@@ -158,10 +159,10 @@ class NamedPrefixes:
         To be called before a request is added to the engine.
         """
         if any(prefix.yields for prefix in self._prefixes.values()):
-            pool, cache = self._engine.kv_pool, self._engine.cache
-            num_pages = -(-min(num_tokens, self._engine.model.max_context) // pool.page_size)
-            taken = cache.pins.num_pages + 1  # one for a branch in mid-page
-            if num_pages + taken > pool.num_pages:
+            engine = self._engine
+            # One page is for a branch in mid-page.
+            free = engine.kv_pool.num_pages - engine.cache.pins.num_pages - 1
+            if min(num_tokens, engine.model.max_context) > engine.tokens_in(free):
                 self.drop_yielding()
 
     def drop_yielding(self) -> bool:
@@ -181,6 +182,7 @@ class NamedPrefixes:
         A cache that was broken has lost its pins: the prefix is pinned again if it is cached again.
         """
         self.drop_expired()
+        cache_salt = cache_salt or None
         if (cache_salt, name) not in self._prefixes:
             whose = "without a cache_salt" if cache_salt is None else "with this cache_salt"
             raise PinError(f"no prefix named {name!r} is pinned {whose}")

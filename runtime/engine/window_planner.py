@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from radixcache.base import Tokens
 from radixcache.checkpoints import Kind
 from radixcache.lease import Lease
@@ -20,14 +22,25 @@ class WindowPlanner(CheckpointPlanner[Window]):
         self.index.begin(lease, self._plans[sequence].found)
 
     def _marks(self, request: Request, match: int, depth: int) -> dict[int, Kind]:
-        """At a prompt's end there are two, over the same pages but one: with kept logits the same
-        prompt goes on behind its last token, and without them before."""
-        end = len(request.prompt_token_ids)
-        ends: dict[int, Kind] = {end - 1: "prompt", end: "prompt"}
+        """Adds two at a prompt's end, which share all pages but one: the same prompt resumes behind
+        its last token if its logits are kept, before it otherwise, at the end of a block where hits
+        are whole blocks."""
+        end, block = len(request.prompt_token_ids), self.index.granularity
+        ends: dict[int, Kind] = {(end - 1) // block * block: "prompt", end: "prompt"}
         return ends | super()._marks(request, match, depth)
 
     def _end_of(self, prompt: Tokens) -> int:
         return len(prompt) - 1
+
+    def pin(self, tokens: Tokens, namespace: Hashable) -> None:
+        super().pin(self._blocks(tokens), namespace)
+
+    def unpin(self, tokens: Tokens, namespace: Hashable) -> None:
+        super().unpin(self._blocks(tokens), namespace)
+
+    def _blocks(self, tokens: Tokens) -> Tokens:
+        """The whole blocks of them, which alone can be a hit."""
+        return tokens[: len(tokens) // self.index.granularity * self.index.granularity]
 
     def take(self, sequence: Sequence, num_tokens: int) -> None:
         lease = sequence.lease

@@ -44,16 +44,16 @@ WALL_SECONDS = 4 * COMPILE_SECONDS
 """Limit by the clock: other work may need the processors, too."""
 
 COMPILE_BYTES = 128 << 20
-"""Of memory that it may take."""
+"""Memory that it may take."""
 
 NICENESS = 10
-"""Of the process while it compiles: decoding goes first."""
+"""Nice value of the process while it compiles: decoding goes first."""
 
 DEEP_STACK = 1 << 29
 """Bytes of address space: the library recurses once for each rule, and overflows 8 MiB at 1,500."""
 
 MAX_LEXER_STATES = 25_000
-"""Of each matcher; a state takes one or two kilobytes."""
+"""States of each matcher; one takes one or two kilobytes."""
 
 
 @dataclass(frozen=True)

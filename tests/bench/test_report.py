@@ -264,8 +264,11 @@ def test_the_plots_are_drawn_and_fit_a_phone(page, tmp_path):
 
 def test_both_levels_agree_in_the_command_and_refused_everywhere_is_no_error(capsys):
     flags = "--level both --schemes none radix-16 --repeats 1 --memory 2000 32 --json -".split()
-    assert main(["bench", "short:requests=6,answer=2", *flags, "--report", "r.html"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["workloads"]
+    flags += ["--kv-dtype", "int8", "--report", "r.html"]
+    assert main(["bench", "short:requests=6,answer=2", *flags]) == 0
+    report = json.loads(capsys.readouterr().out)
+    (found,) = report["workloads"]
+    assert report["settings"]["KV"] == "int8"
     assert found["disagreements"] == 0 and not Path("bench-report.html").exists()
     engine = [row for row in found["rows"] if row["level"] == "engine"]
     assert [row["scheme"] for row in engine] == 2 * ["none", "radix-16"]
@@ -289,6 +292,13 @@ def test_a_report_of_a_hybrid_model_has_a_row_for_each_rule(capsys):
         counts = [f"{row[name]:,}" for name in ("computed_tokens", "recomputed_tokens")]
         assert shown == [row["memory"], row["scheme"], "9", hit, share, *counts]
         assert f"{row['scheme']} {share}" in workload["headline"]
+
+
+def test_a_report_of_a_model_with_windows_says_what_its_rules_are(capsys):
+    flags = ["--windows", "gemma-3-27b", "--memory", "100%", "--report", "r.html"]
+    assert main(["bench", SMALL[1], *flags]) == 0
+    page = unescape(Path("r.html").read_text())
+    assert "all-kept: layers with a window keep all KV" in page and "hash-B" not in page
 
 
 # Refusals, and files.
@@ -329,6 +339,7 @@ def test_a_report_of_a_hybrid_model_has_a_row_for_each_rule(capsys):
         ("--states 0", "--states must be from 2 to 1048576, not 0"),
         ("--states 9 --level both", "--states are simulated: --level index alone"),
         ("--states 9 --schemes hash-16", "--schemes goes without --states only"),
+        ("--windows gemma-3-27b --token-bytes 5", "--windows has its model's own --token-bytes"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_sentence(flags, complaint, tmp_path, capsys):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +22,8 @@ def text(*tokens: int) -> Tokens:
 
 
 @seeds(1, 30)
-def test_random_calls_agree_with_a_plain_list(seed: int) -> None:
+def test_random_calls_agree_with_a_plain_list(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixcache.checkpoints.STRIDE", 3)
     rng = random.Random(seed)
     index = StateIndex(rng.randint(2, 9))
     kept: dict[tuple[object, bytes], int] = {}
@@ -133,9 +136,55 @@ def test_a_pinned_state_goes_last() -> None:
     index = StateIndex(3)
     index.pin(text(1), None)
     checkpoints(index, text(1), text(2), text(3))
+    for n in range(4, 9):
+        checkpoints(index, text(n))
+    slot = index.take()
+    checkpoints(index, text(9), text(10))
+    assert index.depth(text(1), None, 1) == 1
+    index.drop(slot)
     taken = {index.take(), index.take()}
     assert index.depth(text(1), None, 1) == 1
     assert {*taken, index.take()} == {0, 1, 2}  # a sequence always gets one
     assert index.depth(text(1), None, 1) == 0
     index.unpin(text(1), None)
     index.check([0, 1, 2])
+
+
+def test_a_look_up_tries_few_of_many_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that agree up to a stride before, and not every length there is."""
+
+    class Counted(OrderedDict[Any, Any]):
+        def get(self, *args: Any) -> Any:
+            tried.append(args[0])
+            return super().get(*args)
+
+    tried: list[Any] = []
+    monkeypatch.setattr("radixcache.checkpoints.STRIDE", 8)
+    index = StateIndex(1000)
+    index._kept = Counted()
+    texts = [text(*[1] * 12, *[n] * (n + 8)) for n in range(2, 300)]
+    checkpoints(index, *texts)
+    for tokens in texts:
+        tried.clear()
+        assert index.depth(tokens, None, len(tokens)) == len(tokens)
+        assert len(tried) <= 3
+
+
+def test_a_kind_that_was_hardly_ever_hit_is_kept_again_once_it_pays() -> None:
+    """What nobody came back for long ago counts less and less, and what is made again counts."""
+    index, hits = StateIndex(40), 0
+
+    def come_back(tokens: Tokens, kind: str) -> bool:
+        if found := index.find(tokens, None, 2) is not None:
+            index.commit()
+        else:
+            checkpoints(index, tokens, kind=kind)
+        return found
+
+    for n in range(1000):
+        checkpoints(index, text(0, n), kind="branch")
+    for n in range(300):
+        come_back(text(1, n % 8), "prompt")
+        hits += come_back(text(2, n % 8), "branch")
+        checkpoints(index, text(3, n))
+    assert hits > 200

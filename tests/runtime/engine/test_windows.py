@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from radixcache import SamplingParams
+from radixcache import LLM, SamplingParams
 from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.named_prefixes import NamedPrefixes
 from radixcache.runtime.model.kv_pool import WindowLayout
 from tests.helpers.cover import seeds
 from tests.helpers.engines import finish
 from tests.helpers.hash_model import VOCAB, greedy, hash_engine
+from tests.helpers.models import tiny_model
 from tests.helpers.traffic import serve
 
 
@@ -54,9 +58,10 @@ def test_random_requests_get_the_tokens_of_their_own_texts(seed: int) -> None:
         assert total["preempted"] > 0
 
 
-def ask(engine: Engine, prompt: list[int]) -> int:
+def ask(engine: Engine, prompt: list[int], namespace: str | None = None) -> int:
     """The cached tokens of a prompt whose answer is right."""
-    request = engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=2))
+    params = SamplingParams(temperature=0, max_tokens=2)
+    request = engine.add_request(prompt, params, namespace=namespace)
     finish(engine)
     assert request.sequences[0].generated.tolist() == greedy(prompt, 2)
     return request.sequences[0].cached_tokens
@@ -73,6 +78,18 @@ def test_inside_a_first_window_a_prompt_goes_on_from_anywhere(cut: int) -> None:
     assert ask(engine, other) == (60 if cut == 60 else cut // 16 * 16)
 
 
+def test_who_looks_inside_a_window_and_is_not_admitted_has_not_used_it() -> None:
+    engine = hash_engine(page_size=4, windows=WindowLayout(64, 3, (True, False)))
+    ask(engine, [n % 28 for n in range(60)])
+    index, tokens = engine.cache.windows, np.array([n % 28 for n in range(60)], np.int32)
+    assert index is not None
+    found = index.find(tokens, None, 20)
+    assert found is not None and found.key.length == 16
+    index.release(found)
+    assert not any(checkpoint.hits for checkpoint in index._kept.values())
+    assert not index._hits.total()
+
+
 def test_beyond_a_window_the_second_prompt_leaves_a_checkpoint_for_the_third() -> None:
     engine = hash_engine(page_size=4, windows=WindowLayout(20, 3, (True, False)))
     rng = random.Random(1)
@@ -82,3 +99,70 @@ def test_beyond_a_window_the_second_prompt_leaves_a_checkpoint_for_the_third() -
     assert ask(engine, [*stem[:50], 26, 2]) == 50
     assert ask(engine, stem) == 100, "its last logits are kept, and the window before"
     assert ask(engine, [*stem, 5]) == 100
+
+
+def test_the_start_says_how_windows_are_kept(tmp_path: Path) -> None:
+    model = tiny_model(
+        "gemma3_text", tmp_path / "model", sliding_window=32, max_position_embeddings=512
+    )
+    for more, told in (
+        ({}, " a sequence (window "),
+        ({"kv_dir": tmp_path / "kv", "kv_dir_size": "1MB"}, ", in layers with a window too"),
+    ):
+        with LLM(model, kv_cache_memory_bytes="8MB", **more) as llm:
+            assert told in llm.notes[1]
+
+
+@pytest.mark.parametrize("cache", ["radix", "hash-block"])
+def test_a_preferred_prefix_yields_to_every_request_that_fits_without_it(cache: str) -> None:
+    """A page holds the tokens of all full layers, or of all with a window."""
+    windows = WindowLayout(20, 3, (True, False))
+    for length in range(10, 400, 7):
+        engine = hash_engine(cache, 4, 60, 16, windows=windows)
+        prefixes, rng = NamedPrefixes(engine), random.Random(length)
+        stem = [rng.randrange(VOCAB - 1) for _ in range(50)]
+        ask(engine, stem)
+        prefixes.prefer(stem, 60)
+        assert len(engine.cache.pins) == 1
+        if length + 2 <= engine.max_model_len:
+            prefixes.make_room(length + 2)
+            ask(engine, [rng.randrange(VOCAB) for _ in range(length)])
+
+
+@pytest.mark.parametrize("windows", [None, WindowLayout(20, 3, (True, False))])
+def test_an_empty_salt_is_none(windows: WindowLayout | None) -> None:
+    engine = hash_engine(num_states=0 if windows else 30, windows=windows)
+    prompt = [n % VOCAB for n in range(50)]
+    assert ask(engine, prompt, "a") == ask(engine, prompt, "") == 0
+    hit = ask(engine, prompt)
+    assert hit >= 48
+    assert ask(engine, prompt, "") == engine.match(prompt, "") == engine.match(prompt) == hit
+    prefixes = NamedPrefixes(engine)
+    request = prefixes.prepare("one", prompt, cache_salt="")
+    finish(engine)
+    prefixes.keep("one", request)
+    prefixes.unpin("one", "")
+    engine.reset_cache()
+
+
+@pytest.mark.parametrize("length", [60, 64])
+@pytest.mark.parametrize("cache", ["radix", "hash-block"])
+def test_a_pinned_prefix_keeps_its_window_under_any_pressure(cache: str, length: int) -> None:
+    engine, rng = (
+        hash_engine(cache, 8, 60, windows=WindowLayout(20, 3, (True, False))),
+        random.Random(1),
+    )
+    prefixes = NamedPrefixes(engine)
+    stem = [rng.randrange(VOCAB - 1) for _ in range(length)]
+    request = prefixes.prepare("one", stem)
+    finish(engine)
+    prefixes.keep("one", request)
+    hit = length // 8 * 8 if cache == "hash-block" else length
+    for _ in range(30):
+        ask(engine, [rng.randrange(VOCAB) for _ in range(90)])
+    assert engine.scheduler.planner.index.num_evicted > 30  # type: ignore[attr-defined]
+    assert ask(engine, [*stem, *(rng.randrange(VOCAB) for _ in range(20))]) == hit
+    prefixes.unpin("one")
+    for _ in range(9):
+        ask(engine, [rng.randrange(VOCAB) for _ in range(90)])
+    assert engine.match([*stem, 1]) == 0
