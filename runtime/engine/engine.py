@@ -11,14 +11,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 import torch
 
-from radixcache.base import (
-    CacheStats,
-    PrefixCache,
-    Tokens,
-    TokensLike,
-    as_namespace,
-    as_tokens,
-)
+from radixcache.base import CacheStats, PrefixCache, Tokens, TokensLike, as_namespace, as_tokens
 from radixcache.errors import ContextExceeded, InvalidRequest, WrongThread
 from radixcache.kernels.upload import on_device, send
 from radixcache.runtime.engine.chunk import Chunk
