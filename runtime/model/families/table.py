@@ -63,6 +63,8 @@ def _bamba_types(config: Config) -> list[str]:
 
 
 def _nemotron_types(config: Config) -> list[str]:
+    if config.flag("tie_word_embeddings"):  # transformers keeps a head of its own all the same
+        raise Unknown("its head cannot be its embedding")
     types: list[str] = config.get("layers_block_type")
     return types
 

@@ -245,6 +245,7 @@ CHANGES: list[tuple[str, Settings]] = [
     ("glm", {"rope_parameters": PARTIAL}),
     ("granite", {"rope_parameters": PARTIAL}),
     ("lfm3", {"partial_rotary_factor": 0.5}),
+    ("nemotron_h", {"tie_word_embeddings": True}),
 ]
 
 
