@@ -81,9 +81,9 @@ def load_model(
         kind, file = resolve_dtype(dtype, place), open_gguf(name_or_path)
         settings = _settings(name_or_path, file)
         check_sizes(settings)
+        check_kv_dtype(kv_cache_dtype, place, exact)
         if exact:
             exactness.require(place, kind)
-        check_kv_dtype(kv_cache_dtype, place, exact)
         model: PagedModel | None = None
         try:
             model = _load_decoder(
