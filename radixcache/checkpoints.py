@@ -104,10 +104,13 @@ class CheckpointIndex(ABC, Generic[H]):
     def find(self, tokens: Tokens, namespace: Hashable, limit: int) -> Checkpoint[H] | None:
         """The deepest checkpoint within the first `limit` tokens; it counts as used. O(limit)."""
         found, _ = self._deepest(tokens, namespace, limit)
-        if found is not None:
-            self._use(found)
-            found.hits += 1
-            self._hits[found.kind] += 1
+        return None if found is None else self._hit(found)
+
+    def _hit(self, found: Checkpoint[H]) -> Checkpoint[H]:
+        """Count a hit of a kept checkpoint."""
+        self._use(found)
+        found.hits += 1
+        self._hits[found.kind] += 1
         return found
 
     def coming(self, tokens: Tokens, namespace: Hashable, limit: int) -> int:

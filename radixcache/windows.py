@@ -37,6 +37,17 @@ MIN_GRID, MOST_PLACES = 16, 64
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
+def window_page_size(page_size: int, full: int, windowed: int) -> int:
+    """Tokens per page of the windowed layers, beside `page_size` of the full ones.
+
+    Args:
+        full, windowed: bytes of a token in all layers of each kind.
+    """
+    ratio = page_size * full / windowed
+    # Round up or down, whichever leaves less of a page empty.
+    return max(1, int(ratio) + (int(ratio) * (int(ratio) + 1) < ratio * ratio))
+
+
 class WindowedCache(Protocol):
     """The part of a cache that `WindowIndex` uses."""
 
@@ -182,13 +193,11 @@ class WindowIndex(CheckpointIndex[Window]):
     def find(self, tokens: Tokens, namespace: Hashable, limit: int) -> Checkpoint[Window] | None:
         """As in `CheckpointIndex`; a place inside a checkpoint counts, as one that is not kept."""
         inner, _ = self._deepest_inside(tokens, namespace, limit)
-        if inner is None or inner.length <= super().depth(tokens, namespace, limit):
-            return super().find(tokens, namespace, limit)
+        found, _ = self._deepest(tokens, namespace, limit)
+        if inner is None or (found is not None and inner.length <= found.key.length):
+            return None if found is None else self._hit(found)
         key = next(key for key in reversed(self._holders[inner]) if key in self._kept)
-        holder = self._kept[key]
-        self._use(holder)
-        holder.hits += 1
-        self._hits[holder.kind] += 1
+        holder = self._hit(self._kept[key])
         pages = holder.held.pages[: -(-inner.length // self.page_size)]
         return Checkpoint(inner, Window(0, pages), holder.kind, hits=1, inside=holder)
 

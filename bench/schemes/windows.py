@@ -16,7 +16,7 @@ from radixcache.checkpoints import Checkpoint, Kind
 from radixcache.runtime.engine.checkpoint_planner import NO_CHECKPOINTS, Planner
 from radixcache.runtime.engine.window_planner import WindowPlanner
 from radixcache.runtime.request import Request, Sequence
-from radixcache.windows import Window, WindowIndex
+from radixcache.windows import Window, WindowIndex, window_page_size
 
 
 class WindowedModel(NamedTuple):
@@ -29,7 +29,7 @@ class WindowedModel(NamedTuple):
     def pages(self, num_tokens: int, page_size: int) -> tuple[int, int]:
         """The number of pages with the bytes of `num_tokens` tokens in all layers, and the tokens
         per page of the windowed layers."""
-        size = max(1, round(page_size * self.full / self.windowed))
+        size = window_page_size(page_size, self.full, self.windowed)
         page_bytes = max(page_size * self.full, size * self.windowed)
         return num_tokens * (self.full + self.windowed) // page_bytes, size
 

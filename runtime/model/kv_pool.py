@@ -21,6 +21,7 @@ from radixcache.runtime.model.system_memory import (
     machine_memory,
     use_small_pages,
 )
+from radixcache.windows import window_page_size
 
 if TYPE_CHECKING:
     from radixcache.runtime.model.state_pool import StatePool
@@ -248,9 +249,7 @@ def choose_windows(
     bytes_of = {False: 0, True: 0}
     for shape, window in zip(shapes, windows, strict=True):
         bytes_of[window is not None] += shape.heads * (shape.key_dim + shape.value_dim)
-    ratio = page_size * bytes_of[False] / bytes_of[True]
-    # Round up or down, whichever leaves less of a page empty.
-    size = max(1, int(ratio) + (int(ratio) * (int(ratio) + 1) < ratio * ratio))
+    size = window_page_size(page_size, bytes_of[False], bytes_of[True])
     return WindowLayout(sizes.pop(), size, tuple(window is not None for window in windows))
 
 

@@ -31,7 +31,7 @@ from radixcache.runtime.checkpoints.model_files import check_model, split_gguf
 from radixcache.runtime.model.compatibility import refusal
 from radixcache.runtime.model.device import resolve_device, resolve_dtype
 from radixcache.runtime.model.kv_dtype import check_kv_dtype, store_kv
-from radixcache.runtime.model.kv_pool import KVPool, WindowLayout
+from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.parallel.workers import Ranks, as_rank_0, join
 from radixcache.runtime.model.transformers_loading import load_config, load_transformers
@@ -68,14 +68,7 @@ class LeadingModel(TransformersModel):
         if self.ranks is not None:
             self.ranks.close()
 
-    def allocate(
-        self,
-        num_pages: int,
-        page_size: int,
-        num_states: int = 0,
-        windows: WindowLayout | None = None,
-        make: Any = None,
-    ) -> KVPool:
+    def allocate(self, num_pages: int, page_size: int, *_: Any, **__: Any) -> KVPool:
         if self.ranks is None:
             return super().allocate(num_pages, page_size)
         with self.ranks.broadcast("allocate", num_pages, page_size):
