@@ -62,8 +62,8 @@ class LastBlocksPlanner(WindowPlanner):
     prompt's last token and where a second prompt diverges, none at the end of an answer."""
 
     def _marks(self, request: Request, match: int, depth: int) -> dict[int, Kind]:
-        size, last = self.index.page_size, len(request.prompt_token_ids) - 1
-        return {last // size * size: "prompt", match // size * size: "branch"}
+        block, last = self.index.granularity, len(request.prompt_token_ids) - 1
+        return {last // block * block: "prompt", match: "branch"}
 
     def leave(self, sequence: Sequence) -> None:
         pass
