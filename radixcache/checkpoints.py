@@ -31,6 +31,9 @@ RARELY = 0.1
 RECENT = 256
 """Checkpoints of a kind after which those before count half, and evicted ones remembered."""
 
+MOST_CHECKPOINTS = 2048
+"""Kept checkpoints of one index: a look-up tries each length among them."""
+
 STRIDE = 512
 """A look-up takes a digest so often, and tries the lengths of checkpoints that agree so far."""
 
@@ -184,8 +187,11 @@ class CheckpointIndex(ABC, Generic[H]):
         for other in before:
             older = self._kept.get(other)
             if older is not None and older.kind in ("prompt", "end") and older.hits <= 1:
-                ends_pay = self._hits["end"] >= self._hits["prompt"]
-                self._superseded[other if older.hits or ends_pay else key] = None
+                self._superseded[other if older.hits or self._ends_pay else key] = None
+
+    @property
+    def _ends_pay(self) -> bool:
+        return self._hits["end"] >= self._hits["prompt"]
 
     def _victim(self, pinned: bool = True) -> Checkpoint[H] | None:
         """The checkpoint to evict next; never one that the step reads, and a pinned one only if

@@ -38,6 +38,11 @@ class StoredPage:
     readers: int = 0
     group: PageGroup | None = None
 
+    @property
+    def is_of_window(self) -> bool:
+        """Whether it is of a window (`radixcache.stored_windows`), whose tokens are no text's."""
+        return self.tokens.item(0) < 0
+
 
 class StoredPages:
     """Pages that are saved together. Its methods may be called in any thread."""
@@ -114,6 +119,11 @@ class PageGroup:
     def all(self) -> list[StoredPage]:
         """Its pages; this makes those of a lazy group."""
         return [*self.pages] if self.run is None else self.run.pages()[: self.left]
+
+    @property
+    def is_of_window(self) -> bool:
+        """Whether its pages are of one window, and useless without each other."""
+        return next(iter(self.pages)).is_of_window
 
     @property
     def is_read(self) -> bool:

@@ -96,7 +96,7 @@ class LowerTier(Generic[S]):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all pages, for any thread. O(1)."""
+        """Tokens of all pages but those of windows, for any thread. O(1)."""
         return self._num_tokens
 
     def find(self, tokens: Tokens, start: int) -> tuple[list[StoredPage], int]:
@@ -168,7 +168,7 @@ class LowerTier(Generic[S]):
             is_lazy = twin is not None and twin.group is not None and twin.group.run is not None
             if twin is not None and (is_lazy or twin.readers or page.state == "lost"):
                 self._free.append(page.slot)
-                self._num_tokens -= len(page.tokens)
+                self._num_tokens -= _count(page.tokens)
                 continue
             if twin is not None:
                 self._drop(twin)
@@ -258,7 +258,7 @@ class LowerTier(Generic[S]):
         self.store.save(np.array([page.slot for page in new], np.int32), StoredPages(copies))
         for page in copies:
             self._enter(page)
-            self._num_tokens += len(page.tokens)
+            self._num_tokens += _count(page.tokens)
         here = (self._pages.get(page.key) for page in pages)
         self._use([page for page in here if page is not None], self._only)
 
@@ -274,7 +274,7 @@ class LowerTier(Generic[S]):
                 continue  # left by a call that was cut off
             free.remove(page.slot)
             self._enter(page)
-            self._num_tokens += len(page.tokens)
+            self._num_tokens += _count(page.tokens)
             page.group = None
             if groups and groups[-1][-1].parent == page.key:
                 groups[-1].append(page)
@@ -341,10 +341,10 @@ class LowerTier(Generic[S]):
         group = run.first.group = PageGroup(self._only, {run.first: None}, run, count)
         self._enter(run.first)
         self._only[group] = None
-        self._num_tokens += len(held)
+        self._num_tokens += _count(held)
         if last is not None and last.pages:
             self._only.move_to_end(last)
-        if self.listener is not None:
+        if self.listener is not None and not run.first.is_of_window:
             self._materialise(group)
             for end, page in enumerate(run.pages(), at // self.page_size + 1):
                 if page.group is group:
@@ -366,14 +366,16 @@ class LowerTier(Generic[S]):
         return count
 
     def _evict(self, group: PageGroup, count: int) -> int:
-        """Evict up to `count` pages from the end of a group; returns how many."""
+        """Evict up to `count` pages from the end of a group, or a whole window; returns how
+        many."""
         gone = 0
+        count = self.num_slots if group.is_of_window else count
         if self.below is not None:
             return self._push_down(group, self.below, count)
         if group.run is not None:
             slots, num_tokens = group.trim(count, self.page_size)
             self._free += slots
-            self._num_tokens -= num_tokens
+            self._num_tokens -= 0 if group.is_of_window else num_tokens
             gone = len(slots)
             if group.left > 1:
                 return gone
@@ -425,8 +427,8 @@ class LowerTier(Generic[S]):
         else:
             siblings.remove(page)
         self._free.append(page.slot)
-        self._num_tokens -= len(page.tokens)
-        if self.listener is not None:
+        self._num_tokens -= _count(page.tokens)
+        if self.listener is not None and not page.is_of_window:
             self.listener.dropped(page)
         return True
 
@@ -441,7 +443,7 @@ class LowerTier(Generic[S]):
         """Assert the invariants: every slot is free or holds one page, found under its tokens."""
         pages = self.in_order()
         assert sorted([page.slot for page in pages] + self._free) == [*range(self.num_slots)]
-        assert self._num_tokens == sum(len(page.tokens) for page in pages)
+        assert self._num_tokens == sum(_count(page.tokens) for page in pages)
         found = list[StoredPage]()
         for order in (self._copies, self._only):
             for group in order:
@@ -456,3 +458,8 @@ class LowerTier(Generic[S]):
         assert len(found) == len(self._pages) == sum(map(len, self._children.values()))
         if self.below is not None:
             self.below.check()
+
+
+def _count(tokens: Tokens) -> int:
+    """How many tokens of a text these are: all, or none of a window's name."""
+    return len(tokens) if tokens.item(0) >= 0 else 0

@@ -23,13 +23,18 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 
-from radixcache.checkpoints import Checkpoint, CheckpointIndex, Key, Kind, key_of
+from radixcache.checkpoints import (
+    MOST_CHECKPOINTS,
+    Checkpoint,
+    CheckpointIndex,
+    Key,
+    Kind,
+    key_of,
+)
 from radixcache.lease import NO_PAGES, Lease, PageCopy, WindowTable
 from radixcache.nodes import Tokens
 from radixcache.pages import PagePool, Pages
-
-MOST_CHECKPOINTS = 2048
-"""Kept checkpoints: a look-up tries each length among them."""
+from radixcache.stored_windows import StoredWindows
 
 MIN_GRID, MOST_PLACES = 16, 64
 """Places inside a checkpoint are so many tokens apart at least, and there are about so many."""
@@ -84,7 +89,12 @@ class WindowIndex(CheckpointIndex[Window]):
         cache: gives the pages; its `windows` becomes this index.
         window: number of keys that a query sees, its own included.
         page_size: tokens per page of the windowed layers.
+
+    Attributes:
+        stored: takes windows that are evicted, if there is a tier below the pool.
     """
+
+    stored: StoredWindows | None = None
 
     def __init__(self, cache: WindowedCache, window: int, page_size: int) -> None:
         self.window, self.page_size = window, page_size
@@ -95,8 +105,10 @@ class WindowIndex(CheckpointIndex[Window]):
         cache.windows = self
 
     def clear(self) -> None:
-        """Forget everything, when all pages of the pool are free."""
+        """Forget everything but what is stored, when all pages of the pool are free."""
         super().clear()
+        if self.stored is not None:
+            self.stored.recover()
         self._refs = np.zeros(self._pool.num_pages, np.int32)
         """How many tables and checkpoints hold each page; the pool counts them as one holder."""
         self._running = np.zeros(self._pool.num_pages, np.int32)
@@ -124,10 +136,17 @@ class WindowIndex(CheckpointIndex[Window]):
 
     # -- tables --------------------------------------------------------------------------------
 
+    def span(self, num_tokens: int) -> tuple[int, int]:
+        """The position from which a window after so many tokens has pages, and how many."""
+        first = max(0, num_tokens - self.window + 1) // self.page_size
+        return first * self.page_size, -(-num_tokens // self.page_size) - first
+
     @_change
-    def begin(self, lease: Lease, checkpoint: Checkpoint[Window] | None) -> None:
-        """Give a lease a table: the checkpoint's, or an empty one."""
-        lease.window = WindowTable(0, NO_PAGES)
+    def begin(
+        self, lease: Lease, checkpoint: Checkpoint[Window] | None = None, first: int = 0
+    ) -> None:
+        """Give a lease a table: the checkpoint's, or an empty one from position `first` on."""
+        lease.window = WindowTable(first, NO_PAGES)
         if checkpoint is not None:
             first, pages = checkpoint.held
             self._hold(pages)
@@ -178,7 +197,7 @@ class WindowIndex(CheckpointIndex[Window]):
             self._stop(dropped)
 
     def drop(self, lease: Lease) -> None:
-        """A lease ends, within a change of the cache."""
+        """Take the table of a lease, within a change of the cache."""
         table, lease.window = lease.window, None
         if table is not None:
             self._stop(table.pages)
@@ -235,8 +254,10 @@ class WindowIndex(CheckpointIndex[Window]):
         return self._keep(self._written, lease, tokens, kind)
 
     @_change
-    def give(self, lease: Lease, tokens: Tokens, before: Iterable[Key] = ()) -> None:
-        """Make a checkpoint after `tokens`, all of which are computed.
+    def give(
+        self, lease: Lease, tokens: Tokens, before: Iterable[Key] = (), kind: Kind = "end"
+    ) -> None:
+        """Make a checkpoint after `tokens`, all of which are computed, or were loaded.
 
         Args:
             before: the checkpoints that the sequence resumed from, or left.
@@ -244,7 +265,7 @@ class WindowIndex(CheckpointIndex[Window]):
         assert lease.window is not None
         if lease.window.copies or not len(tokens):  # nothing is new, and a page not yet copied
             return
-        checkpoint = self._keep(self._kept, lease, tokens, "end")
+        checkpoint = self._keep(self._kept, lease, tokens, kind)
         if checkpoint is not None:
             self._supersede(checkpoint.key, before)
 
@@ -258,16 +279,16 @@ class WindowIndex(CheckpointIndex[Window]):
             return None
         if len(self._kept) + len(self._written) >= MOST_CHECKPOINTS:
             self.evict()
-        first = max(0, position - self.window + 1) // size
-        skipped = first - table.first // size
+        first, count = self.span(position)
+        skipped = (first - table.first) // size
         assert skipped >= 0, "a part of the window is gone"
-        pages = table.pages[skipped : skipped + -(-position // size) - first].copy()
+        pages = table.pages[skipped : skipped + count].copy()
         self._hold(pages)
         if not first:
             self._inside[key] = [*self._places(tokens, lease.namespace, position)]
             for place in self._inside[key]:
                 self._holders.setdefault(place, {})[key] = None
-        return self._add(to, key, Window(first * size, pages), kind)
+        return self._add(to, key, Window(first, pages), kind)
 
     def evict(self, last_use: int | None = None) -> bool:
         """Evict a checkpoint if one is useless, or was last used at `last_use` or before, or, if
@@ -280,6 +301,9 @@ class WindowIndex(CheckpointIndex[Window]):
         if last_use is not None and not is_dead and victim.last_use > last_use:
             return False
         self._remove(victim)
+        is_spare = victim.kind == "prompt" and not victim.hits and self._ends_pay
+        if self.stored is not None and not is_dead and not is_spare:
+            self.stored.demote(victim, victim.held.pages)
         self._forget(victim)
         return True
 
@@ -295,11 +319,15 @@ class WindowIndex(CheckpointIndex[Window]):
         """Drop all checkpoints, while no lease has a table, within a change of the cache."""
         self._pool.drop(np.flatnonzero(self._refs).astype(np.int32))
         self.clear()
+        if self.stored is not None:
+            self.stored.clear()
 
     def recover(self) -> None:
         for checkpoint in self._written.values():
             self._forget(checkpoint)
         super().recover()
+        if self.stored is not None:
+            self.stored.recover()
 
     # -- holders -------------------------------------------------------------------------------
 
@@ -338,6 +366,8 @@ class WindowIndex(CheckpointIndex[Window]):
         assert np.array_equal(running, self._running)
         assert self.num_running == np.count_nonzero(running)
         self._check_keys()
+        if self.stored is not None:
+            self.stored.check()
         holders = {(place, key) for place, keys in self._holders.items() for key in keys}
         assert holders == {(place, key) for key, places in self._inside.items() for place in places}
         assert self._inside.keys() == {

@@ -34,7 +34,7 @@ from radixcache.runtime.engine.window_planner import WindowPlanner
 from radixcache.runtime.engine.worker import answer
 from radixcache.runtime.kv_events.config import KVEventsConfig
 from radixcache.runtime.kv_events.publisher import KVEventPublisher
-from radixcache.runtime.kv_offload.host import STAGED_BYTES
+from radixcache.runtime.kv_offload.host import staged_bytes
 from radixcache.runtime.kv_offload.offload import Offload, open_offload
 from radixcache.runtime.kv_offload.page_loader import NO_LOADS
 from radixcache.runtime.model import cgroups
@@ -196,9 +196,11 @@ def _share_memory(args: EngineArgs, model: PagedModel) -> tuple[int, int, Window
         model, page_size, max_num_seqs + MAX_DRAFT * (args.speculate == "auto")
     )
     taken += PROMPT_LOGITS_BYTES * CACHES[args.cache].full_prompt_hits
-    taken += STAGED_BYTES if args.host_memory is not None else 0
     windows = _choose_windows(args, model)
     page_bytes, num_states = model.bytes_per_page(page_size, windows), 0
+    if args.host_memory is not None:
+        most = 0 if windows is None else windows.window // windows.page_size + 2
+        taken += staged_bytes(most * page_bytes)
     num_pages = count_pages(args.kv_cache_memory_bytes, page_bytes, model.device, taken)
     if windows is not None:
         step = args.max_num_batched_tokens
@@ -238,8 +240,6 @@ def _choose_windows(args: EngineArgs, model: PagedModel) -> WindowLayout | None:
         reason = f"a context of {model.max_context:,} tokens is at most two of {windows.window:,}"
     elif model.state_shapes:
         reason = "other layers are recurrent"
-    elif args.kv_dir is not None or args.host_memory is not None:
-        reason = "a tier below the KV memory takes no windows yet"
     elif args.tensor_parallel_size > 1:
         reason = "the model is split over several processes"
     if reason is not None:

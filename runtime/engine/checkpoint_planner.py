@@ -82,7 +82,8 @@ class Planner:
         """Keep a checkpoint of what a leaving sequence has computed."""
 
     def release(self, sequence: Sequence) -> None:
-        """Give back what `find` and `take` gave: the sequence has left, or was not admitted."""
+        """Give back what `find` and `take` gave, if anything: the sequence has left, or was not
+        admitted."""
 
     def pin(self, tokens: Tokens, namespace: Hashable) -> None:
         """Evict the checkpoint after `tokens` only after all others."""
@@ -171,8 +172,8 @@ class CheckpointPlanner(Planner, ABC, Generic[H]):
             yield plan.marks.pop()
 
     def release(self, sequence: Sequence) -> None:
-        plan = self._plans.pop(sequence)
-        if plan.found is not None and not plan.begun:
+        plan = self._plans.pop(sequence, None)
+        if plan is not None and plan.found is not None and not plan.begun:
             self.index.release(plan.found)
 
     def pin(self, tokens: Tokens, namespace: Hashable) -> None:

@@ -42,6 +42,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens
+from radixcache.below import find_below
 from radixcache.ghost import GhostIndex
 from radixcache.nodes import common_length
 from radixcache.runtime.explanation import BELOW, CONTEXT, REASONS, Miss
@@ -110,16 +111,9 @@ class Explainer:
         last = len(tokens) - 1
         if hit >= last:
             return []
-        if kv > hit:
-            again = Miss("no_checkpoint", hit, min(kv, last), len(tokens))
-            return [again, *self.explain(tokens, kv, namespace)]
-        lower = self.cache.lower if namespace is None else None
-        if lower is not None:
-            tier, pages, end = lower.search(tokens[:last], hit)
-            if end > hit:
-                cost = self.cost(tier.medium, len(pages), end - hit)
-                below = Miss(BELOW[tier.medium], hit, end, len(tokens), cost=cost)
-                return [below, *self.explain(tokens, end, namespace)]
+        below, reach = self._explain_below(tokens[:last], hit, max(hit, kv), namespace)
+        if below:
+            return [*below, *self.explain(tokens, reach, namespace)]
         length, branches = self._known.follow(tokens, namespace, len(tokens) + WINDOW, BRANCHES)
         known = max(hit, min(length, last))
         misses = self._explain_known(tokens, hit, known, namespace)
@@ -127,6 +121,24 @@ class Explainer:
             known_texts = branches if length == known else []
             misses.append(_explain_new(tokens, known, known_texts, self._marks))
         return misses
+
+    def _explain_below(
+        self, tokens: Tokens, hit: int, kv: int, namespace: Hashable
+    ) -> tuple[list[Miss], int]:
+        """Why tokens from `hit` on are no hit that have KV, in the pool up to `kv` or in a tier
+        beyond; and where the next tier's begin, or those without any."""
+        cache, count, reach = self.cache, len(tokens) + 1, min(kv, len(tokens))
+        misses, resume = list[Miss](), hit
+        if cache.lower is not None and namespace is None:
+            reach = cache.lower.search(tokens, reach)[2]
+            below = find_below(cache.lower, cache.windows, tokens, kv)
+            if below is not None and reach > hit:
+                resume = min(reach, hit + below.gain)
+                cost = self.cost(below.tier.medium, below.num_pages, below.gain)
+                misses = [Miss(BELOW[below.tier.medium], hit, resume, count, cost=cost)]
+        if reach > resume:
+            misses.append(Miss("no_checkpoint", resume, reach, count))
+        return misses, reach
 
     def _explain_known(
         self, tokens: Tokens, hit: int, known: int, namespace: Hashable

@@ -270,6 +270,7 @@ class Scheduler:
             if reads_more:
                 self._release(sequence)
                 continue
+            self.planner.find(sequence, lease)
             missing = len(sequence) - lease.cached_tokens
             is_twin = ending and missing and sequence.is_fresh
             is_twin = is_twin and sequence.request.prompt_key in ending
@@ -333,7 +334,6 @@ class Scheduler:
             sequence.tokens, request.namespace, resumed=sequence.resumes, include_last=include_last
         )
         lease.cached_tokens = min(lease.cached_tokens, end)
-        self.planner.find(sequence, lease)
         return lease
 
     def _by_prefix(self, sequences: list[Sequence]) -> list[Sequence]:

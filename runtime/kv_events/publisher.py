@@ -84,7 +84,8 @@ class KVEventPublisher:
             self._medium = MEDIA[cache.lower.medium]
             cache.lower.listener = self
             for page, tokens in cache.lower.from_root():
-                self.added(page, tokens)
+                if not page.is_of_window:
+                    self.added(page, tokens)
             self.end_step()  # so that routers know them before the first request
 
     # -- on the engine's thread ----------------------------------------------------------------

@@ -420,11 +420,12 @@ def open_disk(
         )  # fmt: skip
     lock = lock_folder(kv_dir)
     try:
-        folder = kv_dir / fingerprint(model, name_or_path, pool.page_size)
+        folder = kv_dir / fingerprint(model, name_or_path, pool)
         dtype = str(model.dtype).removeprefix("torch.")
         dtype += f", KV in {model.kv_cache_dtype}" * (model.kv_cache_dtype != "auto")
         exact = ", exact" * model.exact
         about = f"{Path(name_or_path).name} in {dtype}{exact}, pages of {pool.page_size} tokens"
+        about += ", windows kept apart" * (pool.windows is not None)
         remove_others(kv_dir, folder, about)
         return DiskStore(folder, pool, num_slots, about, lock)
     except BaseException:

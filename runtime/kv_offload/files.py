@@ -331,7 +331,8 @@ def _look(folder: Path) -> Contents | None:
             if ABOUT not in notes:
                 return None
             ((pages, tokens),) = index.execute(
-                "select count(*), coalesce(sum(length(tokens)) / 4, 0) from pages"
+                "select count(*), coalesce(sum(length(tokens) * (substr(tokens, 4, 1) < x'80')) / 4"
+                ", 0) from pages"  # a window's tokens are negative, and none of a text
             )
         about, known = AboutNote(**json.loads(notes[ABOUT])), read_texts(notes)
         responses = [name for name in notes if name.startswith(RESPONSE)]

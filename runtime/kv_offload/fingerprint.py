@@ -14,6 +14,7 @@ from radixcache.errors import InvalidRequest
 from radixcache.kernels.attention import PagedBatch
 from radixcache.runtime.checkpoints.model_files import find_file, find_gguf
 from radixcache.runtime.model.checkpoint import checkpoint_files
+from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
 
 FORMAT = 3
@@ -25,7 +26,7 @@ _PROBED = 64
 _PART = 1 << 24  # bytes that are read at a time
 
 
-def fingerprint(model: PagedModel, name_or_path: str, page_size: int) -> str:
+def fingerprint(model: PagedModel, name_or_path: str, pool: KVPool) -> str:
     """32 hexadecimal digits for the model, its weights and the code that computes KV here.
 
     They depend on every byte of the weights and of the config, and on the KV of 64 tokens as this
@@ -37,16 +38,17 @@ def fingerprint(model: PagedModel, name_or_path: str, page_size: int) -> str:
     """
     inputs = {
         "format": FORMAT,
-        "page_size": page_size,
+        "page_size": pool.page_size,
         "model_type": model.model_type,
         "shapes": model.shapes,
         "dtype": str(model.dtype),
         **({} if model.kv_cache_dtype == "auto" else {"kv": model.kv_cache_dtype}),
+        **({} if pool.windows is None else {"windows": pool.windows}),
         "layers": model.layers_by,
         "attention": model.attention.name,
         "exact": model.exact,
         "files": [_checksum(path) for path in _files(name_or_path)],
-        "probe": _probe(model, page_size),
+        "probe": _probe(model, pool.page_size),
     }
     return blake2b(json.dumps(inputs).encode(), digest_size=16).hexdigest()
 

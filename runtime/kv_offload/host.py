@@ -27,11 +27,15 @@ from radixcache.stored_pages import StoredPage, StoredPages
 MOST_BYTES = 256 << 20
 """Loaded in one step: 5 ms at 55 GB/s (computed, PCIe 5), 2,048 tokens of Llama-3.1-8B."""
 
-STAGED_BYTES = 2 * MOST_BYTES
-"""GPU memory that a load of `MOST_BYTES` takes: the rows, and the same in the pool's layout."""
 
 _DOWN = 32 << 20
 """Bytes of GPU memory that pages on their way down take at a time."""
+
+
+def staged_bytes(window_bytes: int = 0) -> int:
+    """GPU memory that a load of `MOST_BYTES`, or of a window, takes: the rows, and the same in the
+    pool's layout."""
+    return 2 * max(MOST_BYTES, window_bytes)
 
 
 class HostStore(Store):

@@ -20,6 +20,7 @@ from time import perf_counter
 
 import torch
 
+from radixcache.below import find_below
 from radixcache.errors import OutOfPages
 from radixcache.lease import Lease
 from radixcache.radix import RadixCache
@@ -28,6 +29,7 @@ from radixcache.runtime.kv_offload.store import PrefillTime, Store
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.request import Sequence
 from radixcache.stored_pages import LoadCost, Medium, StoredPage
+from radixcache.stored_windows import StoredWindow
 from radixcache.tier import LowerTier
 
 _TRIES = 3
@@ -50,12 +52,14 @@ _WAIT = 0.005
 
 @dataclass
 class _Load:
-    """Pages on their way: of the prefix of `end` tokens, from index `first` of the table on."""
+    """Pages on their way: of the prefix of `end` tokens, from index `first` of the table on, or of
+    a window."""
 
     tier: LowerTier[Store]
     pages: list[StoredPage]
     first: int
     end: int
+    window: StoredWindow | None
     rows: Future[torch.Tensor]
     began: float
 
@@ -116,12 +120,16 @@ class Loads(PageLoader):
         return self._begin(sequence, lease)
 
     def _end(self, sequence: Sequence, lease: Lease) -> None:
-        """Bring what was read for a sequence into its lease."""
+        """Bring what was read for a sequence into its lease, or into a checkpoint."""
         load, start = self._loads[sequence], lease.num_tokens
-        self._copy_in(sequence, lease, load)
-        loaded = lease.num_tokens - start
-        end = lease.num_tokens if loaded else 0
-        load.tier.end_load(load.pages, end - load.first * self._pool.page_size)
+        if load.window is None:
+            self._copy_in(sequence, lease, load)
+            end = place = lease.num_tokens
+        else:
+            start, end = self._copy_window(sequence, lease, load, load.window)
+            place = load.end
+        loaded = place - load.first * self._pool.page_size if end > start else 0
+        load.tier.end_load(load.pages, loaded)
         del self._loads[sequence]
         self._num_ended += 1
         if loaded:
@@ -134,14 +142,18 @@ class Loads(PageLoader):
         start, size = lease.num_tokens, self._pool.page_size
         if sequence.request.namespace is not None or sequence.scoring is not None:
             return False
-        tier, pages, end = self._tiers[0].search(sequence.tokens[:-1], start)
-        if not pages or self._tries.get(sequence, 0) == _TRIES:
+        cache, tokens = self._cache, sequence.tokens[:-1]
+        below = find_below(self._tiers[0], cache.windows, tokens, start)
+        if below is None or self._tries.get(sequence, 0) == _TRIES:
             return False
+        tier, pages, first, end, num_pages, gain, window = below
         store, page_bytes = tier.store, self._pool.page_bytes
-        first, most = start // size, max(1, store.most_bytes // page_bytes)
-        if len(pages) > most:
+        most = max(1, store.most_bytes // page_bytes)
+        if len(pages) > most and window is None:
             pages, end = pages[:most], (first + most) * size
-        if not self._is_to_be_loaded(tier, len(pages), end - start):
+            if cache.windows is None:
+                num_pages, gain = most, end - start
+        if not self._is_to_be_loaded(tier, num_pages, gain):
             return False
         for load in self._orphaned:  # take over a load that reads these pages already
             same = sum(a is b for a, b in zip(load.pages, pages, strict=False))
@@ -152,11 +164,13 @@ class Loads(PageLoader):
                 return True
         is_coming = pages[0].readers > 0  # for another sequence
         loading = sum(load.tier is tier for load in self._loads.values())
+        if len(pages) > most:  # a large window is read whole, and alone
+            is_coming |= loading > 0
         if loading < store.most_loading and not is_coming:
             if store.in_stream:
                 self._wait_for(store.read_seconds(len(pages) * page_bytes))
             rows = store.read(pages)
-            self._loads[sequence] = _Load(tier, pages, first, end, rows, perf_counter())
+            self._loads[sequence] = _Load(tier, pages, first, end, window, rows, perf_counter())
             self._tries[sequence] = self._tries.get(sequence, 0) + 1
             tier.begin_load(pages)
         else:
@@ -210,6 +224,33 @@ class Loads(PageLoader):
             self._step_is_full = True
             self._wait_for(perf_counter() - begun)
             self._saving += self._all_saving() - saving  # it is part of that time
+
+    def _copy_window(
+        self, sequence: Sequence, lease: Lease, load: _Load, window: StoredWindow
+    ) -> tuple[int, int]:
+        """Make a checkpoint of a window that was read; returns which tokens it holds: none if a
+        page was lost, or the pool has no room."""
+        begun, rows, index = perf_counter(), load.rows.result(), self._cache.windows
+        saving, end = self._all_saving(), window.length
+        assert index is not None
+        start, count = index.span(end)
+        if len(rows) < count or not load.tier.holds(load.pages[0]):
+            return start, start
+        index.begin(lease, None, start)
+        try:
+            index.reserve(lease, end)
+            assert lease.window is not None
+            copies = perf_counter()
+            self._pool.write_pages(lease.window.pages, rows[:count])
+            load.tier.store.copying.note(rows.nbytes, perf_counter() - copies)
+            index.give(lease, sequence.tokens[:end], (), window.kind)
+            self._step_is_full = True
+            self._wait_for(perf_counter() - begun)
+            self._saving += self._all_saving() - saving  # it is part of that time
+        except OutOfPages:
+            end = start
+        self._cache.change(index.drop, lease)  # it lent the checkpoint its table
+        return start, end
 
     def forget(self, sequence: Sequence) -> None:
         self._tries.pop(sequence, None)

@@ -19,6 +19,7 @@ from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
 from radixcache.runtime.tokens.conversation import Conversations
+from radixcache.stored_windows import StoredWindows
 from radixcache.tier import LowerTier
 
 if TYPE_CHECKING:  # imports xxhash and sqlite3
@@ -53,9 +54,15 @@ class Offload:
             tier.restore(store.stored())
             self.tiers.insert(0, tier)
         cache.lower = self.tiers[0]
+        self._store_windows()
         if host is not None and disk is not None:
             disk.source = host
         self.loads = Loads(cache, pool)
+
+    def _store_windows(self) -> None:
+        """Let windows that the pool evicts go to the cache's tiers."""
+        if (windows := self._cache.windows) is not None and self._cache.lower is not None:
+            windows.stored = StoredWindows(self._cache.lower, windows.span)
 
     def describe(self) -> list[str]:
         """A line for each tier: place, size, tokens in it, and pages that found no room."""
@@ -89,6 +96,7 @@ class Offload:
                     tier.recover([])  # no request waits for a load
                     tier.evict_all()
                 self.disk.source, self._cache.lower = self._pool, self.tiers[-1]
+                self._store_windows()
                 for namespace, name in [*self._cache.pins]:
                     self._cache.unpin(name, namespace)
                 self._cache.evict(self._cache.pool.num_pages)

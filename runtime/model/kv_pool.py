@@ -102,8 +102,10 @@ class KVPool:
                 kind: _zeros((n, num_pages + 1, *kind[1]), dtype, device, n).transpose(0, 1)
                 for kind, n in counts.items()
             }
+            self._whole = [*self._blocks.values()]
         else:
-            self._blocks = _shared_pages(counts, num_pages + 1, dtype, device)
+            memory, self._blocks = _shared_pages(counts, num_pages + 1, dtype, device)
+            self._whole = [memory[:, None]]  # what a page holds, its holder alone knows
         unused = {kind: iter(block.unbind(1)) for kind, block in self._blocks.items()}
         pages = [next(unused[kind]) for kind in inner]
         self.layers = list(map(LayerPages, pages[::2], pages[1::2]))
@@ -148,10 +150,7 @@ class KVPool:
     @property
     def page_bytes(self) -> int:
         """Bytes of a page: of all layers, or of the full or windowed ones, whichever need more."""
-        sizes = {False: 0, True: 0}
-        for (windowed, _), block in self._blocks.items():
-            sizes[windowed] += block[0].nbytes
-        return max(sizes.values())
+        return sum(block[0].nbytes for block in self._whole)
 
     def read_pages(self, pages: NDArray[np.integer]) -> torch.Tensor:
         """[n, page_bytes] uint8 on the host: a copy of n pages, the layers of each together."""
@@ -168,7 +167,7 @@ class KVPool:
         at = send(pages, self.device).long()
         parts = [
             block.index_select(0, at).view(len(pages), -1).view(torch.uint8)
-            for block in self._blocks.values()
+            for block in self._whole
         ]
         return torch.cat(parts, 1)
 
@@ -180,7 +179,7 @@ class KVPool:
                 page[...] = row
             return
         at, start = send(pages, self.device).long(), 0
-        for block in self._blocks.values():
+        for block in self._whole:
             size = block[0].nbytes
             part = rows[:, start : start + size].contiguous().to(self.device).view(block.dtype)
             block.index_copy_(0, at, part.view(len(pages), *block.shape[1:]))
@@ -192,7 +191,7 @@ class KVPool:
         """Views [layers, bytes] of `pages` on a CPU and of their places in `rows`. Copying each
         takes a tenth of the time of torch's gather (measured)."""
         data, start = rows.numpy(), 0
-        for block in self._blocks.values():
+        for block in self._whole:
             memory = block.flatten(2).view(torch.uint8).numpy()
             _, layers, length = memory.shape
             size = layers * length
@@ -207,9 +206,9 @@ _Kind = tuple[bool, tuple[int, int, int]]
 
 def _shared_pages(
     counts: Mapping[_Kind, int], num_pages: int, dtype: torch.dtype, device: torch.device
-) -> dict[_Kind, torch.Tensor]:
-    """[num_pages, count, page size, heads, dim] for each kind, as views of one tensor in which a
-    page belongs either to all windowed layers or to all full ones."""
+) -> tuple[torch.Tensor, dict[_Kind, torch.Tensor]]:
+    """One tensor in which a page belongs either to all windowed layers or to all full ones, and its
+    views for each kind: [num_pages, count, page size, heads, dim]."""
     ends, blocks = {False: 0, True: 0}, {}
     for (windowed, shape), count in counts.items():
         ends[windowed] += count * int(np.prod(shape))
@@ -218,7 +217,7 @@ def _shared_pages(
         start, size = starts[kind[0]], count * int(np.prod(kind[1]))
         starts[kind[0]] += size
         blocks[kind] = memory[:, start : start + size].unflatten(1, (count, *kind[1]))
-    return blocks
+    return memory, blocks
 
 
 def host_rows(count: int, size: int) -> torch.Tensor:

@@ -56,13 +56,13 @@ class HashPool:
 
     @property
     def page_bytes(self) -> int:
-        return 8 * self.page_size
+        return 8 * self.pages.shape[1]
 
     def read_pages(self, pages: Ints) -> torch.Tensor:
-        return torch.from_numpy(self.slots[pages]).view(torch.uint8)
+        return torch.from_numpy(self.pages[pages]).view(torch.uint8)
 
     def write_pages(self, pages: Ints, rows: torch.Tensor) -> None:
-        self.slots[pages] = rows.contiguous().view(torch.int64).numpy()
+        self.pages[pages] = rows.contiguous().view(torch.int64).numpy()
 
     def copy(self, *copies: Sequence[tuple[int, int, int]]) -> None:
         both = [copy for same in copies for copy in same]

@@ -125,7 +125,7 @@ class Run:
             rng.choice(CACHES), page_size, num_pages, step, running, states, windows=windows,
             decode=lambda ids: "".join(TEXTS[i] for i in ids), grammar_backend=GRAMMARS,
         )  # fmt: skip
-        tiers = isinstance(self.engine.cache, RadixCache) and not (states or windows)
+        tiers = isinstance(self.engine.cache, RadixCache) and not states
         if tiers and rng.random() < 0.5:
             attach(self.engine, MemoryStore(self.engine.kv_pool), rng.choice([9, 200]))
         self.model: Any = self.engine.model

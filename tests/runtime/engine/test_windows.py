@@ -105,9 +105,11 @@ def test_the_start_says_how_windows_are_kept(tmp_path: Path) -> None:
     model = tiny_model(
         "gemma3_text", tmp_path / "model", sliding_window=32, max_position_embeddings=512
     )
+    disk = {"kv_dir": tmp_path / "kv", "kv_dir_size": "1MB"}
     for more, told in (
         ({}, " a sequence (window "),
-        ({"kv_dir": tmp_path / "kv", "kv_dir_size": "1MB"}, ", in layers with a window too"),
+        (disk, " a sequence (window "),
+        ({"max_model_len": 64}, ", in layers with a window too"),
     ):
         with LLM(model, kv_cache_memory_bytes="8MB", **more) as llm:
             assert told in llm.notes[1]

@@ -18,8 +18,10 @@ from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.kv_offload.disk import DiskStore
 from radixcache.runtime.kv_offload.loads import Loads
 from radixcache.runtime.kv_offload.store import Store
+from radixcache.runtime.model.kv_pool import WindowLayout
 from radixcache.runtime.request import Request
 from radixcache.stored_pages import StoredPage, StoredPages
+from radixcache.stored_windows import StoredWindows
 from radixcache.tier import LowerTier
 from tests.helpers.engines import generated
 from tests.helpers.hash_model import VOCAB, greedy, hash_engine
@@ -58,9 +60,25 @@ def attach(engine: Engine, store: Store, slots: int) -> LowerTier:
     cache, pool = engine.cache, engine.kv_pool
     assert isinstance(cache, RadixCache)
     tier = cache.lower = LowerTier(slots, cache.page_size, store)
+    tier.restore(store.stored())
+    if cache.windows is not None:
+        cache.windows.stored = StoredWindows(tier, cache.windows.span)
     engine.scheduler.loads = Loads(cache, pool)
     engine.scheduler.loads.note_step = lambda *_: None  # type: ignore[method-assign]
     return tier
+
+
+def draw_windows(rng: Random) -> WindowLayout | None:
+    """Windows of a model of hashes, in half of all cases."""
+    window, size = rng.randint(10, 40), rng.randint(1, 4)
+    return rng.choice([None, WindowLayout(window, size, (True, False))])
+
+
+def window_pages(windows: WindowLayout | None, step: int, rng: Random) -> int:
+    """Pages for the windows of a sequence or more."""
+    if windows is None:
+        return 0
+    return (windows.window + min(160, step)) // windows.page_size + rng.choice([4, 40, 400])
 
 
 class Disk:
@@ -72,7 +90,16 @@ class Disk:
         self.engine: Engine = hash_engine("radix", page_size, num_pages, **how)
         self.store = DiskStore(folder, self.engine.kv_pool, slots)
         self.tier = attach(self.engine, self.store, slots)
-        self.tier.restore(self.store.stored())
+        self.windows_loaded = 0
+        if (index := self.engine.cache.windows) is not None:
+            index.give = self._count_loaded(index.give)  # type: ignore[method-assign]
+
+    def _count_loaded(self, give: Callable[..., None]) -> Callable[..., None]:
+        def count(lease: Any, tokens: Any, before: Any, kind: str = "end") -> None:
+            self.windows_loaded += isinstance(before, tuple)
+            give(lease, tokens, before, kind)
+
+        return count
 
     def close(self) -> None:
         cache, self.store.is_closing = self.engine.cache, True

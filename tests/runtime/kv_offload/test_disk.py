@@ -28,11 +28,17 @@ from radixcache.runtime.kv_offload.files import (
     write_all,
 )
 from radixcache.runtime.kv_offload.notes import ABOUT
-from radixcache.runtime.model.kv_pool import KVPool, LayerShape
+from radixcache.runtime.model.kv_pool import KVPool, LayerShape, WindowLayout
 from tests.helpers.cover import seeds
 from tests.helpers.hash_model import greedy
 from tests.helpers.traffic import play
-from tests.runtime.kv_offload.disk_engine import Asker, Disk, in_a_process
+from tests.runtime.kv_offload.disk_engine import (
+    Asker,
+    Disk,
+    draw_windows,
+    in_a_process,
+    window_pages,
+)
 
 TEXT = [*range(1, 26)]
 
@@ -43,15 +49,17 @@ def test_random_requests_over_restarts_get_the_tokens_of_their_own_texts(
 ) -> None:
     rng, total = Random(seed), Counter[str]()
     asker, page_size = Asker(rng), rng.choice([1, 3, 4, 16])
+    windows = draw_windows(rng)
     for _ in range(4):
-        tokens = rng.choice([130, 170, 400])
+        tokens, step = rng.choice([130, 170, 400]), rng.choice([7, 30, 200])
         engine = Disk(
             tmp_path,
             page_size,
-            -(-tokens // page_size) + 2,
+            -(-tokens // page_size) + 2 + window_pages(windows, step, rng),
             slots=rng.choice([20, 300]),
-            max_num_batched_tokens=rng.choice([7, 30, 200]),
+            max_num_batched_tokens=step,
             max_num_seqs=rng.choice([1, 4, 8]),
+            windows=windows,
         )
         total += play(
             engine.engine, rng, 45, asker.after(engine.store.flush), asker.verify,
@@ -59,6 +67,10 @@ def test_random_requests_over_restarts_get_the_tokens_of_their_own_texts(
         )  # fmt: skip
         total["loaded"] += engine.engine.lifetime_stats.loaded_tokens
         total["failed"] += engine.store.counters.failed_pages
+        if windows is not None:
+            model: Any = engine.engine.model
+            assert not model.wrong_windows and not model.unwritten
+            total["windows loaded"] += engine.windows_loaded
         engine.close()
         spoil(tmp_path / PAGES, rng)
     print(f"seed {seed}: {dict(total)}")
@@ -304,18 +316,24 @@ def test_what_a_reset_could_not_delete_goes_at_the_end(tmp_path: Path) -> None:
         assert index.execute("select count(*) from pages").fetchall() == [(0,)]
 
 
+@pytest.mark.parametrize("windows", [None, WindowLayout(9, 4, (False, True, False))])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_hold_each_layers_page_and_bring_it_back(dtype: torch.dtype) -> None:
+def test_rows_hold_each_layers_page_and_bring_it_back(
+    dtype: torch.dtype, windows: WindowLayout | None
+) -> None:
     shapes, cpu = (
         [LayerShape(2, 4, 3), LayerShape(2, 3, 3), LayerShape(1, 4, 4)],
         torch.device("cpu"),
     )
-    pool, other = (KVPool(shapes, 6, 5, dtype, cpu) for _ in range(2))
+    pool, other = (KVPool(shapes, 6, 5, dtype, cpu, windows) for _ in range(2))
     for tensor in (tensor for layer in pool.layers for tensor in layer):
         tensor.copy_(torch.randn(tensor.shape))
     pages = np.array([4, 0, 5])
     rows = pool.read_pages(pages)
+    assert rows.shape == (3, pool.page_bytes)
     for page, row in zip(pages, rows, strict=True):
+        if windows is not None:  # a page is of the full layers, or of the one with a window
+            break
         parts = [tensor[page].flatten() for layer in pool.layers for tensor in layer]
         assert sorted(row.view(dtype).tolist()) == sorted(torch.cat(parts).tolist())
     assert torch.equal(rows, pool.gather_pages(pages)), "as on a GPU"

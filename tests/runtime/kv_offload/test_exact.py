@@ -36,11 +36,14 @@ def answer(llm: LLM, requests: list[Asked]) -> list[Any]:
     return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 @pytest.mark.parametrize(
     "num_schedules", [3, pytest.param(60, marks=pytest.mark.exhaustive)], ids=str
 )
-def test_no_bit_differs_over_restarts(tmp_path: Path, num_schedules: int) -> None:
-    model = tiny_model("llama", tmp_path / "model")
+def test_no_bit_differs_over_restarts(tmp_path: Path, num_schedules: int, family: str) -> None:
+    """With windows that are kept apart, too."""
+    windows: dict[str, Any] = {"sliding_window": 24} if family == "gemma3_text" else {}
+    model = tiny_model(family, tmp_path / "model", **windows)
     try:
         plain = LLM(model, exact=True, cache="none", kv_cache_memory_bytes="8MB")
     except ModelError as error:  # without a compiler
@@ -51,6 +54,8 @@ def test_no_bit_differs_over_restarts(tmp_path: Path, num_schedules: int) -> Non
         texts = [[random.randrange(200) for _ in range(length)] for length in (5, 40, 130)]
         for _ in range(random.choice([2, 3])):
             memory, step = random.choice(["300kB", "1MB"]), random.choice([64, 2048])
+            if windows:  # memory for four of them and a step
+                memory, step = random.choice(["1MB", "2MB"]), random.choice([30, 128])
             with LLM(
                 model,
                 exact=True,
@@ -59,6 +64,7 @@ def test_no_bit_differs_over_restarts(tmp_path: Path, num_schedules: int) -> Non
                 kv_cache_memory_bytes=memory,
                 max_num_batched_tokens=step,
             ) as llm:
+                assert (llm.cache.windows is not None) == bool(windows)
                 for _ in range(random.choice([1, 2, 4])):
                     requests = draw_requests(random, texts)
                     wanted = [answer(plain, [request])[0] for request in requests]

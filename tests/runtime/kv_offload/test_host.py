@@ -342,4 +342,4 @@ def test_a_gpu_has_room_for_what_is_loaded(device: PinnedDevice, tmp_path: Path)
             for memory in ("1GB", None)
         )
     size = model.bytes_per_token * 16
-    assert abs((without - with_host) * size - host.STAGED_BYTES) < size
+    assert abs((without - with_host) * size - host.staged_bytes()) < size

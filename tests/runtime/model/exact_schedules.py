@@ -26,7 +26,6 @@ import torch
 from radixcache import HashBlockCache, PagePool, PrefixCache, RadixCache, SamplingParams
 from radixcache.kernels.attention import PagedBatch
 from radixcache.lease import WindowTable
-from radixcache.runtime.engine.checkpoint_planner import NO_CHECKPOINTS
 from radixcache.runtime.engine.chunk import Chunk
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.scheduler import Scheduler
@@ -205,7 +204,7 @@ class Schedule:
         scheduler = Scheduler(self.cache, step, most, planner=planner, logits_cache=kept)
         kv_pool = model.allocate(pool.num_pages, page_size, num_states, windows)
         self.engine = Engine(model, kv_pool, self.cache, scheduler)
-        if isinstance(self.cache, RadixCache) and planner is NO_CHECKPOINTS and rng.random() < 0.5:
+        if isinstance(self.cache, RadixCache) and not num_states and rng.random() < 0.5:
             attach(self.engine, MemoryStore(kv_pool), rng.choice([9, 200]))
         self.stems = [self.text(25 * scale) for _ in range(2)]
 

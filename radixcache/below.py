@@ -1,0 +1,57 @@
+"""What to load next from the tiers below a pool, for a prompt."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from radixcache.nodes import Tokens
+from radixcache.stored_pages import StoredPage
+from radixcache.stored_windows import StoredWindow
+from radixcache.tier import LowerTier
+from radixcache.windows import WindowIndex
+
+
+class Below(NamedTuple):
+    """Pages to load.
+
+    Attributes:
+        pages: those of the prefix of `end` tokens from index `first` of its page table on; or those
+            of `window`.
+        num_pages: pages to load before the prompt can go on from there, a window's included.
+        gain: tokens that are not computed then.
+    """
+
+    tier: LowerTier[Any]
+    pages: list[StoredPage]
+    first: int
+    end: int
+    num_pages: int
+    gain: int
+    window: StoredWindow | None = None
+
+
+def find_below(
+    tier: LowerTier[Any], windows: WindowIndex | None, tokens: Tokens, start: int
+) -> Below | None:
+    """What `tier` and those below it have beyond a prefix of `start` tokens, which the pool has;
+    None if it would spare no token. KV beyond the deepest window is left, as it would be computed
+    again. Changes nothing. O(len(tokens)).
+
+    Args:
+        windows: those of the pool, if layers with a window are kept apart.
+    """
+    size = tier.page_size
+    found, pages, end = tier.search(tokens, start)
+    first = start // size
+    if windows is None or windows.stored is None:
+        return Below(found, pages, first, end, len(pages), end - start) if pages else None
+    now, goal = (windows.depth(tokens, None, limit) for limit in (start, end))
+    stored, count = windows.stored.find_stored(tokens, end, goal), 0
+    if stored is not None:
+        goal, count = stored.length, len(stored.pages)
+    if goal <= now:
+        return None
+    if stored is not None and goal <= start:
+        return Below(stored.tier, stored.pages, 0, count * size, count, goal - now, stored)
+    pages = pages[: -(-goal // size) - first]
+    return Below(found, pages, first, goal, len(pages) + count, goal - now)

@@ -1,0 +1,117 @@
+"""Windows in the tiers below the pool: evicted checkpoints with copies of their pages.
+
+A tier finds pages by the tokens up to their end. A window's pages are a path of their own there,
+whose tokens are the window's *name*: its kind, its length and the digests of its tokens, written as
+negative numbers, which no token of a text is. So tiers, stores and files know nothing of windows,
+and a window is found again after a restart if its pages are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from radixcache.checkpoints import MOST_CHECKPOINTS, Checkpoint, CheckpointIndex, Key, Kind
+from radixcache.nodes import Tokens
+from radixcache.pages import Pages
+from radixcache.stored_pages import StoredPage
+from radixcache.tier import LowerTier
+
+_KINDS: tuple[Kind, ...] = ("boundary", "branch", "prompt", "end")
+
+_DIGEST, _STEM, _NAME_BYTES = 5, 37, 69
+"""Where a name has its digests, behind a byte for the kind and four for the length; its size."""
+
+_NAME = _NAME_BYTES // 3
+"""Tokens of a name: three bytes each. Windows of so few pages have no room for it, and are not
+stored: they would save hardly more tokens than that."""
+
+
+class StoredWindow(NamedTuple):
+    """A window that can be loaded: all of its pages are in one tier."""
+
+    tier: LowerTier[Any]
+    pages: list[StoredPage]
+    length: int
+    kind: Kind
+
+
+class StoredWindows(CheckpointIndex[None]):
+    """Finds the windows whose pages are in a tier or those below it.
+
+    An entry may outlive its pages: the look-up sees that, and the oldest entries make room.
+
+    Args:
+        tier: the upper tier; windows that it holds from before are found, too.
+        span: the position from which the window of a prefix of so many tokens has pages, and how
+            many.
+    """
+
+    def __init__(self, tier: LowerTier[Any], span: Callable[[int], tuple[int, int]]) -> None:
+        self._tier, self._span = tier, span
+        super().__init__()
+        for one in [*tier.chain()][::-1]:
+            for page, path in one.from_root():
+                if page.is_of_window and 0 <= len(path) - _NAME < one.page_size:
+                    key, kind = _read(path)
+                    if kind < len(_KINDS):  # else a file was changed, which its checksum will show
+                        self._enter(key, _KINDS[kind])
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {"kept": len(self._kept)}
+
+    def demote(self, checkpoint: Checkpoint[Any], pages: Pages) -> None:
+        """Take a window that leaves the pool, whose pages still have their bytes."""
+        key, kind = checkpoint.key, checkpoint.kind
+        if key.namespace is not None:  # salted tokens are secret
+            return
+        kept = self._kept.get(key)
+        path = self._path(key, kind if kept is None else kept.kind)
+        if _NAME <= len(path) <= self._tier.num_slots * self._tier.page_size:
+            self._enter(key, kind)
+            self._tier.demote(path, 0, pages)
+
+    def find_stored(self, tokens: Tokens, limit: int, beyond: int) -> StoredWindow | None:
+        """The deepest window after at most `limit` and more than `beyond` of the tokens. Changes
+        nothing that is stored. O(limit) for each that was evicted meanwhile."""
+        while limit > beyond:
+            found, _ = self._deepest(tokens, None, limit)
+            if found is None or found.key.length <= beyond:
+                break
+            path = self._path(found.key, found.kind)
+            tier, pages, end = self._tier.search(path, 0)
+            if end == len(path):
+                return StoredWindow(tier, pages, found.key.length, found.kind)
+            limit = found.key.length - 1
+        return None
+
+    def _enter(self, key: Key, kind: Kind) -> None:
+        if not self._is_new(key):
+            return
+        if len(self._kept) >= MOST_CHECKPOINTS:
+            self._remove(next(iter(self._kept.values())))
+        self._add(self._kept, key, None, kind)
+
+    def _path(self, key: Key, kind: Kind) -> Tokens:
+        """[pages * page_size] int32, the tokens under which tiers have the pages of a window."""
+        size = self._span(key.length)[1] * self._tier.page_size
+        head = bytes([_KINDS.index(kind)]) + key.length.to_bytes(4, "little")
+        triples = np.frombuffer(head + key.digest + key.stem, np.uint8).reshape(-1, 3)
+        path = np.full(max(size, _NAME), -1, np.int32)
+        path[:_NAME] -= triples.astype(np.int32) @ np.array([1 << 16, 1 << 8, 1], np.int32)
+        return path[:size]
+
+    def check(self) -> None:
+        """Assert that the tables of keys agree."""
+        self._check_keys()
+
+
+def _read(path: Tokens) -> tuple[Key, int]:
+    """The key of a window, and the index of its kind, from the first tokens of its path."""
+    name = -1 - path[:_NAME]
+    parts = np.stack([name >> 16, name >> 8 & 255, name & 255], 1).astype(np.uint8).tobytes()
+    length = int.from_bytes(parts[1:_DIGEST], "little")
+    return Key(None, length, parts[_DIGEST:_STEM], parts[_STEM:]), parts[0]

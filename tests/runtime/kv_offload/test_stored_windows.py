@@ -1,0 +1,131 @@
+"""Windows in tiers: what the pool evicts goes on from there, whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from radixcache import SamplingParams
+from radixcache.runtime.engine.explain import Explainer
+from radixcache.runtime.model.kv_pool import WindowLayout
+from radixcache.stored_windows import StoredWindows
+from radixcache.tier import LowerTier
+from tests.helpers.hash_model import VOCAB, greedy
+from tests.runtime.kv_offload.disk_engine import Disk, MemoryStore
+
+TEXT = [(7 * n) % (VOCAB - 1) for n in range(60)]
+LAYOUT = WindowLayout(24, 3, (True, False))
+
+
+def ask(disk: Disk, prompt: list[int], namespace: str | None = None) -> int:
+    """The cached tokens of a prompt whose answer is right."""
+    params = SamplingParams(temperature=0, max_tokens=4)
+    request = disk.engine.add_request(prompt, params, namespace=namespace)
+    while not request.finished:
+        disk.engine.step()
+        disk.engine.check()
+    assert request.sequences[0].generated.tolist() == greedy(prompt, 4)
+    return request.sequences[0].cached_tokens
+
+
+def evict_all(disk: Disk) -> None:
+    disk.engine.cache.evict(disk.engine.cache.pool.num_pages)
+    disk.store.flush()
+    disk.engine.check()
+
+
+def stored(disk: Disk) -> StoredWindows:
+    assert disk.engine.cache.windows is not None and disk.engine.cache.windows.stored is not None
+    return disk.engine.cache.windows.stored
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_conversation_goes_on_from_the_window_on_disk(tmp_path: Path, restart: bool) -> None:
+    disk = Disk(tmp_path, num_pages=90, windows=LAYOUT)
+    assert ask(disk, TEXT) == 0
+    done = [*TEXT, *greedy(TEXT, 4)]
+    if restart:
+        disk.close()
+        disk = Disk(tmp_path, num_pages=90, windows=LAYOUT)
+    else:
+        evict_all(disk)
+    explainer = Explainer(disk.engine.cache)
+    (below, new) = explainer.explain([*done, 5, 6], 0)
+    assert (below.reason, below.start, below.end) == ("on_disk", 0, 63)
+    assert (new.reason, new.start, new.end) == ("first_seen", 63, 65)
+    assert ask(disk, [*done, 5, 6]) == 63, "all but the last token, which has no KV"
+    assert disk.windows_loaded == 1
+    (again,) = explainer.explain([*TEXT[:40], 1, 2], 0, kv=40)[:1]
+    assert (again.reason, again.end) == ("no_checkpoint", 40)
+    disk.close()
+
+
+def test_kv_without_a_window_is_not_loaded(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, num_pages=90, windows=LAYOUT)
+    ask(disk, TEXT)
+    evict_all(disk)
+    stored(disk).clear()
+    (miss,) = Explainer(disk.engine.cache).explain(TEXT, 0)
+    assert (miss.reason, miss.end) == ("no_checkpoint", 59)
+    assert ask(disk, TEXT) == 0
+    assert not disk.engine.cache.stats.loaded_tokens
+    disk.close()
+
+
+def test_salted_windows_stay_out_of_tiers(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, num_pages=90, windows=LAYOUT)
+    ask(disk, TEXT, "salt")
+    evict_all(disk)
+    assert not len(disk.tier) and not stored(disk).counts["kept"]
+    disk.close()
+
+
+def test_a_window_is_evicted_whole_and_goes_down_whole(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, num_pages=90, windows=LAYOUT)
+    ask(disk, TEXT)
+    pool, index = disk.engine.kv_pool, disk.engine.cache.windows
+    assert index is not None
+    checkpoint = index.find(np.array(TEXT, np.int32), None, 60)
+    assert checkpoint is not None
+    pages, size = checkpoint.held.pages, disk.tier.page_size
+    below = LowerTier(40, size, MemoryStore(pool))
+    upper = LowerTier(len(pages) + 2, size, MemoryStore(pool), below=below)
+    below.store.read_pages = upper.store.read  # type: ignore[attr-defined]
+    windows, tokens = StoredWindows(upper, index.span), np.array(TEXT, np.int32)
+    windows.demote(checkpoint, pages)
+    found = windows.find_stored(tokens, 60, 0)
+    assert found is not None and found.tier is upper and len(found.pages) == len(pages)
+    assert (found.length, found.kind) == (checkpoint.key.length, checkpoint.kind)
+    assert not upper.num_tokens, "a name is no text"
+    below.store.save = lambda pages, stored: stored.finish("stored")  # type: ignore[method-assign]
+    upper.demote(np.arange(3 * size, dtype=np.int32), 0, pages[:3])
+    assert len(upper) == 3 and len(below) == len(pages), "for want of one slot"
+    again = StoredWindows(upper, index.span)
+    for one in (windows, again):
+        found = one.find_stored(tokens, 60, 0)
+        assert found is not None and found.tier is below and len(found.pages) == len(pages)
+        assert one.find_stored(tokens, 60, found.length) is None
+        assert one.find_stored(tokens, found.length - 1, 0) is None
+        one.check()
+    below.demote(np.arange(100, 100 + 39 * size, dtype=np.int32), 0, np.arange(39, dtype=np.int32))
+    assert windows.find_stored(tokens, 60, 0) is None
+    assert len(below) == 39
+    index.release(checkpoint)
+    disk.close()
+
+
+def test_a_name_that_was_changed_on_disk_is_left_out(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, num_pages=90, windows=LAYOUT)
+    ask(disk, TEXT)
+    evict_all(disk)
+    kept, tier = stored(disk).counts["kept"], disk.tier
+    names = [page for page in tier.in_order() if page.is_of_window]
+    first = next(page for page in names if page.tokens.item(0) < -1)
+    assert kept == stored(disk).counts["kept"] > 0
+    first.tokens = np.full_like(first.tokens, -(2**24))
+    again = StoredWindows(tier, lambda length: (0, length))
+    assert again.counts["kept"] <= kept
+    again.check()
+    disk.store.close([])
