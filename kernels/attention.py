@@ -47,6 +47,8 @@ class PagedBatch:
         first: [B] of such a `window`, tokens before each table, which `kv_lens` and `positions`
             leave out. Causal masks are aligned at the bottom right and windows are relative, so a
             short table serves as a short sequence.
+        write_indices: page numbers in place of `kv_indices` for the new tokens' K/V: the spare page
+            stands for pages that are read and must not be written. None if there are none.
     """
 
     qo_indptr: NDArray[np.int32]
@@ -57,6 +59,7 @@ class PagedBatch:
     shared: tuple[SharedPrefix, ...] = ()
     window: PagedBatch | None = None
     first: NDArray[np.int32] | None = None
+    write_indices: NDArray[np.int32] | None = None
 
     @classmethod
     def of(
@@ -117,20 +120,34 @@ class PagedBatch:
         """[T] flat slot (page * page_size + offset) that each new token's K/V is written to."""
         positions = self.positions()
         page = np.repeat(self.kv_indptr[:-1], self.query_lens) + positions // self.page_size
-        return self.kv_indices[page].astype(np.int64) * self.page_size + positions % self.page_size
+        indices = self.kv_indices if self.write_indices is None else self.write_indices
+        return indices[page].astype(np.int64) * self.page_size + positions % self.page_size
 
     def rows(self, first: int, end: int) -> PagedBatch:
         """The batch of sequences [first, end) alone, without `shared` and `window`."""
         if not first and end == len(self.query_lens):
             return replace(self, shared=(), window=None) if self.shared or self.window else self
         qo_indptr, kv_indptr = self.qo_indptr[first : end + 1], self.kv_indptr[first : end + 1]
+        indices = self.write_indices
+        if indices is not None:
+            indices = indices[kv_indptr[0] : kv_indptr[-1]]
         return PagedBatch(
             qo_indptr=qo_indptr - qo_indptr[0],
             kv_indptr=kv_indptr - kv_indptr[0],
             kv_indices=self.kv_indices[kv_indptr[0] : kv_indptr[-1]],
             kv_last_page_len=self.kv_last_page_len[first:end],
             page_size=self.page_size,
+            write_indices=indices,
         )
+
+    def sparing(self, counts: Sequence[int], spare_page: int) -> PagedBatch:
+        """The same batch, but the first pages of each sequence, so many, are not written."""
+        if not any(counts):
+            return self
+        to, offsets = self.kv_indices.copy(), self.kv_indptr.tolist()
+        for start, end, count in zip(offsets[:-1], offsets[1:], counts, strict=True):
+            to[start : min(end, start + count)] = spare_page
+        return replace(self, write_indices=to)
 
 
 class LayerKind(NamedTuple):

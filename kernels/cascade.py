@@ -143,6 +143,7 @@ def split_levels(batch: PagedBatch, num_groups: int | None = None) -> Levels:
         kv_indices=tables[kept],
         kv_last_page_len=batch.kv_last_page_len,
         page_size=batch.page_size,
+        write_indices=None if batch.write_indices is None else batch.write_indices[kept],
     )
     shared = PagedBatch(
         qo_indptr=np.cumsum([0, *counts], dtype=np.int32),

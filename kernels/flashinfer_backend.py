@@ -69,6 +69,7 @@ class _Tables(NamedTuple):
     """The index arrays of some sequences of a step."""
 
     indices: Staged
+    write_indices: Staged
     qo_indptr: Staged
     kv_indptr: Staged
     last_page_len: Staged
@@ -111,7 +112,7 @@ class FlashInferPlan(AttentionPlan):
                 batch_indices=tables.sequence.device,
                 positions=tables.position.device,
                 paged_kv_cache=pages,
-                kv_indices=tables.indices.device,
+                kv_indices=tables.write_indices.device,
                 kv_indptr=tables.kv_indptr.device,
                 kv_last_page_len=tables.last_page_len.device,
                 kv_layout="NHD",
@@ -289,7 +290,8 @@ class FlashInferBackend(AttentionBackend):
         if levels is not None:
             staging.append(levels.in_group)
         staging += [array for _, sub in subs for array in _fixed_arrays(sub)]
-        staging += [sub.kv_indices for _, sub in subs]
+        for _, sub in subs:
+            staging += [sub.kv_indices, *([] if sub.write_indices is None else [sub.write_indices])]
         uploads = self._uploads if batch.first is None else self._window_uploads
         with uploads.stage(staging, fixed is not None) as staged:
             return self._plan_staged(batch, subs, len(arrays), iter(staged), fixed)
@@ -312,7 +314,9 @@ class FlashInferBackend(AttentionBackend):
         for (use, sub), arrays_of_sub in zip(subs, tables, strict=True):
             first = 0 if use == "shared" else end
             end = first + int(sub.qo_indptr[-1])
-            part = _Part(use, slice(first, end), _Tables(next(staged), *arrays_of_sub), {})
+            indices = next(staged)
+            to = indices if sub.write_indices is None else next(staged)
+            part = _Part(use, slice(first, end), _Tables(indices, to, *arrays_of_sub), {})
             for kind in filter(batch.serves, self._kinds):
                 part.wrappers[kind] = self._plan_wrapper(part, kind, batch, fixed)
             parts.append(part)

@@ -45,13 +45,14 @@ def find_below(
     first = start // size
     if windows is None or windows.stored is None:
         return Below(found, pages, first, end, len(pages), end - start) if pages else None
-    now, goal = (windows.depth(tokens, None, limit) for limit in (start, end))
+    (now, _), (goal, needed) = (windows.resume(tokens, None, limit) for limit in (start, end))
     stored, count = windows.stored.find_stored(tokens, end, goal), 0
     if stored is not None:
         goal, count = stored.length, len(stored.pages)
+        needed = goal
     if goal <= now:
         return None
-    if stored is not None and goal <= start:
+    if stored is not None and needed <= start:
         return Below(stored.tier, stored.pages, 0, count * size, count, goal - now, stored)
-    pages = pages[: -(-goal // size) - first]
-    return Below(found, pages, first, goal, len(pages) + count, goal - now)
+    pages = pages[: -(-needed // size) - first]
+    return Below(found, pages, first, needed, len(pages) + count, goal - now)

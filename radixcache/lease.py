@@ -31,12 +31,17 @@ class WindowTable:
         shared_slots: used slots of the last page, while it is others', too; 0 if it is not.
         copies: to run before the step (`Lease.take_window_copies`).
         copied: the page that they read, held until the step has run.
+        whole: the length from which on the window is whole; tokens before are computed for their
+            windows alone, and the full layers' pages that they lie in are not written.
     """
 
-    __slots__ = ("copied", "copies", "first", "pages", "shared_slots")
+    __slots__ = ("copied", "copies", "first", "pages", "shared_slots", "whole")
 
-    def __init__(self, first: int, pages: Pages, shared_slots: int = 0) -> None:
+    def __init__(
+        self, first: int, pages: Pages, shared_slots: int = 0, whole: int = 0
+    ) -> None:
         self.first, self.pages, self.shared_slots = first, pages, shared_slots
+        self.whole = whole
         self.copies: list[PageCopy] = []
         self.copied: Pages = NO_PAGES
 

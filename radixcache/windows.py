@@ -10,6 +10,11 @@ one pool; a page of all full layers holds `page_size` tokens, a page of all wind
 The page at p may be half-filled: its sequence goes on writing behind p, and others read before p. A
 sequence that resumes at p copies the page first.
 
+Small windows need no checkpoint. The last of n windowed layers sees n (W - 1) tokens back, through
+those below it: from a position so far before the end of the cached KV, a sequence computes tokens
+again, but leaves the KV of full layers alone, which its first tokens would spoil for all; at the
+end all layers are as they were, to the bit.
+
 The pages of a checkpoint that is no longer than a window begin at the first token, so that others
 can go on from anywhere within; they look at multiples of `WindowIndex.grid` tokens.
 """
@@ -35,6 +40,9 @@ from radixcache.lease import NO_PAGES, Lease, PageCopy, WindowTable
 from radixcache.nodes import Tokens
 from radixcache.pages import PagePool, Pages
 from radixcache.stored_windows import StoredWindows
+
+MOST_LOOK_BACK = 256
+"""The largest window for which tokens are computed again in place of a checkpoint."""
 
 MIN_GRID, MOST_PLACES = 16, 64
 """Places inside a checkpoint are so many tokens apart at least, and there are about so many."""
@@ -89,6 +97,7 @@ class WindowIndex(CheckpointIndex[Window]):
         cache: gives the pages; its `windows` becomes this index.
         window: number of keys that a query sees, its own included.
         page_size: tokens per page of the windowed layers.
+        num_layers: how many layers have the window; 0: no sequence resumes without a checkpoint.
 
     Attributes:
         stored: takes windows that are evicted, if there is a tier below the pool.
@@ -96,8 +105,11 @@ class WindowIndex(CheckpointIndex[Window]):
 
     stored: StoredWindows | None = None
 
-    def __init__(self, cache: WindowedCache, window: int, page_size: int) -> None:
+    def __init__(
+        self, cache: WindowedCache, window: int, page_size: int, num_layers: int = 0
+    ) -> None:
         self.window, self.page_size = window, page_size
+        self._reach = num_layers * (window - 1) if window <= MOST_LOOK_BACK else 0
         self.grid = max(MIN_GRID, window // MOST_PLACES)
         self._cache, self._pool = cache, cache.pool
         self.granularity = cache.granularity
@@ -141,12 +153,26 @@ class WindowIndex(CheckpointIndex[Window]):
         first = max(0, num_tokens - self.window + 1) // self.page_size
         return first * self.page_size, -(-num_tokens // self.page_size) - first
 
+    def look_back(self, num_tokens: int) -> tuple[int, int]:
+        """From where a sequence resumes without a checkpoint where KV of so many tokens is cached,
+        and the length from which on its window is whole: the last page boundary of the full layers.
+        (0, 0): nowhere."""
+        if not self._reach:
+            return 0, 0
+        whole = num_tokens // self._pool.page_size * self._pool.page_size
+        start = (whole - self._reach) // self.page_size * self.page_size
+        return (start, whole) if start > 0 else (0, 0)
+
     @_change
     def begin(
-        self, lease: Lease, checkpoint: Checkpoint[Window] | None = None, first: int = 0
+        self,
+        lease: Lease,
+        checkpoint: Checkpoint[Window] | None = None,
+        first: int = 0,
+        whole: int = 0,
     ) -> None:
         """Give a lease a table: the checkpoint's, or an empty one from position `first` on."""
-        lease.window = WindowTable(first, NO_PAGES)
+        lease.window = WindowTable(first, NO_PAGES, whole=whole)
         if checkpoint is not None:
             first, pages = checkpoint.held
             self._hold(pages)
@@ -208,6 +234,12 @@ class WindowIndex(CheckpointIndex[Window]):
     def depth(self, tokens: Tokens, namespace: Hashable, limit: int) -> int:
         inner, _ = self._deepest_inside(tokens, namespace, limit)
         return max(super().depth(tokens, namespace, limit), inner.length if inner else 0)
+
+    def resume(self, tokens: Tokens, namespace: Hashable, limit: int) -> tuple[int, int]:
+        """From where a sequence resumes if KV of `limit` tokens is cached, and how much of this KV
+        it needs: up to a checkpoint, or all of it. Changes nothing. O(limit)."""
+        depth, (start, _) = self.depth(tokens, namespace, limit), self.look_back(limit)
+        return (start, limit) if start > depth else (depth, depth)
 
     def find(self, tokens: Tokens, namespace: Hashable, limit: int) -> Checkpoint[Window] | None:
         """As in `CheckpointIndex`; a place inside a checkpoint counts, as one that is not kept."""

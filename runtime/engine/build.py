@@ -128,7 +128,8 @@ def build_engine(args: EngineArgs) -> Built:
         if tokenizer and (num_states or windows):
             mark = _answer_mark(tokenizer)
         if windows is not None:
-            index = WindowIndex(cache, windows.window, windows.page_size)
+            layers = sum(windows.layers)
+            index = WindowIndex(cache, windows.window, windows.page_size, layers)
             planner = WindowPlanner(index, args.cache != "none", mark)
         elif num_states:
             planner = StatePlanner(StateIndex(num_states), args.cache != "none", mark)

@@ -126,14 +126,25 @@ class CheckpointPlanner(Planner, ABC, Generic[H]):
     def depth(self, tokens: Tokens, namespace: Hashable, match: int) -> int:
         return self.index.depth(tokens, namespace, match)
 
+    def _look_back(self, match: int) -> tuple[int, int]:
+        """From where a sequence can resume without a checkpoint if KV is cached to `match`, and
+        from which length on it can leave one."""
+        return 0, 0
+
     def find(self, sequence: Sequence, lease: Lease) -> None:
         """Lower a new lease's hit to the deepest checkpoint, and decide where to keep others."""
         request, match = sequence.request, lease.cached_tokens
         tokens = sequence.tokens
         found = self.index.find(tokens, request.namespace, match)
         depth = 0 if found is None else found.key.length
+        start, whole = self._look_back(match)
+        if start > depth:
+            if found is not None:
+                self.index.release(found)
+            found, depth = None, start
         marks = self._marks(request, match, depth) if self._keeps else {}
-        plan = Plan(found, sorted(((n, k) for n, k in marks.items() if n > depth), reverse=True))
+        least = max(depth + 1, 0 if depth > start else whole)
+        plan = Plan(found, sorted(((n, k) for n, k in marks.items() if n >= least), reverse=True))
         plan.keys += [] if found is None else [found.key]
         self._plans[sequence] = plan
         coming = self.index.coming(tokens, request.namespace, len(tokens) - 1)

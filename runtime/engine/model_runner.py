@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -9,6 +11,7 @@ from numpy.typing import NDArray
 from radixcache.base import Tokens
 from radixcache.kernels.attention import PagedBatch, SharedPrefix
 from radixcache.kernels.cascade import MIN_SAVED, group_by_prefix
+from radixcache.lease import WindowTable
 from radixcache.runtime.engine.chunk import Chunk
 from radixcache.runtime.engine.sampler import PendingStep
 from radixcache.runtime.model.cuda_graphs import CudaGraphRunner
@@ -105,23 +108,34 @@ class ModelRunner:
         else:
             kv_lens = [chunk.end for chunk in chunks]
             query_lens = [chunk.num_new for chunk in chunks]
-        window = self._window_batch(chunks, counts, query_lens, kv_lens)
-        return chunks, PagedBatch.of(tables, query_lens, kv_lens, page_size, shared, window=window)
+        batch = PagedBatch.of(tables, query_lens, kv_lens, page_size, shared)
+        return chunks, self._with_windows(batch, chunks, counts)
 
-    def _window_batch(
-        self, chunks: list[Chunk], counts: list[int], query_lens: list[int], kv_lens: list[int]
-    ) -> PagedBatch | None:
-        """The tables of layers with a window, if they are others; a chunk takes so many rows."""
+    def _with_windows(
+        self, batch: PagedBatch, chunks: list[Chunk], counts: list[int]
+    ) -> PagedBatch:
+        """The batch with the tables of layers with a window, if they are others; a chunk takes so
+        many rows."""
         if self._pool.windows is None:
-            return None
-        tables, first = [], []
+            return batch
+        windows = list[WindowTable]()
         for chunk, count in zip(chunks, counts, strict=True):
             assert chunk.sequence.lease is not None and chunk.sequence.lease.window is not None
-            tables += [chunk.sequence.lease.window.pages] * count
-            first += [chunk.sequence.lease.window.first] * count
-        lens = [kv_len - start for kv_len, start in zip(kv_lens, first, strict=True)]
-        page_size = self._pool.windows.page_size
-        return PagedBatch.of(tables, query_lens, lens, page_size, first=np.array(first, np.int32))
+            windows += [chunk.sequence.lease.window] * count
+        first = np.array([window.first for window in windows], np.int32)
+        window = PagedBatch.of(
+            [window.pages for window in windows],
+            batch.query_lens.tolist(),
+            (batch.kv_lens - first).tolist(),
+            self._pool.windows.page_size,
+            first=first,
+        )
+        starts = (batch.kv_lens - batch.query_lens).tolist()
+        spared = [
+            window.whole // batch.page_size if start < window.whole else 0
+            for window, start in zip(windows, starts, strict=True)
+        ]
+        return replace(batch.sparing(spared, self._pool.spare_page), window=window)
 
     def _num_decodes(self, chunk: Chunk) -> int:
         """How many sequences of the batch a chunk takes."""

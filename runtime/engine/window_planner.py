@@ -18,8 +18,19 @@ class WindowPlanner(CheckpointPlanner[Window]):
     index: WindowIndex
 
     def find(self, sequence: Sequence, lease: Lease) -> None:
+        match = lease.cached_tokens
         super().find(sequence, lease)
-        self.index.begin(lease, self._plans[sequence].found)
+        found, (start, whole) = self._plans[sequence].found, self.index.look_back(match)
+        if found is None and lease.cached_tokens == start > 0:
+            self.index.begin(lease, None, start, whole)
+        else:
+            self.index.begin(lease, found)
+
+    def depth(self, tokens: Tokens, namespace: Hashable, match: int) -> int:
+        return self.index.resume(tokens, namespace, match)[0]
+
+    def _look_back(self, match: int) -> tuple[int, int]:
+        return self.index.look_back(match)
 
     def _marks(self, request: Request, match: int, depth: int) -> dict[int, Kind]:
         """Adds two at a prompt's end, which share all pages but one: the same prompt resumes behind
@@ -64,7 +75,8 @@ class WindowPlanner(CheckpointPlanner[Window]):
     def leave(self, sequence: Sequence) -> None:
         plan, lease = self._plans[sequence], sequence.lease
         assert lease is not None
-        if plan.begun and self._keeps:
+        assert lease.window is not None
+        if plan.begun and self._keeps and sequence.num_computed >= lease.window.whole:
             self.index.give(lease, sequence.tokens[: sequence.num_computed], plan.keys)
 
     def commit(self) -> None:

@@ -144,6 +144,8 @@ class CudaGraphRunner:
             unread: those of `token_ids` that only the device knows.
         """
         shape = self._shape(len(token_ids), batch, len(logit_rows))
+        if batch.write_indices is not None:  # has more page numbers than there are buffers for
+            return None
         if shape is None or (shape in self._replays and self._replays[shape] is None):
             return None
         padded = pad(batch, shape, self._pool.spare_page)

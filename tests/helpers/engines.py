@@ -98,7 +98,8 @@ def make_planner(
 ) -> Planner:
     """The planner of an engine with so many state slots, or with windows that are kept apart."""
     if windows is not None:
-        index = WindowIndex(cache, windows.window, windows.page_size)
+        layers = sum(windows.layers)
+        index = WindowIndex(cache, windows.window, windows.page_size, layers)
         return WindowPlanner(index, cache.caches)
     return StatePlanner(StateIndex(num_states), cache.caches) if num_states else NO_CHECKPOINTS
 

@@ -143,12 +143,16 @@ class RecurrentHashModel(HashModel):
         return logits
 
 
+SUM = 24
+"""The bit from which on a token's KV in a full layer has a checksum of the window below."""
+
 IN_WINDOW = 1 << 20
 """Added to a token in a page of a window, so that no other page is taken for one."""
 
 
 class WindowHashModel(HashModel):
-    """The same, but it goes wrong where a window does not hold the last of these tokens."""
+    """The same, but it goes wrong where a window does not hold the last of these tokens, or did not
+    where KV was written: that of a full layer has the checksum of the window below it."""
 
     wrong_windows = 0
 
@@ -156,18 +160,25 @@ class WindowHashModel(HashModel):
         token_ids, batch, logit_rows, pool, *_ = step
         places = np.divmod(batch.window.slots(), batch.window.page_size)
         pool.pages[~pool.held()] = -9  # what is in a free page does not matter
-        logits = super().forward(*step)
+        logits = super().forward(*step)  # which writes the tokens, and brings the unread ones
         pool.window_slots[places] = token_ids + IN_WINDOW
         size, rows = pool.windows.window, np.arange(len(token_ids))
-        windows = read_rows(batch.window, rows, pool.window_slots)
-        all_tokens = list(read_rows(batch, rows, pool.slots))
-        out = {row: at for at, row in enumerate(logit_rows.tolist())}
-        for row, (seen, tokens) in enumerate(zip(windows, all_tokens, strict=True)):
-            if seen[-size:].tolist() != [token + IN_WINDOW for token in tokens[-size:]]:
+        sums = [checksum(seen[-size:]) for seen in read_rows(batch.window, rows, pool.window_slots)]
+        pool.slots[np.divmod(batch.slots(), batch.page_size)] += np.array(sums) << SUM
+        for out, kept in enumerate(read_rows(batch, logit_rows, pool.slots)):
+            text = kept % (1 << SUM)
+            logits[out] = torch.from_numpy(logits_after(text, self.vocab_size))
+            windows = (text[max(0, end - size) : end] for end in range(1, len(text) + 1))
+            if (kept >> SUM).tolist() != [checksum(window + IN_WINDOW) for window in windows]:
                 self.wrong_windows += 1
-                if row in out:
-                    logits[out[row]] = logits[out[row]].flip(0)
+                logits[out] = logits[out].flip(0)
+            if self.fails(text):
+                logits[out, 3] = torch.nan
         return logits
+
+
+def checksum(tokens: Ints) -> int:
+    return crc32(np.asarray(tokens, np.int64).tobytes())
 
 
 def hash_engine(
@@ -220,7 +231,7 @@ def assert_cached_is_computed(engine: Engine) -> None:
             if block is not None:
                 paths.append((np.frombuffer(block.tokens, np.int32), [page]))
     for tokens, table in paths:
-        held = pool.slots[table].reshape(-1)[: len(tokens)]
+        held = pool.slots[table].reshape(-1)[: len(tokens)] % (1 << SUM)
         assert held.tolist() == tokens.tolist(), "what is cached was not computed"
 
 

@@ -27,7 +27,7 @@ def windowed_engine(rng: random.Random, cache: str | None = None) -> Engine:
     step, running = rng.choice([3, 7, 30, 64, 300]), rng.choice([1, 2, 4, 8, 8])
     room = 160 // page_size + min(160, window + step) // windows.page_size + 6
     room += rng.choice([0, 0, 5, 40, 800])
-    return hash_engine(
+    engine = hash_engine(
         cache or rng.choice(["radix", "radix", "hash-block", "none"]),
         page_size,
         room,
@@ -35,6 +35,16 @@ def windowed_engine(rng: random.Random, cache: str | None = None) -> Engine:
         max_num_seqs=running,
         windows=windows,
     )
+    if rng.random() < 0.5:
+        only_by_checkpoints(engine)
+    return engine
+
+
+def only_by_checkpoints(engine: Engine) -> None:
+    """As if the windows were too large to be computed again."""
+    assert engine.cache.windows is not None
+    engine.cache.windows._reach = 0
+
 
 
 @seeds(20_261_127, 60)
@@ -92,6 +102,7 @@ def test_who_looks_inside_a_window_and_is_not_admitted_has_not_used_it() -> None
 
 def test_beyond_a_window_the_second_prompt_leaves_a_checkpoint_for_the_third() -> None:
     engine = hash_engine(page_size=4, windows=WindowLayout(20, 3, (True, False)))
+    only_by_checkpoints(engine)
     rng = random.Random(1)
     stem = [rng.randrange(VOCAB) for _ in range(100)]
     assert ask(engine, stem) == 0
@@ -99,6 +110,17 @@ def test_beyond_a_window_the_second_prompt_leaves_a_checkpoint_for_the_third() -
     assert ask(engine, [*stem[:50], 26, 2]) == 50
     assert ask(engine, stem) == 100, "its last logits are kept, and the window before"
     assert ask(engine, [*stem, 5]) == 100
+
+
+def test_a_small_window_is_computed_again_where_there_is_no_checkpoint() -> None:
+    """From 19 tokens before the last page boundary of the full layers, on a page of its own."""
+    engine = hash_engine(page_size=4, windows=WindowLayout(20, 3, (True, False)))
+    rng = random.Random(1)
+    stem = [rng.randrange(VOCAB) for _ in range(100)]
+    assert ask(engine, stem) == 0
+    assert ask(engine, [*stem[:51], 27, 1]) == (48 - 19) // 3 * 3
+    assert ask(engine, [*stem[:51], 26, 2]) == 51, "the one before has left a checkpoint"
+    assert ask(engine, [*stem[:60], 27, 1], "salt") == 0
 
 
 def test_the_start_says_how_windows_are_kept(tmp_path: Path) -> None:

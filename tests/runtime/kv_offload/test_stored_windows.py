@@ -13,6 +13,7 @@ from radixcache.runtime.model.kv_pool import WindowLayout
 from radixcache.stored_windows import StoredWindows
 from radixcache.tier import LowerTier
 from tests.helpers.hash_model import VOCAB, greedy
+from tests.runtime.engine.test_windows import only_by_checkpoints
 from tests.runtime.kv_offload.disk_engine import Disk, MemoryStore
 
 TEXT = [(7 * n) % (VOCAB - 1) for n in range(60)]
@@ -41,6 +42,19 @@ def stored(disk: Disk) -> StoredWindows:
     return disk.engine.cache.windows.stored
 
 
+def test_kv_is_loaded_alone_where_windows_can_be_computed_again(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, num_pages=90, windows=LAYOUT)
+    ask(disk, TEXT)
+    evict_all(disk)
+    stored(disk).clear()
+    below, again = Explainer(disk.engine.cache).explain(TEXT, 0)
+    assert (below.reason, below.end) == ("on_disk", 33)
+    assert (again.reason, again.start, again.end) == ("no_checkpoint", 33, 59)
+    assert ask(disk, TEXT) == 33
+    assert disk.engine.cache.stats.loaded_tokens == 59 and not disk.windows_loaded
+    disk.close()
+
+
 @pytest.mark.parametrize("restart", [False, True])
 def test_a_conversation_goes_on_from_the_window_on_disk(tmp_path: Path, restart: bool) -> None:
     disk = Disk(tmp_path, num_pages=90, windows=LAYOUT)
@@ -64,6 +78,7 @@ def test_a_conversation_goes_on_from_the_window_on_disk(tmp_path: Path, restart:
 
 def test_kv_without_a_window_is_not_loaded(tmp_path: Path) -> None:
     disk = Disk(tmp_path, num_pages=90, windows=LAYOUT)
+    only_by_checkpoints(disk.engine)
     ask(disk, TEXT)
     evict_all(disk)
     stored(disk).clear()

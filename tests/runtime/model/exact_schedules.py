@@ -52,7 +52,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm4": {"intermediate_size": 100},
     "cohere2": _SHORT,
     "qwen3_moe": _EXPERTS,
-    "gpt_oss": {**_WINDOW, "num_local_experts": 5, "num_experts_per_tok": 2},
+    "gpt_oss": {
+        **_SHORT, "num_local_experts": 5, "num_experts_per_tok": 2, "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+    },
     "glm4_moe": {
         "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
         "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1,
@@ -150,14 +153,17 @@ class Watch:
 def gather(
     pool: KVPool, table: Any, count: int, window: WindowTable | None = None
 ) -> list[torch.Tensor]:
-    """K and V of each layer for the first tokens of a sequence, or for those that are kept."""
+    """K and V of each layer for the first tokens of a sequence, or for those in its window."""
     kept = []
     for at, layer in enumerate(pool.layers):
-        first, pages = 0, table
+        first, begin, pages = 0, 0, table
         if pool.windows is not None and pool.windows.layers[at]:
             assert window is not None
             first, pages = window.first, window.pages
-        places = np.arange(count - first)
+            begin = count  # a page may begin with tokens that nobody sees
+            if count >= window.whole:
+                begin = max(first, count - pool.windows.window + 1)
+        places = np.arange(begin - first, count - first)
         size = layer.k.shape[1]
         page, slot = torch.from_numpy(pages[places // size]).long(), torch.from_numpy(places % size)
         kept += [side[page, slot] for side in layer]
