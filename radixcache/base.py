@@ -44,7 +44,7 @@ from radixcache.tier import LowerTier
 from radixcache.windows import WindowIndex
 
 TokensLike = Tokens | Sequence[int]
-"""What the interface accepts; anything but an int32 array is converted once, at the boundary."""
+"""The tokens that the interface accepts; it converts anything but an int32 array once."""
 
 _INT32 = np.dtype(np.int32)
 

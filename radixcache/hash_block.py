@@ -96,7 +96,7 @@ class HashBlockCache(PrefixCache):
         self._blocks: list[Block | None] = [None] * pool.num_pages
         """The block that each page has cached."""
         self._last_use: NDArray[np.int64] = np.zeros(pool.num_pages, np.int64)
-        """By `clock`, of the pages in the queue."""
+        """When each page in the queue was last used, by `clock`."""
         self._map = BlockMap()
         self._hashes = PromptHashes()
         self._leases: dict[BlockLease, None] = {}

@@ -89,7 +89,7 @@ def few(workload: WorkloadReport) -> list[str]:
 
 
 def plots(workload: WorkloadReport) -> Iterator[Plot]:
-    """Of one workload: its hit rates, and what each turn prefills in the most memory."""
+    """Plot a workload's hit rates, and what each turn prefills in the most memory."""
     yield _hit_rates(workload)
     if any(len(row.computed_by_turn) > 1 for row in workload.main_rows):
         yield _by_turn(workload)

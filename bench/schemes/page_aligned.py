@@ -53,7 +53,7 @@ class PageAlignedRadixCache(NoCache):
         return (mixed >> np.uint64(32)).astype(np.uint32).view(np.int32)
 
     def _query(self, tokens: TokensLike) -> Tokens:
-        """What to look up: the pages before the last token, and one symbol that is never hit."""
+        """The key to look up: the pages before the last token, and one symbol that is never hit."""
         return np.append(self._symbols(as_tokens(tokens)[:-1]), np.int32(0))
 
     def match(self, tokens: TokensLike, namespace: Hashable = None) -> int:

@@ -79,7 +79,7 @@ one that got a request longest ago."""
 
 @dataclass(eq=False)
 class _Replica:
-    """What the router knows of one replica."""
+    """The state of one replica, as the router knows it."""
 
     name: Hashable
     ghost: GhostIndex

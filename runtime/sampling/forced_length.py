@@ -106,7 +106,7 @@ def _of_reference(path: str, root: Any, known: dict[str, float]) -> float:
 
 
 def _of_rules(grammar: str) -> float:
-    """Of a grammar in Lark or GBNF that has one rule a line, or alternatives below it."""
+    """The bound of a Lark or GBNF grammar that has one rule a line, or alternatives below it."""
     bodies: dict[str, str] = {}
     name = ""
     for line in grammar.splitlines():

@@ -157,7 +157,7 @@ class Round:
         self.trace.append(f"arrive {self.serial} {prompt} {namespace}")
 
     def admit(self) -> None:
-        """What the scheduler does with a waiting request: look up, allocate a chunk or refuse."""
+        """Admit a waiting request as the scheduler does: look up, allocate a chunk or refuse."""
         if not self.waiting or len(self.running) > 7:
             return
         request = self.rng.choice(self.waiting)
@@ -377,7 +377,7 @@ class Round:
         self.same("pages of a hash", peer_map, ours)
 
     def compare_events(self, ordered: bool) -> None:
-        """What the listeners were told; ours name tokens, vLLM's name hashes."""
+        """Compare the events that listeners got; ours name tokens, vLLM's name hashes."""
         peer = [as_plain(event) for event in self.peer.take_events()]
         ours = [self.as_peer_event(event) for event in self.heard]
         self.heard.clear()

@@ -91,7 +91,7 @@ class TraceT:
 
 
 class Replayed(Protocol):
-    """What a trace is replayed against: a cache as its scheduler drives it, or a simulation.
+    """A cache as its scheduler drives it, or a simulation, against which a trace is replayed.
 
     - `decode` makes room for the next token of each request; `done` are written already.
     - `admit` looks the prompt up, makes room for the rest, prefills; returns the tokens hit.
@@ -107,7 +107,7 @@ class Replayed(Protocol):
 
 @dataclass
 class HitCount:
-    """What a replay counts."""
+    """The counts of a replay."""
 
     requests: int = 0
     prompt_tokens: int = 0

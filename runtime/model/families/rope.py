@@ -63,7 +63,7 @@ class Ropes:
         return self._indices[layer_type, dim]
 
     def query_scaling(self, layer_type: str) -> tuple[float, int] | None:
-        """As `Attention.query_scaling`."""
+        """The `Attention.query_scaling` of a type of layer."""
         rope = self.parameters(layer_type)
         if rope.get("llama_4_scaling_beta") is None:
             return None

@@ -39,7 +39,7 @@ B = TypeVar("B", bound=MayStream)
 R = TypeVar("R", bound=GenerationRequest)
 
 STREAM_RESPONSE: dict[int | str, JSON] = {200: {"content": {"text/event-stream": {}}}}
-"""For the OpenAPI document: the route may also stream."""
+"""Tells the OpenAPI document that a route may also stream."""
 
 
 async def finish(job: Job, request: Request) -> list[RequestOutput]:
@@ -128,7 +128,7 @@ class Exchange(ABC, Generic[B]):
         }
 
     def extension(self, wants: Turn | GenerationRequest) -> JSON:
-        """What the engine says about a finished job, and OpenAI has no field for.
+        """The engine's facts about a finished job that OpenAI has no field for.
 
         ttft: seconds from the request's arrival to its first token.
         loaded_tokens: cached tokens that came up from a tier below the KV memory.

@@ -226,7 +226,7 @@ class _Response(BlockExchange[ResponsesRequest]):
         yield self._event("failed", response=self.head)
 
     def finish(self, output: RequestOutput) -> JSON:
-        """Also stores the response, unless `store` is false."""
+        """Complete the response, and store it unless `store` is false."""
         body, response, answers = self.body, self.head, self.answers
         cut, parts = output.outputs[0].finish_reason == "length", self.parts
         ends = ["completed"] * (len(parts) - 1) + ["incomplete" if cut else "completed"]
