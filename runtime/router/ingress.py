@@ -27,7 +27,7 @@ from radixcache.runtime.router.pins import Pin, Pins, deletion, key_of, salt_of,
 from radixcache.runtime.router.policy import Router, Standing, preference
 from radixcache.runtime.router.prompts import Body, Prompts, parse
 from radixcache.runtime.router.replica import END, STARTED, Computed, Description
-from radixcache.runtime.server.api.generation import event, hung_up
+from radixcache.runtime.server.api.generation import event, wait_for_disconnect
 from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http.bodies import on_thread
 from radixcache.runtime.server.http.errors import ApiError
@@ -250,7 +250,7 @@ class Ingress:
             raise ApiError(503, "the server is shutting down")
         self._open += 1
         work = asyncio.ensure_future(self._serve(portable(scope), body, send))
-        hang_up = asyncio.ensure_future(hung_up(receive))
+        hang_up = asyncio.ensure_future(wait_for_disconnect(receive))
         try:
             await asyncio.wait({work, hang_up}, return_when=asyncio.FIRST_COMPLETED)
             if work.done():

@@ -180,8 +180,8 @@ class _Process:
     def try_compile(self, vocabulary: Vocabulary, kind: str, text: str) -> dict[str, Any]:
         """The compiler's answer; empty if it reached a limit of time, memory or its stack."""
         if self.vocabulary != vocabulary:
-            told = vocabulary.tokens, vocabulary.special, vocabulary.end_tokens, vocabulary.added
-            self._send({"vocabulary": told})
+            parts = vocabulary.tokens, vocabulary.special, vocabulary.end_tokens, vocabulary.added
+            self._send({"vocabulary": parts})
             if not self._receive(None):  # of 262,144 tokens: seconds, more on a busy machine
                 return {}
             self.vocabulary = vocabulary
@@ -316,7 +316,7 @@ def _mapped() -> int:
 
 
 def _resident() -> int:
-    """Bytes of memory in use; 0 where that is not told."""
+    """Bytes of memory in use; 0 where the system does not say."""
     return _pages_of(1) * os.sysconf("SC_PAGE_SIZE") if os.path.exists("/proc/self/statm") else 0
 
 

@@ -209,7 +209,7 @@ class Round:
             self.commit()
         if not self.allocate(request, request.lease, count):
             self.counts["refused"] += 1
-            self.give_up(self.rng.choice(self.running))
+            self.put_back(self.rng.choice(self.running))
 
     def abort(self) -> None:
         if self.running:
@@ -222,7 +222,7 @@ class Round:
         if self.running:
             request = self.rng.choice(self.running)
             self.trace.append(f"preempt {request.peer.request_id}")
-            self.give_up(request)
+            self.put_back(request)
 
     def look(self) -> None:
         """A look-up that nothing comes of."""
@@ -324,7 +324,7 @@ class Round:
         request.lease = None
         self.running.remove(request)
 
-    def give_up(self, request: Request) -> None:
+    def put_back(self, request: Request) -> None:
         """Preempt as vLLM's scheduler does."""
         self.leave(request)
         request.peer.num_computed_tokens = 0

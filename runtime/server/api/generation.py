@@ -46,7 +46,7 @@ async def finish(job: Job, request: Request) -> list[RequestOutput]:
     """The outputs of a job; it is aborted if the client hangs up."""
 
     async def watch() -> None:
-        await hung_up(request.receive)
+        await wait_for_disconnect(request.receive)
         job.end(ApiError(499, "the client has hung up"))
 
     watcher = asyncio.create_task(watch())
@@ -57,7 +57,7 @@ async def finish(job: Job, request: Request) -> list[RequestOutput]:
         job.end()
 
 
-async def hung_up(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
     """Wait until the client hangs up; its request's body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
