@@ -1,7 +1,7 @@
 """Packs FlashInfer for a GPU machine without network: with built kernels, or as sources.
 
-    python -m radixcache.bench.gpu.pack --sources flashinfer.tgz
-    python -m radixcache.bench.gpu.pack flashinfer.tgz
+    python -m release.pack_flashinfer --sources flashinfer.tgz
+    python -m release.pack_flashinfer flashinfer.tgz
 
 The first takes seconds and no compiler here; the GPU machine needs nvcc and ninja, and the check's
 first call builds its kernels on all cores there. The second needs nvcc 13.0 and gcc here, but no
