@@ -242,11 +242,13 @@ def test_a_section_runs_by_its_name_in_this_process(tmp_path) -> None:
 
 def test_the_script_unpacks_mends_links_and_starts_the_check(tmp_path) -> None:
     checkout, parts = tmp_path / "checkout", tmp_path / "parts"
-    for folder in ("radixcache", "bench", "kernels", "runtime", "../parts", "../bin"):
+    for folder in (
+        "radixcache", "bench", "kernels", "runtime", "release", "../parts", "../bin",
+    ):  # fmt: skip
         (checkout / folder).mkdir(parents=True)
     (checkout / "radixcache/kernels").write_text("../kernels")
-    script = checkout / "bench/gpu_session.sh"
-    script.write_bytes((ROOT / "bench/gpu_session.sh").read_bytes())
+    script = checkout / "release/gpu_session.sh"
+    script.write_bytes((ROOT / "release/gpu_session.sh").read_bytes())
     (parts / "env.sh").write_text("export PYTHONPATH=$kept/site\n")
     with tarfile.open(parts / "flashinfer.tgz", "w:gz") as tar:
         tar.add(parts / "env.sh", "env.sh")
