@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-Tokens = NDArray[np.int32]
+from radixcache.base import Tokens as Tokens
 
 
 @dataclass(eq=False)
