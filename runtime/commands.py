@@ -298,12 +298,9 @@ def _prompts(args: argparse.Namespace) -> list[Prompt]:
         sources = {name: _read(name) for name in args.prompt_file or ["-"]}
     if not args.jsonl:
         return list(sources.values())
-    return [prompt for name, text in sources.items() for prompt in _parse_jsonl(name, text)]
-
-
-def _parse_jsonl(name: str, text: str) -> list[Prompt]:
     return [
         _parse_record(f"{name}:{number}", line)
+        for name, text in sources.items()
         for number, line in enumerate(text.split("\n"), 1)
         if line.strip()
     ]
