@@ -295,10 +295,7 @@ class HashBlockCache(PrefixCache):
         self._published.clear()
 
     def _release(self, lease: BlockLease) -> None:
-        self._in_flight.pop(lease, None)
         self._let_go(lease, 0)
-        lease.released = True
-        del self._leases[lease]
 
     # -- eviction ------------------------------------------------------------------------------
 

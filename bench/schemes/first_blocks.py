@@ -226,8 +226,6 @@ class FirstBlocksCache(NoCache):
             elif self._keys[page] is None and key is not None and key not in self._pages:
                 self._enter(page, key, prompt % size)  # half-filled, and found as that again
             self._leave(page)
-        lease.released = True
-        del self._leases[lease]
 
     def filled_slots(self) -> NDArray[np.int32]:
         """[num_pages] slots that hold a token which a hash covers."""

@@ -104,8 +104,6 @@ class PageAlignedRadixCache(NoCache):
 
     def _release(self, lease: Any) -> None:
         self.tree.release(lease.inner)
-        lease.released = True
-        del self._leases[lease]
 
     def evict(self, num_pages: int) -> int:
         return self.tree.evict(num_pages)
