@@ -182,7 +182,7 @@ def explain(args: argparse.Namespace) -> int:
     from radixcache.runtime.explanation import summarise
     from radixcache.runtime.server.http import client
 
-    body = _meant(args)
+    body = _explain_body(args)
     if args.cache_salt is not None:
         body["cache_salt"] = args.cache_salt
     key = (args.api_key or os.environ.get("RADIXCACHE_API_KEY", "")).strip()
@@ -196,7 +196,7 @@ def explain(args: argparse.Namespace) -> int:
     return 0
 
 
-def _meant(args: argparse.Namespace) -> dict[str, Any]:
+def _explain_body(args: argparse.Namespace) -> dict[str, Any]:
     """The body for the prompt or the messages to explain."""
     if (args.PROMPT is None) == (args.messages is None):
         raise InvalidRequest("give either a prompt or --messages FILE")

@@ -90,8 +90,8 @@ class Round:
         on = {"enable_caching": True, "log_stats": True, "enable_kv_cache_events": True}
         self.peer = make_manager(num_blocks, self.size, **on)
         self.cache = HashBlockCache(PagePool(num_blocks, self.size))
-        self.heard: list[Stored | Evicted | Cleared] = []
-        self.cache.events.append(self.heard.append)
+        self.our_events: list[Stored | Evicted | Cleared] = []
+        self.cache.events.append(self.our_events.append)
         self.ended = np.zeros(5, np.int64)
         """Statistics of the steps that have ended, as vLLM counted them."""
         self.counts: Counter[str] = Counter()
@@ -379,8 +379,8 @@ class Round:
     def compare_events(self, ordered: bool) -> None:
         """Compare the events that listeners got; ours name tokens, vLLM's name hashes."""
         peer = [as_plain(event) for event in self.peer.take_events()]
-        ours = [self.as_peer_event(event) for event in self.heard]
-        self.heard.clear()
+        ours = [self.as_peer_event(event) for event in self.our_events]
+        self.our_events.clear()
         self.counts["events"] += len(ours)
         if not ordered:
             peer.sort()
