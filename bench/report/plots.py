@@ -95,12 +95,12 @@ def plots(workload: WorkloadReport) -> Iterator[Plot]:
         yield _by_turn(workload)
 
 
-def still(plot: Plot, width: int = 640, background: str | None = "white") -> str:
+def still(plot: Plot, background: str | None = "white") -> str:
     """The plot as SVG."""
     import vl_convert
 
     config = plot.spec["config"] | {"background": background}
-    return vl_convert.vegalite_to_svg(plot.spec | {"width": width, "config": config})
+    return vl_convert.vegalite_to_svg(plot.spec | {"width": 640, "config": config})
 
 
 def _hit_rates(workload: WorkloadReport) -> Plot:
