@@ -133,12 +133,11 @@ class FirstBlocksCache(NoCache):
     def match(self, tokens: TokensLike, namespace: Hashable = None) -> int:
         return len(self._find(self._hash(as_tokens(tokens), namespace)[:-1])) * self.page_size
 
-    def acquire(
-        self, tokens: TokensLike, namespace: Hashable = None, *, resumed: bool = False, **_: bool
+    def _acquire(
+        self, tokens: Tokens, namespace: Hashable, resumed: bool, include_last: bool
     ) -> FirstBlocksLease:
         lease = FirstBlocksLease(self.page_size, len(tokens), namespace, resumed)
-        self._leases[lease] = None
-        lease.tokens = as_tokens(tokens)
+        lease.tokens = tokens
         lease.keys = self._hash(lease.tokens, namespace)
         lease.half = len(tokens) // self.page_size if len(tokens) % self.page_size else None
         pages = [self._take(key, 0, 0) for key in self._find(lease.keys[:-1])]

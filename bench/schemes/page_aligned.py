@@ -62,11 +62,10 @@ class PageAlignedRadixCache(NoCache):
     def cached_length(self, tokens: TokensLike, namespace: Hashable = None) -> int:
         return self.tree.cached_length(self._symbols(as_tokens(tokens)), namespace) * self.page_size
 
-    def acquire(
-        self, tokens: TokensLike, namespace: Hashable = None, *, resumed: bool = False, **_: bool
+    def _acquire(
+        self, tokens: Tokens, namespace: Hashable, resumed: bool, include_last: bool
     ) -> PageLease:
         lease = PageLease(self.page_size, len(tokens), namespace, resumed)
-        self._leases[lease] = None
         inner = self.tree.acquire(self._query(tokens), namespace, resumed=resumed)
         lease.inner = cast(RadixLease, inner)
         lease.tail = np.empty(0, np.int32)
