@@ -196,7 +196,7 @@ class Fp8Pages(LayerPages):
 
 
 def fp8_pages(k: torch.Tensor, v: torch.Tensor, k_scale: float, v_scale: float) -> Fp8Pages:
-    """Of pages in uint8, the memory that is copied."""
+    """Return uint8 pages, the memory that is copied, as fp8 with these scales."""
     pages = Fp8Pages(k.view(FP8), v.view(FP8))
     pages.k_scale, pages.v_scale = k_scale, v_scale
     return pages
@@ -265,7 +265,7 @@ class AttentionBackend(ABC):
     """Name and version, for users."""
 
     kv_dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.int8)
-    """Of pages that it takes beside those of the model's dtype."""
+    """The dtypes of pages that it takes besides the model's."""
 
     reads_shared_once = False
     """Whether `PagedBatch.shared` makes a step faster."""

@@ -44,7 +44,7 @@ from radixcache.tier import LowerTier
 from radixcache.windows import WindowIndex
 
 TokensLike = Tokens | Sequence[int]
-"""What the interface accepts; anything but an int32 array is converted once, at the boundary."""
+"""The tokens that the interface accepts; it converts anything but an int32 array once."""
 
 _INT32 = np.dtype(np.int32)
 
@@ -279,14 +279,20 @@ class PrefixCache(ABC):
         lease = self._mine(lease)
         if lease.publishing:
             raise LeaseError("the lease has tokens in flight: commit or roll back first")
-        self.changes += 1
         if self.windows is not None:
             self.windows.drop(lease)
+        self._end(lease)
+
+    def _end(self, lease: Lease) -> None:
+        self.changes += 1
+        self._in_flight.pop(lease, None)
+        del self._leases[lease]
+        lease.released = True
         self._release(lease)
 
     @abstractmethod
     def _release(self, lease: Any) -> None:
-        """Release a lease of this cache that has nothing in flight."""
+        """Release what a lease holds that has ended, with nothing in flight."""
 
     def _mine(self, lease: Lease) -> Any:
         if not isinstance(lease, Lease) or lease not in self._leases:
@@ -362,8 +368,7 @@ class PrefixCache(ABC):
         lease = self.pins.leases.pop((as_namespace(namespace), as_name(name)), None)
         if lease is None:
             raise PinError(f"no prefix named {name!r} is pinned")
-        self.changes += 1
-        self._release(lease)
+        self._end(lease)
 
     def pinned_pages_beside(self, tokens: TokensLike, namespace: Hashable = None) -> int:
         """Pinned pages that a prompt does not share, or that it may have to copy because a pin ends

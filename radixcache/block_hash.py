@@ -49,7 +49,7 @@ class BlockNamespace:
     images: tuple[Image, ...] = ()
     """Multimodal inputs by offset, apart from each other; each enters the blocks it overlaps."""
     prompt_embeds: tuple[bytes, ...] = ()
-    """For a prompt given as embeddings: the SHA-256 of each block's part of them."""
+    """The SHA-256 of each block's part of a prompt that is given as embeddings."""
 
     def keys(self, start: int, end: int) -> tuple[ExtraKey, ...] | None:
         """The extra keys of the block at positions [start, end). O(log images + keys)."""

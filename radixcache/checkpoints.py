@@ -58,7 +58,7 @@ class Checkpoint(Generic[H]):
     kind: Kind
     hits: int = 0
     last_use: int = 0
-    """By the index's clock."""
+    """The time of the last use, by the index's clock."""
     inside: Checkpoint[H] | None = None
     """The kept checkpoint that holds this place."""
 

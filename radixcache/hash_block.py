@@ -96,7 +96,7 @@ class HashBlockCache(PrefixCache):
         self._blocks: list[Block | None] = [None] * pool.num_pages
         """The block that each page has cached."""
         self._last_use: NDArray[np.int64] = np.zeros(pool.num_pages, np.int64)
-        """By `clock`, of the pages in the queue."""
+        """When each page in the queue was last used, by `clock`."""
         self._map = BlockMap()
         self._hashes = PromptHashes()
         self._leases: dict[BlockLease, None] = {}
@@ -181,7 +181,7 @@ class HashBlockCache(PrefixCache):
     def _pin(self, lease: BlockLease) -> None:
         self._use(lease)
 
-    def _let_go(self, lease: BlockLease, start: int) -> None:
+    def _cut_table(self, lease: BlockLease, start: int) -> None:
         """End the table at index `start`; pages no longer in use join the free queue."""
         pages = lease.page_table[start:][::-1].copy()
         lease._num_pages = start
@@ -287,7 +287,7 @@ class HashBlockCache(PrefixCache):
             lease.tail = tail
             lease.num_tokens = num_tokens
             lease.cached_tokens = min(lease.cached_tokens, num_tokens)
-            self._let_go(lease, -(-num_tokens // self.page_size))
+            self._cut_table(lease, -(-num_tokens // self.page_size))
         self._end_step()
 
     def _end_step(self) -> None:
@@ -295,10 +295,7 @@ class HashBlockCache(PrefixCache):
         self._published.clear()
 
     def _release(self, lease: BlockLease) -> None:
-        self._in_flight.pop(lease, None)
-        self._let_go(lease, 0)
-        lease.released = True
-        del self._leases[lease]
+        self._cut_table(lease, 0)
 
     # -- eviction ------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ class LeasedPages:
         from: run by run, down to the deepest cursor in it or below. O(leases + runs above)."""
         tree, page_size, held = self._tree, self._tree.page_size, 0
         ends: dict[Node, int] = {}
-        """By the first node of a run: the page table index at which its held pages end."""
+        """The page table index at which a run's held pages end, by the run's first node."""
 
         def counts(node: Node | None, index: int, page: int) -> bool:
             """Whether `page` is counted at `index` on the way up from `node`."""

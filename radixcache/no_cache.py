@@ -65,8 +65,6 @@ class NoCache(PrefixCache):
 
     def _release(self, lease: Lease) -> None:
         lease._drop_own(self.pool)
-        lease.released = True
-        del self._leases[lease]
 
     def _evict(self, num_pages: int) -> int:
         return 0

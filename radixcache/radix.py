@@ -271,13 +271,10 @@ class RadixCache(PrefixCache):
             self._settle(node)
 
     def _release(self, lease: RadixLease) -> None:
-        self._in_flight.pop(lease, None)
         self._held.release(lease)
         lease._drop_own(self.pool)
         if lease.used:
             self._note_use(lease)
-        lease.released = True
-        del self._leases[lease]
         lease.node.leave(lease)
         self._settle(lease.node)
 

@@ -92,7 +92,7 @@ class CachedNode:
 
 @dataclass(frozen=True)
 class Picture:
-    """What a `Look` shows.
+    """The part of the tree that a `Look` shows.
 
     Attributes:
         roots: the roots of the namespaces that are drawn.

@@ -76,7 +76,7 @@ class LowerTier(Generic[S]):
         self._free = [*range(self.num_slots)][::-1]
         self._num_tokens = 0
         self._pages: dict[bytes, StoredPage] = {}
-        """By key; of a lazy group the first page alone."""
+        """Stored pages by key; a lazy group stands under its first page alone."""
         self._children: dict[tuple[bytes, int], list[StoredPage]] = {}
         """Stored pages by parent and first token, the newest last."""
         self._only: OrderedDict[PageGroup, None] = OrderedDict()

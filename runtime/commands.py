@@ -182,7 +182,7 @@ def explain(args: argparse.Namespace) -> int:
     from radixcache.runtime.explanation import summarise
     from radixcache.runtime.server.http import client
 
-    body = _meant(args)
+    body = _explain_body(args)
     if args.cache_salt is not None:
         body["cache_salt"] = args.cache_salt
     key = (args.api_key or os.environ.get("RADIXCACHE_API_KEY", "")).strip()
@@ -196,7 +196,7 @@ def explain(args: argparse.Namespace) -> int:
     return 0
 
 
-def _meant(args: argparse.Namespace) -> dict[str, Any]:
+def _explain_body(args: argparse.Namespace) -> dict[str, Any]:
     """The body for the prompt or the messages to explain."""
     if (args.PROMPT is None) == (args.messages is None):
         raise InvalidRequest("give either a prompt or --messages FILE")
@@ -298,12 +298,9 @@ def _prompts(args: argparse.Namespace) -> list[Prompt]:
         sources = {name: _read(name) for name in args.prompt_file or ["-"]}
     if not args.jsonl:
         return list(sources.values())
-    return [prompt for name, text in sources.items() for prompt in _parse_jsonl(name, text)]
-
-
-def _parse_jsonl(name: str, text: str) -> list[Prompt]:
     return [
         _parse_record(f"{name}:{number}", line)
+        for name, text in sources.items()
         for number, line in enumerate(text.split("\n"), 1)
         if line.strip()
     ]

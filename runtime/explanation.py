@@ -124,7 +124,7 @@ class Loaded:
         return self.end - self.start
 
     def redacted(self, *, before: bool = False) -> Loaded:
-        """As of `Miss`."""
+        """Return it as it is: it shows no tokens."""
         return self
 
     def describe(self, decode: Decode | None = None) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar, cast
 from weakref import finalize
 
@@ -146,12 +145,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

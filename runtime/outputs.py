@@ -1,4 +1,4 @@
-"""What a request returns."""
+"""The outputs of a request: completions, deltas and metrics."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class Delta:
-    """What one completion gained since its last delta; the fields of `CompletionOutput`."""
+    """The part of a completion that is new since its last delta; see `CompletionOutput`."""
 
     index: int
     text: str

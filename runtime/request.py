@@ -188,7 +188,7 @@ class Sequence:
         return ended or self._num_taken < len(self.generated)
 
     def take_delta(self) -> Delta:
-        """What is new since the last call: O(new tokens), where `output` is O(all)."""
+        """Return what is new since the last call. O(new tokens), where `output` is O(all)."""
         start, self._num_taken = self._num_taken, len(self.generated)
         self._end_taken = self.finish_reason is not None
         return self._since(start, self._take_text())

@@ -30,7 +30,7 @@ def run(place: Place, report: Report) -> None:
         for rows in sizes.rows:
             pays = [shared for shared in sizes.shared if ratios.get((rows, shared), 0) >= 1]
             pays_from = f"from {min(pays)} tokens" if pays else "never"
-            report.tell(f"{heads[0]}/{heads[1]} heads, {rows} rows: it pays", pays_from)
+            report.note(f"{heads[0]}/{heads[1]} heads, {rows} rows: it pays", pays_from)
 
 
 def _attention(

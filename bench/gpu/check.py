@@ -115,7 +115,7 @@ def run_apart(name: str, options: Sequence[str], out: Path) -> int:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if failure:
-        Row("the process", "FAIL", failure, section=name).tell(rows)
+        Row("the process", "FAIL", failure, section=name).write(rows)
     return status
 
 

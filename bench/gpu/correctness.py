@@ -49,7 +49,7 @@ def run(place: Place, report: Report) -> None:
         for name, (lens, share) in shapes.items():
             report.check(f"{name}: {where}", _eager, place, partial(make, 7, lens, share=share))
     make = partial(make_step, place, heads=(8, 2), dim=place.sizes.head_dims[-1], page_size=16)
-    report.check("self-test: a wrong page is seen", _planted, place, make)
+    report.check("self-test: a wrong page is seen", _wrong_page, place, make)
     for rows in (5, 256 // min(place.sizes.shrink, 8)):
         report.check(f"cascade in a graph, {rows} rows, 32/8 heads", _graph, place, rows)
     dim = place.sizes.head_dims[-1]
@@ -83,7 +83,7 @@ def _eager(place: Place, make: Callable[[], Step]) -> str:
     return compare(attend(place.make_backend(step.kind), step), reference(place, step))
 
 
-def _planted(place: Place, make: Callable[..., Step]) -> str:
+def _wrong_page(place: Place, make: Callable[..., Step]) -> str:
     step = make(3, [(1, 70), (5, 30)])
     found = attend(place.make_backend(step.kind), step, with_wrong_page(step.batch))[0]
     worst = error(found, reference(place, step)[0])

@@ -26,17 +26,17 @@ COMMANDS = (["nvidia-smi"], ["nvidia-smi", "topo", "-m"], ["nvcc", "--version"],
 
 def run(place: Place, report: Report) -> None:
     device = torch.cuda.get_device_properties(place.device)
-    report.tell("device", f"{device.name}, {device.total_memory / 2**30:.0f} GiB, "
+    report.note("device", f"{device.name}, {device.total_memory / 2**30:.0f} GiB, "
                 f"{device.multi_processor_count} SMs, {device.major}.{device.minor}")  # fmt: skip
-    report.tell("CUDA of torch", str(torch.version.cuda))
-    report.tell("python", platform.python_version())
+    report.note("CUDA of torch", str(torch.version.cuda))
+    report.note("python", platform.python_version())
     for package in PACKAGES:
         try:
-            report.tell(package, version(package))
+            report.note(package, version(package))
         except PackageNotFoundError:
-            report.tell(package, "not installed by this name")
+            report.note(package, "not installed by this name")
     for command in COMMANDS:
-        report.tell(" ".join(command), "", _output(command))
+        report.note(" ".join(command), "", _output(command))
     report.measure("kernels of the first call", kernels.build, place)
     report.check("FlashInfer runs", _flashinfer, place)
     place.with_flashinfer = sys.modules.get("flashinfer") is not None

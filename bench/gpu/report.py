@@ -37,7 +37,7 @@ class Row:
         head = f"{self.status:8} {self.name}" + (f": {text}" if text else "")
         return "\n".join([head, *(f"         | {line}" for line in self.lines)])
 
-    def tell(self, path: Path) -> None:
+    def write(self, path: Path) -> None:
         """Print the row, and append it to a file of rows."""
         print(self, flush=True)
         with path.open("a", encoding="utf-8") as file:
@@ -91,21 +91,21 @@ class Report:
         except Exception as error:
             kind = type(error).__name__
             if isinstance(error, NotRun) or kind == "MissingJITCacheError":  # kernel not packed
-                self.tell(name, str(error)[:200], status="not run")
+                self.note(name, str(error)[:200], status="not run")
                 return
             first = str(error).strip().partition("\n")[0][:200]
             lines = "".join(traceback.format_exception(error)).splitlines()
-            self.tell(name, f"{kind}: {first}", lines, "FAIL")
+            self.note(name, f"{kind}: {first}", lines, "FAIL")
             _check_device()
 
-    def tell(self, name: str, text: str, lines: Iterable[str] = (), status: str = "note") -> None:
+    def note(self, name: str, text: str, lines: Iterable[str] = (), status: str = "note") -> None:
         """Add a row without a value."""
         self._add(Row(name, status, text, lines=[*lines]))
 
     def _add(self, row: Row) -> None:
         row.section = self._section
         self.rows.append(row)
-        row.tell(self._path)
+        row.write(self._path)
 
 
 def _check_device() -> None:

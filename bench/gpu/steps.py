@@ -130,10 +130,10 @@ def seconds_of_decodes(
     count = min(256, max(2, -(-place.sizes.beyond_l2 // in_use)))
     layers = [LayerPages(place.randn(*shape), place.randn(*shape)) for _ in range(count)]
     seconds = []
-    for make, is_told in ways:
+    for make, shares in ways:
         backend = make(kind)
         backend.allocate_fixed(rows, len(batch.kv_indices) + rows)
-        plan = backend.plan_fixed(batch if is_told else replace(batch, shared=()))
+        plan = backend.plan_fixed(batch if shares else replace(batch, shared=()))
         works = [partial(plan.run, LayerInputs(query, key, value, pages, kind)) for pages in layers]
         seconds.append(place.gpu_seconds(works, place.sizes.repeat))
     return seconds

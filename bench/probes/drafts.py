@@ -1,4 +1,4 @@
-"""What drafts bring: the same requests with them and without, in turns in one process.
+"""Measures what drafts gain: the same requests with them and without, in turns in one process.
 
     python -m radixcache.bench.probes.drafts     # --messages FILE: chats of agents, one a line
 
@@ -119,7 +119,7 @@ def live(model: str | None, pairs: int, seed: int) -> Iterator[Row]:
 
 
 def recorded(rows: dict[str, list[list[Tokens]]], seed: int) -> Iterator[Row]:
-    """Of each kind the prompts and the answers that were recorded."""
+    """Replay the recorded prompts and answers of each kind."""
     with tempfile.TemporaryDirectory() as place:
         save_random_llama(Path(place), seed)
         model = load_model(place)

@@ -77,7 +77,7 @@ class Figures:
         return self.requests - self.refused - self.cold
 
     def to_json(self) -> dict[str, Any]:
-        """For `json.dumps`; without the hits of single requests."""
+        """The figures for `json.dumps`, without the hits of single requests."""
         return {**{k: v for k, v in asdict(self).items() if k != "hits"}, "hit_rate": self.hit_rate}
 
 

@@ -184,7 +184,7 @@ def play(
     room = (engine.cache.pool.num_pages - 1) * engine.cache.page_size
     steps = 0
 
-    def come(index: int, due: float) -> None:
+    def send(index: int, due: float) -> None:
         arrival, outcome = workload.arrivals[index], outcomes[index]
         outcome.step = steps
         if arrival.kv_tokens > room:
@@ -198,8 +198,8 @@ def play(
         progress()
 
     while True:
-        while coming := queue.take(clock.now(), len(open_requests)):
-            come(*coming)
+        while found := queue.take(clock.now(), len(open_requests)):
+            send(*found)
         if not engine.has_work:
             moment = queue.next_due
             if moment is None:

@@ -26,7 +26,7 @@ class Column(NamedTuple):
 
 
 def share(part: float, whole: float | None) -> str:
-    """In percent; a dash where there is no whole."""
+    """Format a share in percent; a dash where there is no whole."""
     return f"{part / whole:.1%}" if whole else "–"
 
 

@@ -89,18 +89,18 @@ def few(workload: WorkloadReport) -> list[str]:
 
 
 def plots(workload: WorkloadReport) -> Iterator[Plot]:
-    """Of one workload: its hit rates, and what each turn prefills in the most memory."""
+    """Plot a workload's hit rates, and what each turn prefills in the most memory."""
     yield _hit_rates(workload)
     if any(len(row.computed_by_turn) > 1 for row in workload.main_rows):
         yield _by_turn(workload)
 
 
-def still(plot: Plot, width: int = 640, background: str | None = "white") -> str:
+def still(plot: Plot, background: str | None = "white") -> str:
     """The plot as SVG."""
     import vl_convert
 
     config = plot.spec["config"] | {"background": background}
-    return vl_convert.vegalite_to_svg(plot.spec | {"width": width, "config": config})
+    return vl_convert.vegalite_to_svg(plot.spec | {"width": 640, "config": config})
 
 
 def _hit_rates(workload: WorkloadReport) -> Plot:

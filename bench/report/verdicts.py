@@ -17,8 +17,8 @@ ENOUGH = 20
 
 
 def headline(workload: WorkloadReport) -> str:
-    """For each memory whether the best hash-block or the best radix scheme computes less, and how
-    much less."""
+    """Say for each memory whether the best hash-block or the best radix scheme computes less, and
+    how much less."""
     if not workload.unlimited_hits:
         return "No prompt begins as one before it does: no scheme can hit anything."
     found: dict[str, list[str]] = {}
@@ -30,7 +30,7 @@ def headline(workload: WorkloadReport) -> str:
 
 
 def _verdict(rows: list[Figures]) -> str:
-    """Of one memory: the best block scheme against the best tree of those that refused nothing.
+    """Compare, in one memory, the best block scheme and the best tree that refused nothing.
 
     A scheme that hits nothing is compared only where all of its side hit nothing, and one with a
     tier, which has more memory, never.
@@ -62,7 +62,7 @@ def _verdict(rows: list[Figures]) -> str:
 
 
 def _by_states(rows: list[Figures]) -> str:
-    """What each rule computes for a hybrid model, the least first."""
+    """Say how much each rule computes for a hybrid model, the least first."""
     served = [row for row in rows if not row.refused]
     if not served:
         return "requests are refused"

@@ -133,12 +133,11 @@ class FirstBlocksCache(NoCache):
     def match(self, tokens: TokensLike, namespace: Hashable = None) -> int:
         return len(self._find(self._hash(as_tokens(tokens), namespace)[:-1])) * self.page_size
 
-    def acquire(
-        self, tokens: TokensLike, namespace: Hashable = None, *, resumed: bool = False, **_: bool
+    def _acquire(
+        self, tokens: Tokens, namespace: Hashable, resumed: bool, include_last: bool
     ) -> FirstBlocksLease:
         lease = FirstBlocksLease(self.page_size, len(tokens), namespace, resumed)
-        self._leases[lease] = None
-        lease.tokens = as_tokens(tokens)
+        lease.tokens = tokens
         lease.keys = self._hash(lease.tokens, namespace)
         lease.half = len(tokens) // self.page_size if len(tokens) % self.page_size else None
         pages = [self._take(key, 0, 0) for key in self._find(lease.keys[:-1])]
@@ -226,8 +225,6 @@ class FirstBlocksCache(NoCache):
             elif self._keys[page] is None and key is not None and key not in self._pages:
                 self._enter(page, key, prompt % size)  # half-filled, and found as that again
             self._leave(page)
-        lease.released = True
-        del self._leases[lease]
 
     def filled_slots(self) -> NDArray[np.int32]:
         """[num_pages] slots that hold a token which a hash covers."""

@@ -48,7 +48,7 @@ INDEX_ONLY = ("template", "prefix", "cow")
 _DEFAULT = "none hash-16 hash-64 hash-256 radix-1 radix-16".split()
 
 FAMILY = "none template-16 prefix-16 cow-16 hash-16 aligned-16 radix-16 radix-1".split()
-"""From the systems that led here to ours, the oldest first."""
+"""Schemes of the systems that led here, the oldest first, and ours."""
 
 GROUPS = {
     "default": _DEFAULT,

@@ -75,12 +75,11 @@ class PrefixObjectCache(NoCache):
         prefix = self._prefixes.get(self._find(as_tokens(tokens), namespace, len(tokens) - 1))
         return prefix.num_tokens if prefix is not None and prefix.computed else 0
 
-    def acquire(
-        self, tokens: TokensLike, namespace: Hashable = None, *, resumed: bool = False, **_: bool
+    def _acquire(
+        self, tokens: Tokens, namespace: Hashable, resumed: bool, include_last: bool
     ) -> PrefixLease:
         lease = PrefixLease(self.page_size, len(tokens), namespace, resumed)
-        self._leases[lease] = None
-        lease.prefix = self._name(self._find(as_tokens(tokens), namespace, len(tokens) - 1))
+        lease.prefix = self._name(self._find(tokens, namespace, len(tokens) - 1))
         self._share(lease)
         if lease.prefix is not None and lease.prefix.computed:
             lease.cached_tokens = lease.num_tokens = lease.prefix.num_tokens

@@ -53,7 +53,7 @@ class PageAlignedRadixCache(NoCache):
         return (mixed >> np.uint64(32)).astype(np.uint32).view(np.int32)
 
     def _query(self, tokens: TokensLike) -> Tokens:
-        """What to look up: the pages before the last token, and one symbol that is never hit."""
+        """The key to look up: the pages before the last token, and one symbol that is never hit."""
         return np.append(self._symbols(as_tokens(tokens)[:-1]), np.int32(0))
 
     def match(self, tokens: TokensLike, namespace: Hashable = None) -> int:
@@ -62,11 +62,10 @@ class PageAlignedRadixCache(NoCache):
     def cached_length(self, tokens: TokensLike, namespace: Hashable = None) -> int:
         return self.tree.cached_length(self._symbols(as_tokens(tokens)), namespace) * self.page_size
 
-    def acquire(
-        self, tokens: TokensLike, namespace: Hashable = None, *, resumed: bool = False, **_: bool
+    def _acquire(
+        self, tokens: Tokens, namespace: Hashable, resumed: bool, include_last: bool
     ) -> PageLease:
         lease = PageLease(self.page_size, len(tokens), namespace, resumed)
-        self._leases[lease] = None
         inner = self.tree.acquire(self._query(tokens), namespace, resumed=resumed)
         lease.inner = cast(RadixLease, inner)
         lease.tail = np.empty(0, np.int32)
@@ -104,8 +103,6 @@ class PageAlignedRadixCache(NoCache):
 
     def _release(self, lease: Any) -> None:
         self.tree.release(lease.inner)
-        lease.released = True
-        del self._leases[lease]
 
     def evict(self, num_pages: int) -> int:
         return self.tree.evict(num_pages)

@@ -19,7 +19,7 @@ from radixcache.runtime.request import Request, Sequence
 from radixcache.states import SequenceStates, StateIndex
 
 
-class ToldPlanner(CheckpointPlanner[H]):
+class TemplatePlanner(CheckpointPlanner[H]):
     """Our rule where it knows how far prompts are templates, as a chat API knows messages."""
 
     def __init__(self, index: CheckpointIndex[H], templates: list[Tokens]) -> None:
@@ -32,7 +32,7 @@ class ToldPlanner(CheckpointPlanner[H]):
         return [*known, len(prompt) - 1]
 
 
-class ToldStates(ToldPlanner[int], StatePlanner):
+class TemplateStates(TemplatePlanner[int], StatePlanner):
     """Our rule for states, told of templates."""
 
 
@@ -111,7 +111,7 @@ KV_ALONE = "kv-alone"
 
 STATE_RULES: dict[str, Callable[[int, Workload], Planner]] = {
     KV_ALONE: lambda slots, workload: NO_CHECKPOINTS,
-    "ours": lambda slots, workload: ToldStates(StateIndex(slots), workload.templates()),
+    "ours": lambda slots, workload: TemplateStates(StateIndex(slots), workload.templates()),
     "ours-untold": lambda slots, workload: StatePlanner(StateIndex(slots)),
     "marconi": lambda slots, workload: MarconiPlanner(LeastRecentStates(slots)),
     "sglang": _sglang,

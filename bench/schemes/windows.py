@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from radixcache import HashBlockCache, PagePool, PrefixCache, RadixCache
-from radixcache.bench.schemes.states import ToldPlanner
+from radixcache.bench.schemes.states import TemplatePlanner
 from radixcache.bench.workloads.workload import Workload
 from radixcache.checkpoints import Checkpoint, Kind
 from radixcache.runtime.engine.checkpoint_planner import NO_CHECKPOINTS, Planner
@@ -43,7 +43,7 @@ MODELS = {
 """Sizes in bfloat16, by the published configs."""
 
 
-class ToldWindows(ToldPlanner[Window], WindowPlanner):
+class TemplateWindows(TemplatePlanner[Window], WindowPlanner):
     """Our rule for windows, told of templates."""
 
 
@@ -86,5 +86,5 @@ def make_windowed(
         return cache, LastBlocksPlanner(LeastRecentWindows(cache, model.window, size))
     cache = RadixCache(pool)
     index = WindowIndex(cache, model.window, size)
-    told = ToldWindows(index, workload.templates())
-    return cache, told if rule == "ours" else WindowPlanner(index)
+    planner = TemplateWindows(index, workload.templates())
+    return cache, planner if rule == "ours" else WindowPlanner(index)

@@ -110,7 +110,7 @@ class _Trace:
         self._path, self._hash_block, self._vocabulary = path, hash_block, vocabulary
         self._block, self._scope = 0, None  # type: int, int | None
         self._numbers: dict[tuple[int | None, int], int] = {}
-        """Of blocks, in the order in which they come, by scope and id."""
+        """The number of each block, in order of appearance, by scope and id."""
 
     def start(self, where: str, record: Any, block: int, scope: int | None = None) -> None:
         """A record begins, whose kind has blocks of so many tokens."""

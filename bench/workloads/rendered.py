@@ -50,7 +50,7 @@ class Joined:
 
 
 class Templated:
-    """As a server of the model has it: its chat template, and what was tokens before stays them."""
+    """Renders as a server does: by the model's chat template; earlier turns keep their tokens."""
 
     how = "in the model's chat template"
 

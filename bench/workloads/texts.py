@@ -15,7 +15,7 @@ ANSWER = 128
 """Tokens generated for a prompt without an answer in the file."""
 
 Message = dict[str, Any]
-"""As chat templates take it: its content is a text."""
+"""A message as chat templates take it: its content is a text."""
 
 _SETTINGS = {"model", "max_tokens", "max_completion_tokens", "temperature", "stream"}
 """Keys of a request that a conversation of a data set does not have."""

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
-Tokens = NDArray[np.int32]
+from radixcache.base import Tokens as Tokens
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def _compile(compiler: str, flags: tuple[str, ...], folder: Path, name: str) -> 
 
 
 def _processor() -> list[str]:
-    """What tells one kind of processor from another."""
+    """Lines that tell one kind of processor from another."""
     try:
         first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except OSError:  # not Linux

@@ -59,7 +59,7 @@ class Stretch(NamedTuple):
     end: int
 
 
-def looking(method: Callable[Concatenate[Any, _P], None]) -> Callable[Concatenate[Any, _P], None]:
+def fail_safe(method: Callable[Concatenate[Any, _P], None]) -> Callable[Concatenate[Any, _P], None]:
     """Decorates a plugin's method, so that no error in it stops the engine.
 
     The plugin's `observer` becomes None after an error, and its methods then do nothing.

@@ -30,7 +30,7 @@ _REASONS = {
     "salt": "cached under another salt",
     "not_read": "the request did not look",
 }
-_COLUMNS = 64
+_COLUMNS, _HEIGHT = 64, 4
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 _ASCII = str.maketrans("▁▂▃▄▅▆▇█▏▎▍▌▋▊▉", "....####....###")
 
@@ -152,17 +152,17 @@ def _count(number: Any, most: int = 1 << 40) -> bool:
     return type(number) is int and 0 <= number <= most
 
 
-def _curve(tokens: array[int], hits: array[int], height: int = 4) -> list[str]:
+def _curve(tokens: array[int], hits: array[int]) -> list[str]:
     """A curve of hit rates, each column over equally many requests."""
     count = min(_COLUMNS, len(tokens))
     edges = [len(tokens) * i // count for i in range(count + 1)]
     parts = [slice(a, b) for a, b in pairwise(edges)]
-    eighths = [round(8 * height * sum(hits[p]) / max(1, sum(tokens[p]))) for p in parts]
-    names = {height - 1: "100 % ", 0: "  0 % "}
+    eighths = [round(8 * _HEIGHT * sum(hits[p]) / max(1, sum(tokens[p]))) for p in parts]
+    names = {_HEIGHT - 1: "100 % ", 0: "  0 % "}
     return [
         names.get(row, " " * 6)
         + "".join(" ▁▂▃▄▅▆▇█"[min(8, max(0, one - 8 * row))] for one in eighths).rstrip()
-        for row in reversed(range(height))
+        for row in reversed(range(_HEIGHT))
     ]
 
 

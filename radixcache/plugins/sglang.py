@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.registry import default_radix_cache_factory
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from radixcache.plugins.observer import Observer, looking, prometheus, summary
+from radixcache.plugins.observer import Observer, fail_safe, prometheus, summary
 
 TRIED = ("0.5.23",)
 """Versions that the plugin was tested with; the hooks change between versions."""
@@ -27,7 +27,7 @@ TRIED = ("0.5.23",)
 _log = logging.getLogger("radixcache.plugins")
 
 
-class Looker:
+class TreeObserver:
     """Observes one tree, as its attribute `radixcache`."""
 
     def __init__(self, observer: Observer, metrics: bool) -> None:
@@ -35,7 +35,7 @@ class Looker:
         self._metrics, self._counters = metrics, dict[str, Any]()
         self._unlogged, self._last_line = Counter[str](), time.monotonic()
 
-    @looking
+    @fail_safe
     def run_batch(self, batch: Any) -> None:
         """A batch is about to run."""
         for req in batch.reqs if batch.forward_mode.is_extend() else ():
@@ -57,7 +57,7 @@ class Looker:
             _log.info("Prefix cache: %s", figures)
             self._unlogged, self._last_line = Counter(), time.monotonic()
 
-    @looking
+    @fail_safe
     def insert(self, req: Any, up_to: int) -> None:
         """The tree gets the KV of a request's first `up_to` tokens."""
         tokens = np.asarray(req.full_untruncated_fill_ids[:up_to], np.int32)
@@ -65,7 +65,7 @@ class Looker:
 
 
 def make_tree_cache(context: Any) -> Any:
-    """SGLang's own choice of a tree, with a `Looker` if it can be explained."""
+    """SGLang's own choice of a tree, with a `TreeObserver` if it can be explained."""
     cache, params = default_radix_cache_factory(context), context.params
     if sglang.__version__ not in TRIED:
         known = " and ".join(TRIED)
@@ -81,7 +81,7 @@ def make_tree_cache(context: Any) -> Any:
     else:
         size = params.token_to_kv_pool_allocator.size
         observer = Observer(f"SGLang {sglang.__version__}", size, params.page_size)
-        cache.radixcache = Looker(observer, params.enable_metrics)
+        cache.radixcache = TreeObserver(observer, params.enable_metrics)
         _hook("managers.scheduler.Scheduler.run_batch", _before_run_batch)
         _hook(
             "mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree", _before_insert

@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from radixcache.base import Tokens
-from radixcache.plugins.observer import Observer, looking, prometheus, summary
+from radixcache.plugins.observer import Observer, fail_safe, prometheus, summary
 
 TRIED = ("0.32.", "0.33.")
 """Versions that the connector was tested with."""
@@ -83,7 +83,7 @@ class RadixCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> Stats | None:
         return Stats(self.observer.take()) if self.observer and self.observer.counts else None
 
-    @looking
+    @fail_safe
     def _look(self, scheduled: dict[str, int]) -> None:
         """Observe a step; `scheduled` has its new tokens by request."""
         for request in [*self._prefilling.values()]:
@@ -107,7 +107,7 @@ class RadixCacheConnector(KVConnectorBase_V1, SupportsHMA):
             if end >= len(tokens):
                 del self._prefilling[name]
 
-    @looking
+    @fail_safe
     def _finish(self, request: Any, prompt: Tokens) -> None:
         count = min(request.num_computed_tokens, request.num_tokens - 1)
         answer = np.asarray([*request.output_token_ids], np.int32)

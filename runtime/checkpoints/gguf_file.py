@@ -134,7 +134,7 @@ class GGUFFile:
             self._fail(f"its {key} is no array of type {kind.__name__}")
         return self._values(found)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Give the memory of what has been read back; whatever is read again comes from the file.
 
         Nothing that was written to tensors' data stays.

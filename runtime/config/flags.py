@@ -27,7 +27,7 @@ class Rule(NamedTuple):
 
 
 def at_least(bound: float) -> Rule:
-    """For numbers."""
+    """A rule that a number is no less than `bound`."""
     return Rule(lambda value: value >= bound, f"must be at least {bound:g}")
 
 

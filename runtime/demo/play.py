@@ -15,7 +15,7 @@ from textwrap import wrap
 from typing import Any
 
 from radixcache import LLM, Chat, RequestOutput, SamplingParams
-from radixcache.runtime.demo.script import DOCUMENTS, SCRIPT, Question, read_table
+from radixcache.runtime.demo.script import DOCUMENTS, SCRIPT, Question
 from radixcache.runtime.model.progress import watch
 
 _GREEDY = SamplingParams(temperature=0, max_tokens=64)
@@ -139,14 +139,12 @@ def play(engine: Mapping[str, Any]) -> Iterator[Turn]:
         "kv_cache_memory_bytes": engine.get("kv_cache_memory_bytes") or _KV_CACHE_MEMORY_BYTES,
     }
     cached, uncached = Player(LLM(**engine, cache="radix")), Player(LLM(**engine, cache="none"))
-    cells = {user: read_table(path) for user, path in DOCUMENTS.items()}
     asked = dict.fromkeys(DOCUMENTS, 0)
     for number, question in enumerate(SCRIPT, 1):
         asked[question.user] += 1
         output, new_tokens = cached.ask(question)
         twin, _ = uncached.ask(question)
-        expected = cells[question.user][question.name][question.column]
-        answer = output.outputs[0].text
+        expected, answer = question.expected, output.outputs[0].text
         yield Turn(
             number=number,
             user=question.user,

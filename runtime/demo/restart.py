@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from radixcache.errors import RadixCacheError
-from radixcache.runtime.demo.script import SCRIPT, TABLE, Question, read_table
+from radixcache.runtime.demo.script import SCRIPT, TABLE, Question
 
 _FIRST, _SECOND = (question for question in SCRIPT if question.user == "Ana" and not question.edits
                    and question.text.startswith("What is the"))  # fmt: skip
@@ -51,7 +51,7 @@ def run(engine: Mapping[str, Any], as_json: bool = False) -> int:
     cold = _in_a_process(engine, messages)
     new = len(warm.tokens) - len(first.tokens)
     right = all(
-        turn.answer.endswith(f" is {_expected(question)}.")
+        turn.answer.endswith(f" is {question.expected}.")
         for turn, question in ((first, _FIRST), (warm, _SECOND))
     )
     ok = right and warm.tokens == cold.tokens and warm.computed <= new
@@ -85,10 +85,6 @@ def _table(turns: Iterable[Turn], ok: bool) -> list[str]:
 
 def _ask(question: Question) -> dict[str, str]:
     return {"role": "user", "content": question.text}
-
-
-def _expected(question: Question) -> str:
-    return read_table(TABLE)[question.name][question.column]
 
 
 def _in_a_process(engine: Mapping[str, Any], messages: list[dict[str, str]]) -> Turn:

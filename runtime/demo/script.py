@@ -23,6 +23,15 @@ class Question:
     column: str
     edits: bool = False
 
+    @property
+    def expected(self) -> str:
+        """The cell, in the row whose column Name has `name`."""
+        text = DOCUMENTS[self.user].read_text()
+        lines = [line for line in text.splitlines() if line.startswith("|")]
+        header, _, *rows = ([cell.strip() for cell in line[1:-1].split("|")] for line in lines)
+        people = (dict(zip(header, row, strict=True)) for row in rows)
+        return next(person[self.column] for person in people if person["Name"] == self.name)
+
 
 DOCUMENTS = {"Ana": TABLE, "Ben": TABLE, "Cleo": CREW}
 SCRIPT = (
@@ -39,11 +48,3 @@ SCRIPT = (
     Question("Cleo", "What is the email of Lars Hayes?", "Lars Hayes", "Email"),
     Question("Ben", "How old is Ines Costa?", "Ines Costa", "Age"),
 )
-
-
-def read_table(path: Path) -> dict[str, dict[str, str]]:
-    """The cells of a markdown table, by the value in the column Name and by column."""
-    lines = [line for line in path.read_text().splitlines() if line.startswith("|")]
-    header, _, *rows = ([cell.strip() for cell in line[1:-1].split("|")] for line in lines)
-    people = [dict(zip(header, row, strict=True)) for row in rows]
-    return {person["Name"]: person for person in people}

@@ -92,7 +92,7 @@ class Explainer:
         self.missed_tokens: dict[str, int] = dict.fromkeys(REASONS, 0)
         """Tokens that were computed, by reason; the last token of each prompt is not counted."""
         self.cost: Callable[[Medium, int, int], LoadCost] = lambda *_: UNMEASURED
-        """Of loading so many pages, and of computing so many tokens instead."""
+        """The cost of loading so many pages, and of computing so many tokens instead."""
         self._marks = table_of(marks)
         self._known = GhostIndex(num_tokens)
 
@@ -273,5 +273,5 @@ def _runs(spelt: NDArray[np.uint64], within: int, count: int) -> list[int]:
 
 
 def _firsts(runs: list[int]) -> dict[int, int]:
-    """Where each is found first."""
+    """The first place of each run."""
     return {run: place for place, run in reversed([*enumerate(runs)])}

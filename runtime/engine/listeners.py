@@ -45,7 +45,7 @@ def listen(worker: Worker, job: Job, add: Add) -> Generator[Any, None, None]:
 
 
 async def listen_async(worker: Worker, job: AsyncJob, add: Add) -> AsyncGenerator[Any, None]:
-    """As `listen`, on the running event loop."""
+    """Do what `listen` does, on the running event loop."""
     try:
         await asyncio.wrap_future(worker.submit(job, add, deliver_to(asyncio.get_running_loop())))
         async for items in job.batches():

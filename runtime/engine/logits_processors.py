@@ -73,7 +73,7 @@ class LogitsProcessors:
 
 
 def _with_drafts(table: torch.Tensor, rows: list[Row]) -> torch.Tensor:
-    """Of the table of sequences a row for each of `rows`, which counts its draft, too."""
+    """Return the table with a row for each of `rows`, which counts the row's draft, too."""
     owners = np.cumsum([not len(row.draft) for row in rows]) - 1
     table = table[send(owners, table.device)]
     _count_more(table, [row.draft for row in rows])

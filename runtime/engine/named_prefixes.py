@@ -198,7 +198,7 @@ class NamedPrefixes:
         return [*self._prefixes.values()]
 
     def notes(self) -> Iterable[PrefixNote]:
-        """What a restart needs of the prefixes without a salt that `keep` has made."""
+        """Notes that let a restart pin the unsalted prefixes of `keep` again."""
         since = time.time() - self._now()
         for prefix in self._prefixes.values():
             if prefix.cache_salt is None and not prefix.yields:

@@ -96,7 +96,7 @@ class Scheduler:
         """All sequences that have not ended, in order of arrival; a failed step changes none."""
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        """In order of admission: the last one is preempted first."""
+        """Running sequences in order of admission: the last one is preempted first."""
         self.on_no_room: Callable[[], bool] = lambda: False
         """Called before a request fails for lack of pages; returns whether it freed any."""
         self.num_preemptions = 0

@@ -43,7 +43,7 @@ class StepBudget:
     def __init__(self, aim: float | None = None) -> None:
         self.aim, self.tokens = aim, 0
         self._seconds = self._tokens = 0.0
-        """For prompt tokens: the time left, and the tokens allowed even if they take longer."""
+        """The time left for prompt tokens, and the tokens allowed even if they take longer."""
         self._measured: dict[int, float] = {}
         """Seconds of a token, by the bit length of the number of tokens before it."""
         self._is_warm = False

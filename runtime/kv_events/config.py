@@ -13,7 +13,7 @@ _MOST = 1_000_000_000
 
 @dataclass(frozen=True)
 class KVEventsConfig:
-    """What is published and where, with vLLM's names and defaults.
+    """Settings of KV events, with vLLM's names and defaults.
 
     Attributes:
         enable_kv_cache_events: whether anything is published.

@@ -56,7 +56,7 @@ class KVEventPublisher:
         self._cache, self._config = cache, config
         self._wire = Wire(cache.page_size, 2 * cache.pool.num_pages)
         self._pack = msgpack.Encoder().encode
-        self._heard: list[Event] = []
+        self._pending: list[Event] = []
         self._unwritten: dict[StoredPage, Tokens] = {}
         """Whole pages that are being written to the tier below, with the prefix that each ends."""
         self._queue: deque[tuple[float, list[Event]]] = deque()
@@ -78,7 +78,7 @@ class KVEventPublisher:
         self._wake.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
-        cache.events.append(self._hear)
+        cache.events.append(self._collect)
         self._medium = ""
         if cache.lower is not None:
             self._medium = MEDIA[cache.lower.medium]
@@ -90,8 +90,8 @@ class KVEventPublisher:
 
     # -- on the engine's thread ----------------------------------------------------------------
 
-    def _hear(self, event: Event) -> None:
-        self._heard.append(event)
+    def _collect(self, event: Event) -> None:
+        self._pending.append(event)
         if isinstance(event, Cleared):
             self._unwritten.clear()
 
@@ -103,7 +103,7 @@ class KVEventPublisher:
     def dropped(self, page: StoredPage) -> None:
         """As a tier's listener: note that a page is gone."""
         if len(page.tokens) == self._cache.page_size and self._unwritten.pop(page, None) is None:
-            self._heard.append(DroppedBelow(page.key, self._medium))
+            self._pending.append(DroppedBelow(page.key, self._medium))
 
     def end_step(self) -> None:
         """Queue the changes, unless a step has yet to compute them. Never waits."""
@@ -111,10 +111,10 @@ class KVEventPublisher:
         for page in sorted(written, key=lambda page: len(self._unwritten[page])):  # parents first
             tokens = self._unwritten.pop(page)
             if page.state == "stored":
-                self._heard.append(StoredBelow(page, tokens, self._medium))
-        if not self._heard or self._cache.in_flight or self._cache.broken:
+                self._pending.append(StoredBelow(page, tokens, self._medium))
+        if not self._pending or self._cache.in_flight or self._cache.broken:
             return
-        events, self._heard = self._heard, []
+        events, self._pending = self._pending, []
         if len(self._queue) >= self._config.max_queue_size:
             log.warning("%d batches of KV events are dropped: too many wait", len(self._queue))
             self._queue.clear()
@@ -125,7 +125,7 @@ class KVEventPublisher:
     def close(self) -> None:
         """End, once the cache changes no more; queued batches may be lost. Idempotent."""
         if not self._closed:
-            self._cache.events.remove(self._hear)
+            self._cache.events.remove(self._collect)
             if self._cache.lower is not None:
                 self._cache.lower.listener = None
             self._closed = True

@@ -56,7 +56,7 @@ class HostStore(Store):
         super().__init__(pool, count_pages(memory, pool.page_bytes, torch.device("cpu")))
         size = format_memory(self.num_slots * self.page_bytes)
         self._copied: dict[int, torch.cuda.Event] = {}
-        """By slot: an event after the copy into it."""
+        """An event after the last copy into each slot."""
         self._timed: tuple[torch.cuda.Event, torch.cuda.Event, int] | None = None
         """Events before and after the last read, and its bytes."""
         try:

@@ -36,7 +36,7 @@ _TRIES = 3
 """Loads in vain, as the pool evicted the tokens before them; then the request is computed."""
 
 _TRY_AGAIN = 16
-"""Of so many loads that may or may not pay, one is decided otherwise: the disk may have been busy,
+"""One of so many loads that may or may not pay is decided otherwise: the disk may have been busy,
 or long prefills may be faster than short ones tell."""
 
 _SHORT = 32

@@ -147,5 +147,5 @@ class Decoder(PagedModel):
             )
             limit = max(limit, _ROUNDINGS * float((rounded - expected).std() / expected.std()))
         if not error <= limit:  # nor if it is NaN
-            told = f"come out wrong in our loop, by {error:.1%} of their spread"
-            raise Unknown(f"its logits {told if error == error else 'are not numbers'}")
+            fault = f"come out wrong in our loop, by {error:.1%} of their spread"
+            raise Unknown(f"its logits {fault if error == error else 'are not numbers'}")

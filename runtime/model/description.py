@@ -47,8 +47,8 @@ class Rope:
 
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "clamped"]
-"""What gate and up become: act(gate) * up. `clamped` is gpt-oss's: gate limited to 7 from above and
-up to [-7, 7], gate * sigmoid(1.702 gate) * (up + 1). Without a gate: act(up)."""
+"""An MLP computes act(gate) * up, or act(up) without a gate. `clamped` is gpt-oss's: gate limited
+to 7 from above and up to [-7, 7], gate * sigmoid(1.702 gate) * (up + 1)."""
 
 
 @dataclass(frozen=True)

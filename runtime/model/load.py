@@ -127,7 +127,7 @@ def _settings(name_or_path: str | Path, file: GGUFFile | None) -> dict[str, Any]
 
 
 def _unread(name_or_path: str | Path, reason: Unknown) -> ModelError:
-    """For a GGUF file that only the loop may run: transformers ignores unknown settings."""
+    """The error for a GGUF file that the loop cannot run; transformers ignores unknown settings."""
     return ModelError(f"the GGUF file {name_or_path} is not one that is understood: {reason}")
 
 

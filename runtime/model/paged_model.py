@@ -50,7 +50,7 @@ class Unread(NamedTuple):
 
     @classmethod
     def of(cls, places: list[tuple[int, int]], tokens: torch.Tensor) -> Unread:
-        """From pairs of a step's row and the place of its token in `tokens` [R]."""
+        """Make it from pairs of a step's row and the place of its token in `tokens` [R]."""
         rows, sources = map(list, zip(*places, strict=True))
         same = sources == list(range(len(tokens)))
         return cls(rows, tokens if same else tokens[send(sources, tokens.device)])
@@ -87,10 +87,10 @@ class PagedModel(ABC):
     """The states of a sequence, if the model is recurrent."""
 
     layers_by: str
-    """Whose code computes the layers, for `placement`."""
+    """The library whose code computes the layers, for `placement`."""
 
     kept = ""
-    """How weights are stored, for `placement`, if not in the model's dtype."""
+    """The form of stored weights, for `placement`, if it is not the model's dtype."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ def fix_frequencies(model: PreTrainedModel, max_model_len: int | None) -> int | 
     longest = int(text.max_position_embeddings)
     if max_model_len is None or max_model_len <= short or (kind == "longrope" and longest <= short):
         if short < longest or kind == "dynamic":
-            tell_limit(short, kind)
+            log_limit(short, kind)
         return min(short, longest)
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -51,7 +51,7 @@ def fix_frequencies(model: PreTrainedModel, max_model_len: int | None) -> int | 
     return max_model_len if kind == "dynamic" else longest
 
 
-def tell_limit(length: int, kind: str) -> None:
+def log_limit(length: int, kind: str) -> None:
     """Log why sequences have no more than `length` tokens."""
     _log.info(
         "sequences have %d tokens at most, for which the frequencies of its %s RoPE stay as they "

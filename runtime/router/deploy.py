@@ -1,4 +1,4 @@
-"""What `radixcache serve --replicas` starts: Ray, the replicas, and the ingress in this process."""
+"""Starts Ray, the replicas, and the ingress in this process, for `radixcache serve --replicas`."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from radixcache.runtime.router.pins import Pin, Pins, deletion, key_of, salt_of,
 from radixcache.runtime.router.policy import Router, Standing, preference
 from radixcache.runtime.router.prompts import Body, Prompts, parse
 from radixcache.runtime.router.replica import END, STARTED, Computed, Description
-from radixcache.runtime.server.api.generation import event, hung_up
+from radixcache.runtime.server.api.generation import event, wait_for_disconnect
 from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http.bodies import on_thread
 from radixcache.runtime.server.http.errors import ApiError
@@ -202,9 +202,9 @@ class Ingress:
             while known != (pins := self._pins.live()):
                 for key in [key for key in known if known[key] != pins.get(key)]:
                     pin = known.pop(key)
-                    await self._whole(name, deletion(pin.scope, pin.fields), b"")
+                    await self._ask_one(name, deletion(pin.scope, pin.fields), b"")
                 for key in pins.keys() - known.keys():
-                    await self._whole(name, pins[key].scope, pins[key].body)
+                    await self._ask_one(name, pins[key].scope, pins[key].body)
                     known[key] = pins[key]
         except Gone as gone:
             self._lose(gone)
@@ -250,7 +250,7 @@ class Ingress:
             raise ApiError(503, "the server is shutting down")
         self._open += 1
         work = asyncio.ensure_future(self._serve(portable(scope), body, send))
-        hang_up = asyncio.ensure_future(hung_up(receive))
+        hang_up = asyncio.ensure_future(wait_for_disconnect(receive))
         try:
             await asyncio.wait({work, hang_up}, return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -337,7 +337,7 @@ class Ingress:
 
     # -- all replicas --------------------------------------------------------------------------
 
-    async def _whole(self, name: str, scope: Scope, body: bytes) -> list[Message]:
+    async def _ask_one(self, name: str, scope: Scope, body: bytes) -> list[Message]:
         """All messages of a small answer."""
         messages = [message async for message in self._calls.answer(name, scope, body)]
         return [message for message in messages if message["type"].startswith("http.")]
@@ -353,7 +353,7 @@ class Ingress:
 
         async def ask(name: str) -> None:
             try:
-                answers[name] = await asyncio.wait_for(self._whole(name, scope, body), patience)
+                answers[name] = await asyncio.wait_for(self._ask_one(name, scope, body), patience)
             except Gone as gone:
                 self._lose(gone)
             except asyncio.TimeoutError:
@@ -388,7 +388,7 @@ class Ingress:
                 self._pins.keep(Pin(scope, fields, _expiry(answers[name])))
             for other in answers.keys() - refused if refused else ():
                 with suppress(Gone):
-                    await self._whole(other, undo, b"")
+                    await self._ask_one(other, undo, b"")
         return name, answers[name]
 
     async def _bound_to(self, scope: Scope, fields: Body) -> tuple[str | None, Scope]:

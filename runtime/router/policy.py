@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from radixcache.base import Tokens, TokensLike, as_tokens
+from radixcache.base import Tokens, TokensLike, as_namespace, as_tokens
 from radixcache.errors import InvalidRequest
 from radixcache.ghost import GhostIndex
 from radixcache.nodes import common_length
@@ -79,7 +79,7 @@ one that got a request longest ago."""
 
 @dataclass(eq=False)
 class _Replica:
-    """What the router knows of one replica."""
+    """The state of one replica, as the router knows it."""
 
     name: Hashable
     ghost: GhostIndex
@@ -216,11 +216,7 @@ class Router:
         """
         if (booked := self._replicas.get(replica)) is None:
             raise InvalidRequest(f"there is no replica {replica!r}")
-        tokens = as_tokens(tokens)
-        try:
-            hash(salt)
-        except TypeError:
-            raise InvalidRequest(f"a salt must be hashable, not {repr(salt)[:80]}") from None
+        tokens, salt = as_tokens(tokens), as_namespace(salt)
         self.release(key)
         standing = booked.standing(tokens, salt, self._answer)
         to_compute = len(tokens) - standing.cached_tokens

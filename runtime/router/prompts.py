@@ -78,12 +78,12 @@ class Prompts:
 
 
 def _encode(body: Any, tokenizer: Tokenizer) -> list[int]:
-    meant = body.meant if isinstance(body, ExplainRequest) else body
-    if isinstance(meant, CompletionRequest):
-        prompt = meant.prompts[0]
-        special = meant.prefix is None and meant.add_special_tokens is not False
+    wanted = body.request if isinstance(body, ExplainRequest) else body
+    if isinstance(wanted, CompletionRequest):
+        prompt = wanted.prompts[0]
+        special = wanted.prefix is None and wanted.add_special_tokens is not False
         return prompt if isinstance(prompt, list) else tokenizer.encode(prompt, special=special)
-    turn = turn_of(meant, SamplingParams(), tokenizer)
+    turn = turn_of(wanted, SamplingParams(), tokenizer)
     text = tokenizer.render_chat(turn.messages, **turn.rendering)
     return tokenizer.encode(text, special=False)
 

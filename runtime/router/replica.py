@@ -38,7 +38,7 @@ Computed = tuple[Tokens, Hashable, list[Tokens]]
 
 @dataclass(frozen=True)
 class Description:
-    """What the ingress needs to know about a replica.
+    """The facts about a replica that the ingress needs.
 
     Attributes:
         kv_tokens, lower_tokens: tokens that fit its KV memory, and the tier below.

@@ -1,1 +1,1 @@
-"""What a request asks of its tokens: parameters, penalties, grammars, log-probabilities."""
+"""The settings of a request's tokens: parameters, penalties, grammars, log-probabilities."""

@@ -40,10 +40,10 @@ def forced_length(kind: str, text: str) -> float:
                 return 16  # a brace, a colon
             case "json":
                 schema = json.loads(text)
-                return _of_schema(schema, schema, {})
+                return _schema_length(schema, schema, {})
             case "regex":
                 return len(text) * _times(text)
-        return _of_rules(text)
+        return _grammar_length(text)
     except (ValueError, RecursionError, OverflowError):
         return inf
 
@@ -53,10 +53,10 @@ def _times(text: str) -> float:
     return prod(max(1, min(int(number), 10**9)) for number in re.findall(r"[{~]\s*(\d+)", text))
 
 
-def _of_schema(schema: Any, root: Any, known: dict[str, float]) -> float:
+def _schema_length(schema: Any, root: Any, known: dict[str, float]) -> float:
     """`known` are the schemas referred to; infinite while they are being bounded."""
     if isinstance(schema, list):
-        return sum(_of_schema(one, root, known) for one in schema)
+        return sum(_schema_length(one, root, known) for one in schema)
     if not isinstance(schema, dict):
         return len(json.dumps(schema)) + 4
     total, times = 4.0, 1.0
@@ -65,12 +65,12 @@ def _of_schema(schema: Any, root: Any, known: dict[str, float]) -> float:
             continue
         total += len(key) + 4
         if key in ("$ref", "$dynamicRef", "$recursiveRef") and isinstance(value, str):
-            total += _of_reference(value, root, known)
+            total += _reference_length(value, root, known)
         elif key in ("anyOf", "oneOf") and isinstance(value, list):
-            total += max((_of_schema(one, root, known) for one in value), default=0)
+            total += max((_schema_length(one, root, known) for one in value), default=0)
         elif key in _BY_NAME and isinstance(value, dict):
             total += sum(
-                len(name) + 8 + _of_schema(one, root, known) for name, one in value.items()
+                len(name) + 8 + _schema_length(one, root, known) for name, one in value.items()
             )
         elif key == "const":
             total += len(json.dumps(value))
@@ -79,7 +79,7 @@ def _of_schema(schema: Any, root: Any, known: dict[str, float]) -> float:
         elif key == "pattern" and isinstance(value, str):
             total += len(value) * _times(value)
         else:
-            total += _of_schema(value, root, known)
+            total += _schema_length(value, root, known)
         if key in _MINIMA and isinstance(value, int | float):
             times *= max(1, value)
         if key == "x-guidance" and max(map(len, _texts(value)), default=0) > 2:
@@ -93,7 +93,7 @@ def _texts(options: Any) -> list[str]:
     return [text for key, text in values if isinstance(text, str) and key != "whitespace_pattern"]
 
 
-def _of_reference(path: str, root: Any, known: dict[str, float]) -> float:
+def _reference_length(path: str, root: Any, known: dict[str, float]) -> float:
     if path not in known:
         known[path] = inf
         there = root
@@ -101,12 +101,12 @@ def _of_reference(path: str, root: Any, known: dict[str, float]) -> float:
             name = name.replace("~1", "/").replace("~0", "~")
             there = there.get(name) if isinstance(there, dict) else None
         if there is not None:
-            known[path] = _of_schema(there, root, known)
+            known[path] = _schema_length(there, root, known)
     return known[path]
 
 
-def _of_rules(grammar: str) -> float:
-    """Of a grammar in Lark or GBNF that has one rule a line, or alternatives below it."""
+def _grammar_length(grammar: str) -> float:
+    """The bound of a Lark or GBNF grammar that has one rule a line, or alternatives below it."""
     bodies: dict[str, str] = {}
     name = ""
     for line in grammar.splitlines():
@@ -118,21 +118,21 @@ def _of_rules(grammar: str) -> float:
         elif line.strip() and not line.startswith(("%llguidance", "%ignore", "//")):
             return inf
     known: dict[str, float] = {}
-    return max((_of_rule(name, bodies, known) for name in bodies), default=inf)
+    return max((_rule_length(name, bodies, known) for name in bodies), default=inf)
 
 
-def _of_rule(name: str, bodies: dict[str, str], known: dict[str, float]) -> float:
+def _rule_length(name: str, bodies: dict[str, str], known: dict[str, float]) -> float:
     if name not in known:
         known[name] = inf  # while it is being bounded
         body, total = bodies[name], 0.0
         if "%json" in body:
             body, _, text = body.partition("%json")
             schema, end = json.JSONDecoder().raw_decode(text.lstrip())
-            total, body = _of_schema(schema, schema, {}), body + text.lstrip()[end:]
+            total, body = _schema_length(schema, schema, {}), body + text.lstrip()[end:]
         if "%" in body:  # a directive that is not known here
             return inf
         parts = body.split("|") if re.fullmatch(r"[\w\s|-]*", body) else [body]
         used = [[one for one in _NAMES.findall(part) if one in bodies] for part in parts]
-        total += max(sum(_of_rule(one, bodies, known) for one in names) for names in used)
+        total += max(sum(_rule_length(one, bodies, known) for one in names) for names in used)
         known[name] = (total + len(body)) * _times(body)
     return known[name]

@@ -58,7 +58,7 @@ MAX_LEXER_STATES = 25_000
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a model's tokens are.
+    """The tokens of a model, as a grammar needs them.
 
     Attributes:
         tokens: the bytes of each.
@@ -75,7 +75,7 @@ class Vocabulary:
     encode: Callable[[str], list[int]] | None = field(default=None, compare=False)
 
     def read(self) -> LLTokenizer:
-        """As llguidance has it: an object in the form of its `TokenizerWrapper`."""
+        """Make llguidance's tokenizer of it, by an object in the form of its `TokenizerWrapper`."""
         from llguidance import LLTokenizer
 
         encode = self.encode or (lambda _: [])
@@ -155,7 +155,7 @@ def _unforced(grammar: str) -> str:
 
 
 def first_part(text: str) -> str:
-    """Of what the library says the first part, without the state of its parser."""
+    """The first part of the library's error, without the state of its parser."""
     return " ".join(text.partition("<state>")[0].split())[:300]
 
 
@@ -180,8 +180,8 @@ class _Process:
     def try_compile(self, vocabulary: Vocabulary, kind: str, text: str) -> dict[str, Any]:
         """The compiler's answer; empty if it reached a limit of time, memory or its stack."""
         if self.vocabulary != vocabulary:
-            told = vocabulary.tokens, vocabulary.special, vocabulary.end_tokens, vocabulary.added
-            self._send({"vocabulary": told})
+            parts = vocabulary.tokens, vocabulary.special, vocabulary.end_tokens, vocabulary.added
+            self._send({"vocabulary": parts})
             if not self._receive(None):  # of 262,144 tokens: seconds, more on a busy machine
                 return {}
             self.vocabulary = vocabulary
@@ -215,7 +215,7 @@ class _Process:
 
 
 _idle: list[_Process] = []
-"""Of all models here; who takes one removes it."""
+"""Idle processes of all models here; a thread that uses one takes it out."""
 _taking = threading.Lock()
 
 
@@ -316,7 +316,7 @@ def _mapped() -> int:
 
 
 def _resident() -> int:
-    """Bytes of memory in use; 0 where that is not told."""
+    """Bytes of memory in use; 0 where the system does not say."""
     return _pages_of(1) * os.sysconf("SC_PAGE_SIZE") if os.path.exists("/proc/self/statm") else 0
 
 

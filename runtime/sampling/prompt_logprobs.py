@@ -128,7 +128,7 @@ class PromptLogprobs:
             self._known.store(self._prompt[:end], self._namespace, self._scores[:end])
 
     def report(self, count: int) -> list[dict[int, float] | None]:
-        """For each token its log-probability and those of the `count` likeliest in its place.
+        """Return each token's log-probability, and those of the `count` likeliest in its place.
 
         The first has none.
         """

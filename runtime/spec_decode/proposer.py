@@ -144,7 +144,7 @@ class DraftProposer:
         threshold, fixed = self.length.costs(len(sequences))
         self._unprobed += len(sequences)
         least_gain = fixed + self._cost * len(sequences) / self.length.step_seconds  # in tokens
-        sequences = self._whose_turn(sequences)
+        sequences = self._choose_sequences(sequences)
         found: list[list[int]] = []
         offers: list[tuple[float, int]] = []
         for at, sequence in enumerate(sequences):
@@ -180,7 +180,7 @@ class DraftProposer:
             tokens = tokens[: sequence.grammar.count_allowed(sequence.generated, tokens)]
         return tokens
 
-    def _whose_turn(self, sequences: list[Sequence]) -> list[Sequence]:
+    def _choose_sequences(self, sequences: list[Sequence]) -> list[Sequence]:
         """The sequences to look up in this step: those whose last look-up found something, and as
         many of the others, in turns, as there is time for."""
         for sequence in sequences:

@@ -47,7 +47,7 @@ class Conversations:
         self._num_bytes = 0
         self._lock = Lock()
         self._turns: OrderedDict[tuple[str | None, str], _Turn] = OrderedDict()
-        """By salt and the id of the turn's first call."""
+        """Kept turns, by salt and the id of the first call."""
 
     def encode(
         self, messages: Sequence[_Message], cache_salt: str | None = None, **how: Any

@@ -44,11 +44,11 @@ def tell_tools(
             messages[-1].pop("tool_calls", None)
     if tools:
         lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
-        told = "\n".join([_HEAD, *lines, _TAIL])
+        described = "\n".join([_HEAD, *lines, _TAIL])
         if messages and messages[0]["role"] == "system":
-            messages[0]["content"] += f"\n\n{told}"
+            messages[0]["content"] += f"\n\n{described}"
         else:
-            messages.insert(0, {"role": "system", "content": told})
+            messages.insert(0, {"role": "system", "content": described})
     return messages
 
 

@@ -74,7 +74,7 @@ _RULES: list[tuple[_Cut, str]] = [
     (_Cut(_O200K), "gpt-4o llama4 kanana2 minimax-m2"),
 ]
 _CUTS = {name: cut for cut, names in _RULES for name in names.split()}
-"""By llama.cpp's names."""
+"""Rules for splitting text, by llama.cpp's names."""
 
 
 def read_tokenizer(file: GGUFFile) -> Any:

@@ -142,7 +142,7 @@ class TokenHistory:
         """
         if not self._delimiters:
             return ""
-        ids = self._less_end(generated)
+        ids = self._without_end(generated)
         answer = self._read(prompt, ids)
         if not answer:
             return ""
@@ -177,9 +177,9 @@ class TokenHistory:
 
     def text_of(self, generated: Sequence[int]) -> str:
         """An answer's text with special tokens, without the end of the turn."""
-        return self._decode(self._less_end(generated))
+        return self._decode(self._without_end(generated))
 
-    def _less_end(self, generated: Sequence[int]) -> list[int]:
+    def _without_end(self, generated: Sequence[int]) -> list[int]:
         ids = list(generated)
         end = self.tokenizer.delimiters.get(ids[-1]) if ids else None
         if end is not None and end not in self.tokenizer.marks:

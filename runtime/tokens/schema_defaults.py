@@ -17,7 +17,7 @@ MAX_INTEGER = 10**16 - 1
 
 MAX_NUMBER = 10**15
 SMALLEST_STEP = 1e-9
-"""For a number without bounds and `multipleOf`: nine decimals, and no exponent."""
+"""The step of a number without bounds and `multipleOf`: nine decimals, and no exponent."""
 
 SPACES: JsonCompileOptions = {"whitespace_pattern": r" |\n[ \t]{0,16}"}
 """The white space that llguidance allows once between JSON's tokens; more would have no end."""

@@ -26,8 +26,8 @@ def spelling_of(backend: Any) -> Callable[[str], bytes] | None:
     if "ByteFallback" in kinds:
         replaced = [step for step in steps if step["type"] == "Replace"]
         spaces = [one["pattern"].get("String") for one in replaced if one["content"] == " "]
-        return partial(_of_characters, spaces[0] or " " if spaces else " ")
-    return _of_bytes if "ByteLevel" in kinds else None
+        return partial(_character_bytes, spaces[0] or " " if spaces else " ")
+    return _byte_level_bytes if "ByteLevel" in kinds else None
 
 
 def without_prefix(backend: Any, added: list[Any]) -> Any:
@@ -52,13 +52,13 @@ def without_prefix(backend: Any, added: list[Any]) -> Any:
     return twin
 
 
-def _of_characters(space: str, name: str) -> bytes:
+def _character_bytes(space: str, name: str) -> bytes:
     """The bytes of a SentencePiece token, which writes a space as `space`."""
     byte = re.fullmatch("<0x([0-9A-Fa-f]{2})>", name)
     return bytes.fromhex(byte[1]) if byte else name.replace(space, " ").encode()
 
 
-def _of_bytes(name: str) -> bytes:
+def _byte_level_bytes(name: str) -> bytes:
     """The bytes of a byte-level token."""
     try:
         return bytes([_BYTES[character] for character in name])

@@ -72,7 +72,7 @@ class Tool:
     deferred: bool = False
 
     def as_template(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """Describe it as chat templates take it."""
         described = {} if self.description is None else {"description": self.description}
         function = {"name": self.name, **described, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
@@ -103,7 +103,7 @@ class Call(NamedTuple):
     arguments: str
 
     def as_template(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """Describe it as chat templates take it."""
         function = {"name": self.name, "arguments": arguments_of(self.arguments)}
         return {"id": self.id, "type": "function", "function": function}
 

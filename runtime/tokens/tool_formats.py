@@ -171,9 +171,9 @@ class ToolFormat:
     def _arguments(self, tool: Tool, free: bool) -> str:
         """The Lark of a tool's arguments, of any arguments if `free`."""
         if not self.tagged:
-            return _json({"type": "object"}) if free else _json(_of_object(tool), tool.strict)
+            return _json({"type": "object"}) if free else _json(_object_schema(tool), tool.strict)
         try:
-            return "any_argument*" if free else _tagged(_of_object(tool), tool.strict)
+            return "any_argument*" if free else _tagged(_object_schema(tool), tool.strict)
         except _Unwritable as error:
             if tool.strict:
                 raise InvalidRequest(f"the tool {tool.name!r}: {error}") from None
@@ -193,7 +193,7 @@ def _is_token(lark: str) -> bool:
     return lark.startswith("<[") and " " not in lark
 
 
-def _of_object(tool: Tool) -> dict[str, Any]:
+def _object_schema(tool: Tool) -> dict[str, Any]:
     """The schema of a function's arguments, which are always an object."""
     kind = tool.parameters.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):

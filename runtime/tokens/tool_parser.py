@@ -114,7 +114,7 @@ class MessageParser:
         calls = self._format
         while calls is None:
             self._trim()
-            self._give("content", self._take(len(self._held)))
+            self._emit("content", self._take(len(self._held)))
             if self._ended:
                 return
             yield
@@ -122,7 +122,7 @@ class MessageParser:
             yield from self._calls(calls, 2)
         while (yield from self._until(calls.opener, "content")):
             if not (yield from self._calls(calls, 0)):
-                self._give("content", self._space + self._take(len(calls.opener)))
+                self._emit("content", self._space + self._take(len(calls.opener)))
 
     def _calls(self, calls: ToolFormat, head: int) -> _Reading:
         """Parse calls in a row, the first after `calls.heads[head]`; returns whether there was one.
@@ -148,7 +148,7 @@ class MessageParser:
 
     def _call(self, name: str) -> None:
         self._num_calls += 1
-        self._give("call", name)
+        self._emit("call", name)
 
     def _object(self, calls: ToolFormat) -> _Reading:
         """Parse arguments in JSON, until their brackets close."""
@@ -156,7 +156,7 @@ class MessageParser:
         while True:
             text, taken = mended.feed(self._held, self._ended and not self._cut)
             self._take(taken)
-            self._give("arguments", text)
+            self._emit("arguments", text)
             if mended.done or self._ended:
                 return
             yield
@@ -183,7 +183,7 @@ class MessageParser:
             return False
         self._take(at)
         self._call(name)
-        self._give("arguments", json.dumps(arguments, ensure_ascii=False))
+        self._emit("arguments", json.dumps(arguments, ensure_ascii=False))
         return True
 
     def _parameters(self, function: str) -> _Reading:
@@ -200,7 +200,7 @@ class MessageParser:
             if at < 0 and self._cut:
                 said = self._take(len(self._held)).removeprefix("\n")
                 text = json.dumps({found["name"]: said}, ensure_ascii=False)
-                self._give("arguments", before + text[1:-2])
+                self._emit("arguments", before + text[1:-2])
                 return
             if at < 0:  # the argument ends with the call, or with the text
                 ends = (self._held.find(mark) for mark in ("</function>", "</tool_call>"))
@@ -212,9 +212,9 @@ class MessageParser:
                 read_argument(said, known[name], schema) if name in known else read_or_text(said)
             )
             text = json.dumps({name: value}, ensure_ascii=False)
-            self._give("arguments", before + text[1:-1])
+            self._emit("arguments", before + text[1:-1])
             before = ", "
-        self._give("arguments", "{}" if before == "{" else "}")
+        self._emit("arguments", "{}" if before == "{" else "}")
 
     # ------------------------------------------------------------------------------------ steps
 
@@ -225,14 +225,14 @@ class MessageParser:
             at = self._held.find(mark)
             if at >= 0:
                 before = self._take(at)
-                self._give(kind, before.rstrip())
+                self._emit(kind, before.rstrip())
                 self._space = before[len(before.rstrip()) :]
                 return True
             if self._ended:
-                self._give(kind, self._take(len(self._held)))
+                self._emit(kind, self._take(len(self._held)))
                 return False
             sure = len(self._held) - _overlap(self._held, mark)
-            self._give(kind, self._take(len(self._held[:sure].rstrip())))
+            self._emit(kind, self._take(len(self._held[:sure].rstrip())))
             yield
 
     def _trim(self) -> None:
@@ -259,7 +259,7 @@ class MessageParser:
         taken, self._held = self._held[:length], self._held[length:]
         return taken
 
-    def _give(self, kind: Literal["content", "reasoning", "call", "arguments"], text: str) -> None:
+    def _emit(self, kind: Literal["content", "reasoning", "call", "arguments"], text: str) -> None:
         if not text:
             return
         if kind in ("content", "reasoning"):

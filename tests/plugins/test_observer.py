@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from bench.peers.plugins.__main__ import expected, is_told_rightly
+from bench.peers.plugins.__main__ import expected, is_as_expected
 from bench.peers.plugins.chats import Chat, chats
 from radixcache import HashBlockCache, PagePool, RadixCache
-from radixcache.plugins.observer import Observer, looking, prometheus, summary
+from radixcache.plugins.observer import Observer, fail_safe, prometheus, summary
 
 CAPACITY = 12_000
 
@@ -71,7 +71,7 @@ def test_reasons_are_those_of_a_brute_force(block: int, report: Path) -> None:
     for line, (tokens, _), (answer, hit), stretches in zip(lines, asked, told, wanted, strict=True):
         seen |= {reason for reason, *_ in line["misses"]}
         assert (line["tokens"], line["hit"]) == (len(tokens), hit)
-        assert is_told_rightly(line["misses"], stretches, tokens, texts)
+        assert is_as_expected(line["misses"], stretches, tokens, texts)
         texts.append([*tokens, *answer[:-1]])
         missed = sum(end - start for _, start, end in line["misses"])
         assert hit + missed == max(hit, len(tokens) - 1)
@@ -158,7 +158,7 @@ def test_after_an_error_the_engine_goes_on_without(caplog: pytest.LogCaptureFixt
     class Plugin:
         observer: Observer | None = Observer("a test", 100, 1)
 
-        @looking
+        @fail_safe
         def step(self, request: dict[str, list[int]]) -> None:
             assert self.observer is not None
             self.observer.admit("one", request["tokens"], 0)

@@ -90,8 +90,8 @@ class Round:
         on = {"enable_caching": True, "log_stats": True, "enable_kv_cache_events": True}
         self.peer = make_manager(num_blocks, self.size, **on)
         self.cache = HashBlockCache(PagePool(num_blocks, self.size))
-        self.heard: list[Stored | Evicted | Cleared] = []
-        self.cache.events.append(self.heard.append)
+        self.our_events: list[Stored | Evicted | Cleared] = []
+        self.cache.events.append(self.our_events.append)
         self.ended = np.zeros(5, np.int64)
         """Statistics of the steps that have ended, as vLLM counted them."""
         self.counts: Counter[str] = Counter()
@@ -157,7 +157,7 @@ class Round:
         self.trace.append(f"arrive {self.serial} {prompt} {namespace}")
 
     def admit(self) -> None:
-        """What the scheduler does with a waiting request: look up, allocate a chunk or refuse."""
+        """Admit a waiting request as the scheduler does: look up, allocate a chunk or refuse."""
         if not self.waiting or len(self.running) > 7:
             return
         request = self.rng.choice(self.waiting)
@@ -209,7 +209,7 @@ class Round:
             self.commit()
         if not self.allocate(request, request.lease, count):
             self.counts["refused"] += 1
-            self.give_up(self.rng.choice(self.running))
+            self.put_back(self.rng.choice(self.running))
 
     def abort(self) -> None:
         if self.running:
@@ -222,7 +222,7 @@ class Round:
         if self.running:
             request = self.rng.choice(self.running)
             self.trace.append(f"preempt {request.peer.request_id}")
-            self.give_up(request)
+            self.put_back(request)
 
     def look(self) -> None:
         """A look-up that nothing comes of."""
@@ -324,7 +324,7 @@ class Round:
         request.lease = None
         self.running.remove(request)
 
-    def give_up(self, request: Request) -> None:
+    def put_back(self, request: Request) -> None:
         """Preempt as vLLM's scheduler does."""
         self.leave(request)
         request.peer.num_computed_tokens = 0
@@ -377,10 +377,10 @@ class Round:
         self.same("pages of a hash", peer_map, ours)
 
     def compare_events(self, ordered: bool) -> None:
-        """What the listeners were told; ours name tokens, vLLM's name hashes."""
+        """Compare the events that listeners got; ours name tokens, vLLM's name hashes."""
         peer = [as_plain(event) for event in self.peer.take_events()]
-        ours = [self.as_peer_event(event) for event in self.heard]
-        self.heard.clear()
+        ours = [self.as_peer_event(event) for event in self.our_events]
+        self.our_events.clear()
         self.counts["events"] += len(ours)
         if not ordered:
             peer.sort()

@@ -33,7 +33,7 @@ from radixcache.bench.tables import console
 
 @dataclass
 class Turn:
-    """What one engine did in one round: outcomes by workload, as the worker sent them."""
+    """The turn of one engine in one round: outcomes by workload, as the worker sent them."""
 
     engine: str
     version: str = ""
@@ -90,7 +90,7 @@ def take_turns(args: argparse.Namespace, model: Path) -> list[Turn]:
 
 
 def figures(turns: list[Turn], workload: str) -> dict[str, dict[str, list[float]]]:
-    """Of a workload: one value a round, by engine and name."""
+    """The figures of a workload, one value a round, by engine and name."""
     found: dict[str, dict[str, list[float]]] = {}
     for turn in turns:
         for name, value in turn.outcomes.get(workload, {}).get("figures", {}).items():
@@ -99,7 +99,7 @@ def figures(turns: list[Turn], workload: str) -> dict[str, dict[str, list[float]
 
 
 def agreements(turns: list[Turn]) -> Iterator[str]:
-    """For each engine in how many answers it agrees with a reference in every round."""
+    """Say how many of each engine's answers are the reference's in every round."""
     engines = list(dict.fromkeys(turn.engine for turn in turns))
     reference = "transformers" if "transformers" in engines else "ours"
     right = next((turn.outcomes for turn in turns if turn.engine == reference), {})

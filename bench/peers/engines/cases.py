@@ -40,7 +40,7 @@ class Request:
 
 
 class Answer(NamedTuple):
-    """What an engine made of a request.
+    """The answer of an engine to a request.
 
     Attributes:
         ttft: seconds from the call to the first token.
@@ -67,7 +67,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of everything. Lengths are in tokens."""
+    """The sizes of the workloads. Lengths are in tokens."""
 
     document: int = 3000
     question: int = 30
@@ -100,7 +100,7 @@ SIZES = {
 
 
 Figures = dict[str, float]
-"""By name and unit. More tokens per second are better, less of everything else."""
+"""Values by name and unit. More tokens per second are better, less of everything else."""
 
 
 @dataclass

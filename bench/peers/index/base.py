@@ -1,4 +1,4 @@
-"""What the benchmark asks of an index."""
+"""The interface through which the benchmark drives an index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `bench.peers.index` measures: each case sets an index up, then gives round by round."""
+"""The cases of `bench.peers.index`: each sets an index up, then measures round by round."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Make(Protocol):
 
 
 Round = dict[str, Any]
-"""What a round found: its `value`, microseconds or bytes, and perhaps other numbers by name."""
+"""A round's `value`, microseconds or bytes, and perhaps other numbers by name."""
 
 Case = Callable[..., Iterator[Round]]
 """Called with `make` and its parameters; the first round is the set-up and has no value."""

@@ -37,7 +37,7 @@ MAX_LENGTH = 1 << 18
 
 
 class _Req:
-    """What `UnifiedRadixCache` reads and writes of SGLang's `Req`."""
+    """The fields of SGLang's `Req` that `UnifiedRadixCache` reads and writes."""
 
     extra_key = cache_salt = session = session_id = kv_rotation_base = None
     skip_radix_cache_insert = False
@@ -64,7 +64,7 @@ def _as_array(tokens: Tokens) -> Any:
 
 
 class SGLang(Index):
-    """With the tree core `core`: "rust" or "python".
+    """SGLang's index, with the tree core `core`: "rust" or "python".
 
     Every step allocates a slot for each running request and writes it to the request's row.
     """

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-Tokens = NDArray[np.int32]
+from radixcache.base import Tokens as Tokens
 
 
 @dataclass(eq=False)
@@ -91,7 +90,7 @@ class TraceT:
 
 
 class Replayed(Protocol):
-    """What a trace is replayed against: a cache as its scheduler drives it, or a simulation.
+    """A cache as its scheduler drives it, or a simulation, against which a trace is replayed.
 
     - `decode` makes room for the next token of each request; `done` are written already.
     - `admit` looks the prompt up, makes room for the rest, prefills; returns the tokens hit.
@@ -107,7 +106,7 @@ class Replayed(Protocol):
 
 @dataclass
 class HitCount:
-    """What a replay counts."""
+    """The counts of a replay."""
 
     requests: int = 0
     prompt_tokens: int = 0

@@ -48,7 +48,7 @@ def expected(asked: list[Chat], answers: list[Any], block: int) -> list[list[tup
     """Why each chat's tokens beyond the hit were computed, by comparison with every earlier text.
 
     Tokens that were never computed are new here, even if a text continues like an earlier one after
-    a change; `is_told_rightly` judges that.
+    a change; `is_as_expected` judges that.
     """
     texts: list[tuple[str | None, list[int]]] = []
     reasons = []
@@ -68,7 +68,7 @@ def expected(asked: list[Chat], answers: list[Any], block: int) -> list[list[tup
     return reasons
 
 
-def is_told_rightly(
+def is_as_expected(
     misses: list[Any], wanted: list[tuple[str, int, int]], tokens: list[int], texts: list[list[int]]
 ) -> bool:
     """Whether the stretches are those wanted, and what is called diverged is in a text that has
@@ -130,7 +130,7 @@ def compare(
         texts: list[list[int]] = []
         wanted = expected(asked, on["answers"], block)
         for line, one, chat, (answer, _) in zip(lines, wanted, asked, on["answers"], strict=True):
-            reasons += not is_told_rightly(line["misses"], one, chat.tokens, texts)
+            reasons += not is_as_expected(line["misses"], one, chat.tokens, texts)
             texts.append([*chat.tokens, *answer[:-1]])
     total = sum(line["tokens"] for line in lines)
     missed = Counter[str]()

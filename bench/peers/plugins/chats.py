@@ -18,7 +18,7 @@ class Chat(NamedTuple):
 
 
 def chats(count: int, seed: int) -> list[Chat]:
-    """So many requests: whole conversations at each turn, with the answers that were recorded."""
+    """Make `count` requests: whole conversations at each turn, with the recorded answers."""
     rng = np.random.default_rng(seed)
     spec = f"chat:conversations={-(-count // 8)},turns=8,user=25,answer=35,systems=3,system=90"
     requests: list[Chat] = []

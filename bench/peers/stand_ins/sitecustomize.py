@@ -16,7 +16,7 @@ from typing import Any
 
 
 class _Nothing(type):
-    """Of a class in which every name is that class."""
+    """The metaclass of classes in which every name is the class itself."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""What the table of families says in a row: how a family's layers differ from Llama's."""
+"""A row of the table of families says how a family's layers differ from Llama's."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from radixcache.runtime.model.description import Rope, Unknown
 from radixcache.runtime.model.families.config import Config, Lacks
 from radixcache.runtime.model.families.family import Family
-from radixcache.runtime.model.rope_scaling import tell_limit
+from radixcache.runtime.model.rope_scaling import log_limit
 
 _KINDS = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 _KNOWN = frozenset({
@@ -63,7 +63,7 @@ class Ropes:
         return self._indices[layer_type, dim]
 
     def query_scaling(self, layer_type: str) -> tuple[float, int] | None:
-        """As `Attention.query_scaling`."""
+        """The `Attention.query_scaling` of a type of layer."""
         rope = self.parameters(layer_type)
         if rope.get("llama_4_scaling_beta") is None:
             return None
@@ -87,7 +87,7 @@ class Ropes:
             longer = self._length is not None and self._length > short
             length = short + 1 if longer else short
             if not longer and short < self.max_context:
-                tell_limit(short, kind)
+                log_limit(short, kind)
                 self.max_context = short
         make = ROPE_INIT_FUNCTIONS[kind]
         frequencies, scale = make(PreTrainedConfig(**needed), torch.device("cpu"), length)

@@ -132,14 +132,14 @@ class GGUFWeights:
         return self._matrix(self._head) if self._head else None
 
     def last_norm(self) -> torch.Tensor:
-        self._file.let_go()
+        self._file.release()
         return self._vector(self._last)
 
     def layer(self, number: int) -> Weights:
         """A layer's weights, by the names of `Architecture.layer_shapes`."""
         shapes, mlp = self._architecture.layer_shapes(number), self._architecture.layers[number].mlp
         weights: Weights = {}
-        self._file.let_go()  # of the layer before, which is packed by now
+        self._file.release()  # of the layer before, which is packed by now
         for name, pieces in self._layers[number].items():
             shape, one = shapes[name], len(shapes[name]) == 1
             if name.startswith("experts."):
@@ -163,7 +163,7 @@ class GGUFWeights:
         parts = [self._part(piece, expert) for piece in pieces]
         weight = parts[0] if len(parts) == 1 else torch.cat([dense(part) for part in parts])
         if isinstance(weight, Stored):
-            weight.let_go = self._file.let_go
+            weight.let_go = self._file.release
         if isinstance(weight, torch.Tensor):  # a router of one row may be a vector
             weight = weight.reshape(-1, weight.shape[-1])
         if self._device.type == "cpu":

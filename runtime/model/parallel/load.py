@@ -125,7 +125,7 @@ def load_parallel(
             store_kv(model, kv_cache_dtype, name_or_path)
         ranks.loaded = True
     except BaseException as error:
-        reason = ranks.lost if ranks.lost_one() else first_sentence(error)
+        reason = ranks.lost if ranks.has_lost_one() else first_sentence(error)
         foreign = ranks.lost is not None or isinstance(error, OSError | RuntimeError)
         ranks.close()
         if foreign and isinstance(error, Exception):

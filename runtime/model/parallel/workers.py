@@ -101,14 +101,14 @@ class Ranks:
                 yield
             except BaseException as error:
                 cause = error
-                if not self.lost_one():
+                if not self.has_lost_one():
                     self._lose(f"rank 0 has failed ({first_sentence(error)})")
         if self._closed:
             raise EngineStopped("the model is closed") from cause
         if self.lost is not None:
             raise RanksLost(self.lost) from cause
 
-    def lost_one(self) -> bool:
+    def has_lost_one(self) -> bool:
         """Whether another rank has ended, or ends within half a second, which explains an error."""
         return self._gone.wait(0.5)
 

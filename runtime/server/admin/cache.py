@@ -90,7 +90,7 @@ async def view_cache(
 
     counts = {"cached_nodes": picture.num_nodes, "cached_tokens": picture.num_tokens}
 
-    def tell(tokenizer: Tokenizer | None) -> dict[str, Any]:
+    def describe_picture(tokenizer: Tokenizer | None) -> dict[str, Any]:
         return {
             "kind": type(cache).__name__,
             "stats": {**stats, **counts},
@@ -104,8 +104,8 @@ async def view_cache(
         }
 
     if context.llm.tokenizer is None or context.options.hide_texts:
-        return tell(None)
-    return await context.tokenizing.run(tell)
+        return describe_picture(None)
+    return await context.tokenizing.run(describe_picture)
 
 
 def _statistics(context: ServingContext) -> dict[str, Any]:

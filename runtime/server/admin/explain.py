@@ -37,9 +37,9 @@ async def explain(body: ExplainRequest, request: Request, context: ContextDep) -
 
 async def _encode(body: ExplainRequest, request: Request, context: ServingContext) -> TokensLike:
     """The prompt's tokens, as in the request that the body describes."""
-    client, meant = client_of(request, body.cache_salt), body.meant
-    if isinstance(meant, CompletionRequest):
-        (tokens,) = await encode_prompts(meant, context, request)
+    client, wanted = client_of(request, body.cache_salt), body.request
+    if isinstance(wanted, CompletionRequest):
+        (tokens,) = await encode_prompts(wanted, context, request)
         return tokens
-    turn = turn_of(meant, context.chat_defaults, context.tokenizer)
+    turn = turn_of(wanted, context.chat_defaults, context.tokenizer)
     return (await encode(context, turn, client)).tokens

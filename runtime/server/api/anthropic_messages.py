@@ -126,7 +126,7 @@ class _Message(BlockExchange[MessagesRequest]):
         yield error.body_at("/v1/messages")
 
     def finish(self, output: RequestOutput) -> JSON:
-        """Also keeps the marked prefixes cached, and stores the turn for `diagnostics`."""
+        """Make the message, keep its marked prefixes, and store the turn for `diagnostics`."""
         end = output.outputs[0]
         message = self._message(len(end.token_ids))
         if end.finish_reason == "length":
@@ -147,7 +147,7 @@ class _Message(BlockExchange[MessagesRequest]):
         return message
 
     def _prefer(self, tokens: Tokens, cache_salt: str | None) -> None:
-        """On the engine's thread."""
+        """Keep the marked prefixes cached; call it on the engine's thread."""
         for length, seconds in self.prefixes:
             if length:
                 self.context.llm.prefixes.prefer(tokens[:length], seconds, cache_salt)

@@ -164,7 +164,7 @@ class Answers:
 
     def __post_init__(self) -> None:
         self._parsers = defaultdict[int, MessageParser](self._make_parser)
-        """By the completion's index."""
+        """A parser for each completion, by its index."""
 
     def _make_parser(self) -> MessageParser:
         tokenizer, turn = self.context.tokenizer, self.turn

@@ -39,14 +39,14 @@ B = TypeVar("B", bound=MayStream)
 R = TypeVar("R", bound=GenerationRequest)
 
 STREAM_RESPONSE: dict[int | str, JSON] = {200: {"content": {"text/event-stream": {}}}}
-"""For the OpenAPI document: the route may also stream."""
+"""Tells the OpenAPI document that a route may also stream."""
 
 
 async def finish(job: Job, request: Request) -> list[RequestOutput]:
     """The outputs of a job; it is aborted if the client hangs up."""
 
     async def watch() -> None:
-        await hung_up(request.receive)
+        await wait_for_disconnect(request.receive)
         job.end(ApiError(499, "the client has hung up"))
 
     watcher = asyncio.create_task(watch())
@@ -57,7 +57,7 @@ async def finish(job: Job, request: Request) -> list[RequestOutput]:
         job.end()
 
 
-async def hung_up(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
     """Wait until the client hangs up; its request's body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -128,7 +128,7 @@ class Exchange(ABC, Generic[B]):
         }
 
     def extension(self, wants: Turn | GenerationRequest) -> JSON:
-        """What the engine says about a finished job, and OpenAI has no field for.
+        """The engine's facts about a finished job that OpenAI has no field for.
 
         ttft: seconds from the request's arrival to its first token.
         loaded_tokens: cached tokens that came up from a tier below the KV memory.

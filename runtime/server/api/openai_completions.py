@@ -114,7 +114,7 @@ class _Completion(Chunks[CompletionRequest]):
         return TextOffsets(self.context.tokenizer, start, shown)
 
     def _choice(self, prompt: int, gained: Delta | CompletionOutput) -> JSON:
-        """What a completion gained; at its beginning, after the echo."""
+        """The choice with what a completion gained; it begins with the echo."""
         index = prompt * self._n + gained.index
         text, tokens = gained.text, gained.token_ids
         logprobs: Logprobs | None = gained.logprobs

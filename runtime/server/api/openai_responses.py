@@ -226,7 +226,7 @@ class _Response(BlockExchange[ResponsesRequest]):
         yield self._event("failed", response=self.head)
 
     def finish(self, output: RequestOutput) -> JSON:
-        """Also stores the response, unless `store` is false."""
+        """Complete the response, and store it unless `store` is false."""
         body, response, answers = self.body, self.head, self.answers
         cut, parts = output.outputs[0].finish_reason == "length", self.parts
         ends = ["completed"] * (len(parts) - 1) + ["incomplete" if cut else "completed"]
@@ -325,8 +325,8 @@ def _call_item(name: str, part: Part, status: str, kinds: Mapping[str, ToolKind]
         return {"id": f"lsh_{name}", "type": "local_shell_call", **item, "action": action}
     item |= {"name": kind.name} | ({"namespace": kind.namespace} if kind.namespace else {})
     if kind.type == "custom":
-        told = (values or {}).get("input")
-        text = told if isinstance(told, str) else part.text
+        value = (values or {}).get("input")
+        text = value if isinstance(value, str) else part.text
         return {"id": f"ctc_{name}", "type": "custom_tool_call", **item, "input": text}
     return {"id": f"fc_{name}", "type": "function_call", **item, "arguments": part.text}
 

@@ -143,7 +143,7 @@ StoreDep = Annotated[ResponseStore, Depends(_store_of)]
 def compare(
     earlier: StoredResponse, turn: Turn, prompt: Tokens, cached: int, granularity: int
 ) -> tuple[Change, int]:
-    """What a client changed since an earlier turn, so that less of its prompt was cached.
+    """Find what a client changed since an earlier turn, so that less of its prompt was cached.
 
     "nothing": the earlier prompt was cached, as far as this one goes on from it.
     "unknown": the client's changes are not the reason; see the explanation.

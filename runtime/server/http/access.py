@@ -167,7 +167,7 @@ def _is_address(name: str) -> bool:
 
 
 def _is_local(name: str) -> bool:
-    """Also true of 0.0.0.0 and ::, which lead to the machine itself."""
+    """Whether a name leads to the machine itself, as 0.0.0.0 and :: do, too."""
     if name == "localhost" or not _is_address(name):
         return name == "localhost"
     return ip_address(name).is_loopback or ip_address(name).is_unspecified

@@ -53,10 +53,10 @@ def read_json(body: bytes) -> Any:
 
 async def on_thread(function: Callable[..., Any], *args: Any) -> Any:
     """The result of `function`, on one of the threads for bodies."""
-    return await asyncio.get_running_loop().run_in_executor(_readers, _rested, function, *args)
+    return await asyncio.get_running_loop().run_in_executor(_readers, _paced, function, *args)
 
 
-def _rested(function: Callable[..., Any], *args: Any) -> Any:
+def _paced(function: Callable[..., Any], *args: Any) -> Any:
     """First rest twice as long as the thread was busy last, so that other threads get on."""
     time.sleep(max(0.0, getattr(_rests, "end", 0.0) - time.monotonic()))
     began = time.monotonic()
@@ -75,7 +75,7 @@ def _tidy_later() -> None:
     def tidy() -> None:
         global _is_tidying
         _is_tidying = False
-        _readers.submit(_rested, lambda: (gc.collect(), _trim(0)))
+        _readers.submit(_paced, lambda: (gc.collect(), _trim(0)))
 
     if not _is_tidying:
         _is_tidying = True
@@ -131,10 +131,10 @@ def _check(kind: type[BaseModel], body: bytes) -> BaseModel | ApiError:
     try:
         return kind.model_validate(read_json(body))
     except (ApiError, ValidationError) as error:
-        return _alone(error)
+        return _without_traceback(error)
 
 
-def _alone(error: ApiError | ValidationError) -> ApiError:
+def _without_traceback(error: ApiError | ValidationError) -> ApiError:
     """The error without its traceback, whose frames hold the body and the error itself: that cycle
     would live until the next garbage collection."""
     if isinstance(error, ApiError):

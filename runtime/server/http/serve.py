@@ -146,13 +146,13 @@ class Server(uvicorn.Server):
 
     def _begin_drain(self, sig: int, frame: Any) -> None:
         async def drain() -> None:
-            notice = asyncio.get_running_loop().call_later(0.5, self._tell_of_drain)
+            notice = asyncio.get_running_loop().call_later(0.5, self._announce_drain)
             await self.frontend.drain(self._grace)
             notice.cancel()
             super(Server, self).handle_exit(sig, frame)
 
         self._drain = asyncio.create_task(drain())
 
-    def _tell_of_drain(self) -> None:
+    def _announce_drain(self) -> None:
         text = f"Running requests have {self._grace:g} s to end; a second signal ends all at once"
         print(text, file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 // The cache as the server tells of it, looked at again and again while anybody sees the page.
 
 import { $ } from "./dom.js";
-import { call, tell } from "./server.js";
+import { call, errorText } from "./server.js";
 
 const look = new URLSearchParams(); // what of it is looked at: rows, levels, under, reveal
 let above = []; // ids of the nodes above `under`
@@ -48,7 +48,7 @@ export async function refresh() {
   let trouble;
   while (stale) { // also after an error: there may be another key meanwhile
     stale = closed = false;
-    trouble = await load().then(() => "", (error) => { closed = error.status === 403; return tell(error); });
+    trouble = await load().then(() => "", (error) => { closed = error.status === 403; return errorText(error); });
   }
   $("trouble").textContent = closed ? "" : trouble;
   $("closed").textContent = closed ? trouble : "";

@@ -106,7 +106,7 @@ function choose(index) {
   for (const { plot, note } of [hits, ttft]) {
     const bars = [...plot.querySelectorAll("rect:not(.loaded)")];
     bars.forEach((bar, at) => bar.classList.toggle("chosen", bars.length - 1 - at === chosen));
-    note.textContent = request ? tell(request) : all;
+    note.textContent = request ? describe(request) : all;
     plot.ariaValueMin = 1;
     plot.ariaValueMax = recent.length;
     plot.ariaValueNow = recent.length - (chosen ?? 0);
@@ -114,6 +114,6 @@ function choose(index) {
   }
 }
 
-const tell = (request) => `${count(request.prompt_tokens, "token")}, ${percent(hitRate(request))} cached`
+const describe = (request) => `${count(request.prompt_tokens, "token")}, ${percent(hitRate(request))} cached`
   + (request.loaded_tokens ? ` (${count(request.loaded_tokens, "token")} loaded in ${milliseconds(request.load_seconds)}), ` : ", ")
   + `TTFT ${milliseconds(request.ttft)}`;

@@ -6,7 +6,7 @@ import { showDefaults, takeFiles } from "./composer.js";
 import { attach, detach, end, forget, keep, kept, newId, onKept, path, reach, versions } from "./conversations.js";
 import { $, button, make } from "./dom.js";
 import { showList } from "./list.js";
-import { SILENT, tell } from "./server.js";
+import { SILENT, errorText } from "./server.js";
 import { newTurn, sendsOnEnter, showUsage } from "./turn.js";
 
 const live = new Set(); // the conversations that were shown since the page was loaded
@@ -131,7 +131,7 @@ async function run(chat, turns, answer, undo, tokens = 0) {
     answer.reply = { ...reply, tokens: tokens + reply.usage.completion_tokens };
     showUsage(answer.reply);
   } catch (error) {
-    if (error.name !== "AbortError") chat.trouble = tell(error);
+    if (error.name !== "AbortError") chat.trouble = errorText(error);
   }
   chat.running = null;
   if (answer.reply || size(answer) > had) follow(answer.finish);

@@ -4,7 +4,7 @@ import { lookAgain, lookAt, onView } from "./cache.js";
 import { showCharts } from "./charts.js";
 import { introduce, wait } from "./chat.js";
 import { $, count, format, make } from "./dom.js";
-import { call, tell } from "./server.js";
+import { call, errorText } from "./server.js";
 import { showTree } from "./tree.js";
 
 $("key").addEventListener("submit", (event) => {
@@ -19,7 +19,7 @@ async function begin() {
   try {
     introduce(await (await call("page.json")).json());
   } catch (error) {
-    $("trouble").textContent = tell(error);
+    $("trouble").textContent = errorText(error);
   }
   lookAgain();
 }

@@ -2,7 +2,7 @@
 
 import { lookAt, looksAt } from "./cache.js";
 import { $, format } from "./dom.js";
-import { call, tell } from "./server.js";
+import { call, errorText } from "./server.js";
 
 let paths = []; // of ids, from the root to each node that was found
 let total = 0;
@@ -63,7 +63,7 @@ export function searchWith(redraw) {
       tellFound();
       go(0);
     } catch (error) {
-      $("found").textContent = tell(error);
+      $("found").textContent = errorText(error);
     }
   };
   $("find").addEventListener("submit", (event) => { event.preventDefault(); search(1); });

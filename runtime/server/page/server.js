@@ -1,4 +1,4 @@
-// The server: calls, the events of streams, and what to tell of an error.
+// The server: calls, the events of streams, and the texts of errors.
 
 import { $ } from "./dom.js";
 
@@ -33,5 +33,5 @@ export async function* events(response) {
 
 export const SILENT = "the server does not answer";
 
-/** What to tell of an error; `fetch` throws a TypeError if there is no connection. */
-export const tell = (error) => (error instanceof TypeError ? SILENT : error.message);
+/** The text that shows an error; `fetch` throws a TypeError if there is no connection. */
+export const errorText = (error) => (error instanceof TypeError ? SILENT : error.message);

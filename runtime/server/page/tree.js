@@ -6,7 +6,7 @@ import { conversationOf } from "./conversations.js";
 import { $, button, count, format, make } from "./dom.js";
 import { fit, goneBelow, gonePlaces, isThinned, layOut, mostHeight, narrow, noteGone, room, rowHeight } from "./layout.js";
 import { found, foundBelow, searchWith } from "./search.js";
-import { call, tell } from "./server.js";
+import { call, errorText } from "./server.js";
 
 const GAP = 2; // pixels between nodes
 const [FIRST_PREVIEW, PREVIEW] = [96, 24]; // tokens that the server tells of a first node, and of others
@@ -257,7 +257,7 @@ $("flush").addEventListener("click", async () => {
   try {
     await call("v1/cache/flush", { method: "POST" });
   } catch (error) {
-    $("gone").textContent = tell(error);
+    $("gone").textContent = errorText(error);
   }
   refresh();
 });

@@ -248,7 +248,7 @@ class ExplainRequest(ToolFields, PromptOrMessages):
     prefix: PrefixName | None = None
 
     @property
-    def meant(self) -> ChatRequest | CompletionRequest:
+    def request(self) -> ChatRequest | CompletionRequest:
         """The request whose prompt is explained, with the fields that the prompt depends on."""
         kind = CompletionRequest if self.messages is None else ChatRequest
         names = self.model_fields_set & kind.model_fields.keys()

@@ -72,7 +72,7 @@ def sampled(
 
 
 def _structured(kind: str, schema: NamedSchema | None) -> StructuredOutputsParams | None:
-    """None for free text."""
+    """The structure to follow; None for free text."""
     if kind == "text":
         return None
     if schema is None or schema.schema_ is None:

@@ -163,40 +163,40 @@ class ResponseTool(OneOfTools):
     tools: Items[ResponseTool] | None = None
 
     def as_tools(self) -> list[Tool]:
-        return [tool for tool, _ in self.told()]
+        return [tool for tool, _ in self.functions()]
 
-    def told(self) -> list[tuple[Tool, ToolKind]]:
+    def functions(self) -> list[tuple[Tool, ToolKind]]:
         """The functions that the model sees, each with the client's tool behind it."""
-        name, told, parameters = self.name or SHELL, self.description, self.parameters
+        name, text, parameters = self.name or SHELL, self.description, self.parameters
         match self.type:
             case "function":
                 parameters = parameters or {"type": "object", "properties": {}}
             case "custom":
                 if self.format and (grammar := self.format.definition):
-                    told = f"{told or ''}\nThe input follows this grammar:\n{grammar}"
+                    text = f"{text or ''}\nThe input follows this grammar:\n{grammar}"
                 parameters = _properties(input={"type": "string"})
             case "local_shell":
-                told = "Runs a command on the user's machine, and gives what it prints."
+                text = "Runs a command on the user's machine, and gives what it prints."
                 parameters = _properties(command={"type": "array", "items": {"type": "string"}})
                 more = {"working_directory": {"type": "string"}, "timeout_ms": {"type": "integer"}}
                 parameters["properties"] |= more
             case "namespace":
-                inner = [pair for tool in self.tools or () for pair in tool.told()]
+                inner = [pair for tool in self.tools or () for pair in tool.functions()]
                 spelt = [replace(tool, name=in_namespace(name, tool.name)) for tool, _ in inner]
-                if spelt and told:  # the first function carries the namespace's description
-                    whole = f"{spelt[0].description or ''}\n{name}: {told}".strip()
+                if spelt and text:  # the first function carries the namespace's description
+                    whole = f"{spelt[0].description or ''}\n{name}: {text}".strip()
                     spelt[0] = replace(spelt[0], description=whole)
                 kinds = [kind._replace(namespace=name) for _, kind in inner]
                 return [*zip(spelt, kinds, strict=True)]
             case _:
                 return []
-        tool = Tool(name, parameters or {}, told, bool(self.strict))
+        tool = Tool(name, parameters or {}, text, bool(self.strict))
         return [(tool, ToolKind(self.type, name, None))]
 
 
 def kinds_of(tools: Sequence[ResponseTool] | None) -> dict[str, ToolKind]:
     """The client's tools by the names that the model sees."""
-    return {tool.name: kind for given in tools or () for tool, kind in given.told()}
+    return {tool.name: kind for given in tools or () for tool, kind in given.functions()}
 
 
 def in_namespace(namespace: str | None, name: str) -> str:
@@ -216,7 +216,7 @@ class ResponseNamedTool(StrictModel):
     namespace: Text | None = None
 
     @property
-    def told(self) -> str:
+    def function_name(self) -> str:
         return in_namespace(self.namespace, self.name)
 
 
@@ -354,9 +354,11 @@ class ResponsesRequest(TurnRequest, StrictModel):
         parallel = self.parallel_tool_calls is not False
         match self.tool_choice:
             case ResponseNamedTool() as tool:
-                return ToolChoice("required", (tool.told,), True, parallel=False)
+                return ToolChoice("required", (tool.function_name,), True, parallel=False)
             case ResponseAllowedTools(mode=mode, tools=allowed):
-                return ToolChoice(mode, tuple(tool.told for tool in allowed), parallel=parallel)
+                return ToolChoice(
+                    mode, tuple(tool.function_name for tool in allowed), parallel=parallel
+                )
             case mode:
                 return ToolChoice(mode or "auto", parallel=parallel)
 

@@ -37,7 +37,7 @@ class TextPart(OneOf):
     refusal: Text | None = None
 
     @model_validator(mode="after")
-    def _a_refusal_is_said(self) -> TextPart:
+    def _refusal_as_text(self) -> TextPart:
         self.text = self.refusal if self.type == "refusal" else self.text
         return self
 
@@ -90,7 +90,7 @@ class ChatMessage(StrictModel):
         return for_template(message)
 
     @model_validator(mode="after")
-    def _something_said(self) -> ChatMessage:
+    def _has_content(self) -> ChatMessage:
         if self.content is None and self.role != "assistant":
             raise ValueError("only an assistant's message may have no content")
         if self.tool_calls and self.role != "assistant":

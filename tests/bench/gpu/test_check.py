@@ -19,9 +19,10 @@ import pytest
 import torch
 
 from radixcache import RadixCache
-from radixcache.bench.gpu import check, equality, pack
+from radixcache.bench.gpu import check, equality
 from radixcache.bench.gpu.place import Place
 from radixcache.bench.gpu.report import NotRun, Report, Row, failed, figure, table
+from release import pack_flashinfer
 from tests.bench.gpu.rehearsal import SMALL, rehearsal_place
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -241,11 +242,13 @@ def test_a_section_runs_by_its_name_in_this_process(tmp_path) -> None:
 
 def test_the_script_unpacks_mends_links_and_starts_the_check(tmp_path) -> None:
     checkout, parts = tmp_path / "checkout", tmp_path / "parts"
-    for folder in ("radixcache", "bench", "kernels", "runtime", "../parts", "../bin"):
+    for folder in (
+        "radixcache", "bench", "kernels", "runtime", "release", "../parts", "../bin",
+    ):  # fmt: skip
         (checkout / folder).mkdir(parents=True)
     (checkout / "radixcache/kernels").write_text("../kernels")
-    script = checkout / "bench/gpu_session.sh"
-    script.write_bytes((ROOT / "bench/gpu_session.sh").read_bytes())
+    script = checkout / "release/gpu_session.sh"
+    script.write_bytes((ROOT / "release/gpu_session.sh").read_bytes())
     (parts / "env.sh").write_text("export PYTHONPATH=$kept/site\n")
     with tarfile.open(parts / "flashinfer.tgz", "w:gz") as tar:
         tar.add(parts / "env.sh", "env.sh")
@@ -280,7 +283,7 @@ def test_the_archive_holds_kernels_and_what_loads_them(tmp_path, monkeypatch, ca
         file.write_text(text)
 
     package = "sources/flashinfer"
-    for name in ["__init__", *pack.PARTS.split(), "of_no_use"]:
+    for name in ["__init__", *pack_flashinfer.PARTS.split(), "of_no_use"]:
         write(f"{package}/{name}.py")
     sources = ("csrc/page.cu", "csrc/nv_internal/utils.h", "include/page.cuh", "cccl/cub/cub.cuh")
     for path in (*sources, "csrc/fmha/gemm.cu", "cutlass/test/gemm.cu"):
@@ -290,22 +293,22 @@ def test_the_archive_holds_kernels_and_what_loads_them(tmp_path, monkeypatch, ca
     write("stub/libcuda.so", "ELF")
     write("headers/nvidia/cu13/include/curand.h")
     archive = tmp_path / "flashinfer.tgz"
-    pack.write(tmp_path / "build", archive, ["page"], "9.0a", "3.12")
+    pack_flashinfer.write(tmp_path / "build", archive, ["page"], "9.0a", "3.12")
     with tarfile.open(archive) as tar:
         held = {name for name in tar.getnames() if Path(name).suffix}
     inside = "site/flashinfer"
     assert held == {
         "env.sh", "stub/libcuda.so", "headers/curand.h", "site/tvm_ffi/__init__.py",
         *(f"{inside}/data/{path}" for path in (*sources, "aot/page/page.so")),
-        *(f"{inside}/{name}.py" for name in ["__init__", *pack.PARTS.split()]),
+        *(f"{inside}/{name}.py" for name in ["__init__", *pack_flashinfer.PARTS.split()]),
     }  # fmt: skip
     monkeypatch.setattr("shutil.which", lambda _: None)
-    assert pack.main([str(tmp_path / "a.tgz")]) == 2
+    assert pack_flashinfer.main([str(tmp_path / "a.tgz")]) == 2
     assert "nvcc is not there" in capsys.readouterr().err
 
 
 def test_what_the_archive_lacks_is_built_where_nvcc_is(tmp_path) -> None:
-    (tmp_path / "env.sh").write_text(pack.ENV % "9.0a")
+    (tmp_path / "env.sh").write_text(pack_flashinfer.ENV % "9.0a")
     (tmp_path / "dirname").symlink_to(shutil.which("dirname") or "")
     words = ["/bin/bash", "-c", "source env.sh; echo ${FLASHINFER_DISABLE_JIT-builds}"]
 

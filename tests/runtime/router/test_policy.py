@@ -194,8 +194,8 @@ def test_what_is_refused_changes_nothing() -> None:
         ([1.5], None, "."),
         ([[1], [2]], None, "."),
         ([2**40], None, "."),
-        ([1, 2, 3], [], "a salt must be hashable"),
-        ([1, 2, 3], ([],), "a salt must be hashable"),
+        ([1, 2, 3], [], "must be hashable"),
+        ([1, 2, 3], ([],), "must be hashable"),
     ]
     for tokens, salt, said in bad:
         with pytest.raises(InvalidRequest, match=said):

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # One of the two calls of the GPU check, on a machine without network and without FlashInfer.
 #
-#   bench/gpu_session.sh PARTS OUT CALL [options of radixcache.bench.gpu.check]
+#   release/gpu_session.sh PARTS OUT CALL [options of radixcache.bench.gpu.check]
 #
-# PARTS is a folder with the archive of radixcache.bench.gpu.pack, flashinfer*.tgz, and wheels of
+# PARTS is a folder with the archive of release.pack_flashinfer, flashinfer*.tgz, and wheels of
 # whatever else python3 lacks there. Without an archive attention runs in Triton or plain torch. OUT
 # receives one archive, results-CALL.tgz, of rows, log and traces, however the call ends. CALL is 1
 # or 2, each of ten minutes at most. What is unpacked stays on the machine for the next call.

@@ -1,12 +1,12 @@
 """Packs FlashInfer for a GPU machine without network: with built kernels, or as sources.
 
-    python -m radixcache.bench.gpu.pack --sources flashinfer.tgz
-    python -m radixcache.bench.gpu.pack flashinfer.tgz
+    python -m release.pack_flashinfer --sources flashinfer.tgz
+    python -m release.pack_flashinfer flashinfer.tgz
 
 The first takes seconds and no compiler here; the GPU machine needs nvcc and ninja, and the check's
 first call builds its kernels on all cores there. The second needs nvcc 13.0 and gcc here, but no
 GPU, and an hour on two cores; built kernels stay in the build folder, and a second call continues
-from them. Both download half a gigabyte. On the GPU machine `bench/gpu_session.sh` unpacks the
+from them. Both download half a gigabyte. On the GPU machine `release/gpu_session.sh` unpacks the
 archive and sources its `env.sh`.
 """
 
