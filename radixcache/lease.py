@@ -37,9 +37,7 @@ class WindowTable:
 
     __slots__ = ("copied", "copies", "first", "pages", "shared_slots", "whole")
 
-    def __init__(
-        self, first: int, pages: Pages, shared_slots: int = 0, whole: int = 0
-    ) -> None:
+    def __init__(self, first: int, pages: Pages, shared_slots: int = 0, whole: int = 0) -> None:
         self.first, self.pages, self.shared_slots = first, pages, shared_slots
         self.whole = whole
         self.copies: list[PageCopy] = []

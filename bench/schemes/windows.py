@@ -20,11 +20,13 @@ from radixcache.windows import Window, WindowIndex, window_page_size
 
 
 class WindowedModel(NamedTuple):
-    """Bytes of a token's KV in the full and in the windowed layers, and the window."""
+    """Bytes of a token's KV in the full and in the windowed layers, the window, and how many layers
+    have it."""
 
     full: int
     windowed: int
     window: int
+    layers: int
 
     def pages(self, num_tokens: int, page_size: int) -> tuple[int, int]:
         """The number of pages with the bytes of `num_tokens` tokens in all layers, and the tokens
@@ -35,10 +37,10 @@ class WindowedModel(NamedTuple):
 
 
 MODELS = {
-    "gemma-3-27b": WindowedModel(81_920, 425_984, 1024),
-    "gemma-4-31b": WindowedModel(81_920, 819_200, 1024),
-    "gpt-oss-20b": WindowedModel(24_576, 24_576, 128),
-    "olmo-3-32b": WindowedModel(65_536, 196_608, 4096),
+    "gemma-3-27b": WindowedModel(81_920, 425_984, 1024, 52),
+    "gemma-4-31b": WindowedModel(81_920, 819_200, 1024, 50),
+    "gpt-oss-20b": WindowedModel(24_576, 24_576, 128, 12),
+    "olmo-3-32b": WindowedModel(65_536, 196_608, 4096, 48),
 }
 """Sizes in bfloat16, by the published configs."""
 
@@ -85,6 +87,6 @@ def make_windowed(
         cache: PrefixCache = HashBlockCache(pool)
         return cache, LastBlocksPlanner(LeastRecentWindows(cache, model.window, size))
     cache = RadixCache(pool)
-    index = WindowIndex(cache, model.window, size)
+    index = WindowIndex(cache, model.window, size, model.layers)
     planner = TemplateWindows(index, workload.templates())
     return cache, planner if rule == "ours" else WindowPlanner(index)

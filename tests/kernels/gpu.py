@@ -157,8 +157,9 @@ class Kernels:
             page = int(indices[starts[owner] + position // page_size])
             assert 0 <= page < len(k_pages), f"page {page} lies outside of the pool"
             slot = page, position % page_size
-            # Which of two rows wins is not determined: both must stand for one token.
-            other = written.setdefault(slot, row)
+            # Which of two rows wins is not determined: both must stand for one token, or for one
+            # that nobody reads, in the spare page.
+            other = row if page == len(k_pages) - 1 else written.setdefault(slot, row)
             for rows in (key, value):
                 same = torch.allclose(rows[row].float(), rows[other].float(), 0.02, 0.02)
                 assert same, f"two rows with other K/V go to slot {slot}"

@@ -11,7 +11,7 @@ from radixcache.bench.workloads.generators import generate
 from radixcache.bench.workloads.workload import Workload
 from radixcache.runtime.engine.scheduler import Scheduler
 
-SMALL = WindowedModel(16, 80, 64)
+SMALL = WindowedModel(16, 80, 64, 0)
 CHAT = "chat:conversations=8,turns=6,system=90,user=20,answer=40"
 
 

@@ -46,7 +46,6 @@ def only_by_checkpoints(engine: Engine) -> None:
     engine.cache.windows._reach = 0
 
 
-
 @seeds(20_261_127, 60)
 def test_random_requests_get_the_tokens_of_their_own_texts(seed: int) -> None:
     """A model of checksums, whose windows tell any token too few, or another's."""
@@ -121,6 +120,33 @@ def test_a_small_window_is_computed_again_where_there_is_no_checkpoint() -> None
     assert ask(engine, [*stem[:51], 27, 1]) == (48 - 19) // 3 * 3
     assert ask(engine, [*stem[:51], 26, 2]) == 51, "the one before has left a checkpoint"
     assert ask(engine, [*stem[:60], 27, 1], "salt") == 0
+
+
+def test_a_window_that_is_not_whole_is_no_checkpoint() -> None:
+    """Neither where a message ends in it, nor where the sequence is aborted."""
+    engine = hash_engine(
+        page_size=4, max_num_batched_tokens=6, windows=WindowLayout(20, 3, (True, False))
+    )
+    mark, rng = VOCAB - 2, random.Random(2)
+    engine.scheduler.planner._mark = np.array([mark], np.int32)  # type: ignore[attr-defined]
+    stem = [rng.randrange(VOCAB - 2) for _ in range(60)]
+    stem[0] = stem[50] = mark
+    ask(engine, stem)
+    index = engine.cache.windows
+    assert index is not None
+    while index.evict():
+        pass
+    request = engine.add_request([*stem, 1, 2], SamplingParams(temperature=0, max_tokens=2))
+    for _ in range(2):
+        engine.step()
+    (sequence,) = request.sequences
+    assert sequence.lease is not None and sequence.lease.window is not None
+    assert sequence.num_computed == 39 + 12 > 50 and sequence.lease.window.whole == 60
+    engine.abort(request)
+    finish(engine)
+    assert not index._kept
+    assert ask(engine, [*stem, 1, 2]) == 39
+    assert all(checkpoint.key.length >= 60 for checkpoint in index._kept.values())
 
 
 def test_the_start_says_how_windows_are_kept(tmp_path: Path) -> None:

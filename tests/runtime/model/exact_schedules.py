@@ -48,14 +48,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"intermediate_size": 100, "attention_bias": None},
     "gemma2": {"intermediate_size": 100},
     "gemma3_text": {"intermediate_size": 60, "sliding_window": 24},
-    "olmo3": _WINDOW,
+    "olmo3": {
+        "sliding_window": 9, "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+    },
     "glm4": {"intermediate_size": 100},
     "cohere2": _SHORT,
     "qwen3_moe": _EXPERTS,
-    "gpt_oss": {
-        **_SHORT, "num_local_experts": 5, "num_experts_per_tok": 2, "num_hidden_layers": 5,
-        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
-    },
+    "gpt_oss": {**_WINDOW, "num_local_experts": 5, "num_experts_per_tok": 2},
     "glm4_moe": {
         "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
         "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1,
