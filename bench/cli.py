@@ -80,7 +80,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--windows",
         choices=WINDOWED,
         help="a model with sliding windows (index level): compare keeping all of its KV, and rules "
-        "which windows to keep, at equal bytes: ours and vLLM's",
+        "which windows to keep, at equal bytes: ours, vLLM's and SGLang's",
     )
     files = parser.add_argument_group("requests from a file").add_argument
     files("--file", type=Path, metavar="F", help="trace, log or prompts; may be .gz")

@@ -1,18 +1,21 @@
-"""Rules for which KV of sliding-window layers to keep: all of it, ours, or vLLM's.
+"""Rules for which KV of sliding-window layers to keep: all of it, ours, vLLM's or SGLang's.
 
-All rules get the same bytes. Ours is the runtime's own `WindowPlanner`. vLLM's is simplified from
-its sources (November 2026); it is not that system, and none of its code. SGLang's two pools of a
-fixed share are not simulated.
+All rules get the same bytes. Ours is the runtime's own `WindowPlanner`. vLLM's and SGLang's are
+simplified from sources (November 2026); they are not those systems, and none of their code.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from radixcache import HashBlockCache, PagePool, PrefixCache, RadixCache
 from radixcache.bench.schemes.states import TemplatePlanner
 from radixcache.bench.workloads.workload import Workload
 from radixcache.checkpoints import Checkpoint, Kind
+from radixcache.lease import Lease
+from radixcache.pages import Pages
 from radixcache.runtime.engine.checkpoint_planner import NO_CHECKPOINTS, Planner
 from radixcache.runtime.engine.window_planner import WindowPlanner
 from radixcache.runtime.request import Request, Sequence
@@ -71,8 +74,58 @@ class LastBlocksPlanner(WindowPlanner):
         pass
 
 
+class TwoPoolsPlanner(Planner):
+    """SGLang's two pools: that of windows has room for 0.8 times the tokens of the other.
+
+    The windowed KV of all tokens of a prompt is kept, and of the last window of an answer. The
+    least recently used goes first, and of what was used together the first tokens (its pull request
+    26907); a hit needs a whole window. Not modelled: tokens go one by one here, there node by node.
+
+    Args:
+        cache: a radix tree with pages of one token.
+        capacity: tokens that the windows' pool has room for.
+    """
+
+    RATIO = 0.8
+
+    def __init__(self, cache: RadixCache, window: int, capacity: int) -> None:
+        self._pool, self._window, self._capacity, self._clock = cache.pool, window, capacity, 0
+        self._last_use = np.zeros(cache.pool.num_pages, np.int64)
+        """When the windowed KV of each page's token was last used; 0: it is not kept."""
+
+    def find(self, sequence: Sequence, lease: Lease) -> None:
+        self._last_use[self._pool.refs == 0] = 0
+        match, table = lease.cached_tokens, lease.page_table
+        places = np.arange(match)
+        gap = np.maximum.accumulate(np.where(self._last_use[table[:match]] > 0, -1, places))
+        ends = np.flatnonzero((gap < 0) | (places - gap >= self._window))
+        lease.cached_tokens = int(ends[-1]) + 1 if len(ends) else 0
+        if sequence.is_fresh:
+            sequence.num_recomputed = match - lease.cached_tokens
+        self._use(table[max(0, lease.cached_tokens - self._window) : lease.cached_tokens])
+
+    def _use(self, tokens: Pages) -> None:
+        self._clock += 1
+        self._last_use[tokens] = self._clock
+
+    def plan(self, sequence: Sequence, start: int, end: int) -> None:
+        assert sequence.lease is not None
+        self._use(sequence.lease.page_table[start:end])
+
+    def leave(self, sequence: Sequence) -> None:
+        assert sequence.lease is not None
+        said = sequence.lease.page_table[: sequence.num_computed - self._window]
+        self._last_use[said[len(sequence.request.prompt_token_ids) :]] = 0
+
+    def commit(self) -> None:
+        kept = np.flatnonzero(self._last_use)
+        if (excess := len(kept) - self._capacity) > 0:
+            order = np.argsort(self._last_use[kept], kind="stable")
+            self._last_use[kept[order[:excess]]] = 0
+
+
 ALL_KEPT = "all-kept"
-WINDOW_RULES = (ALL_KEPT, "ours", "ours-untold", "vllm")
+WINDOW_RULES = (ALL_KEPT, "ours", "ours-untold", "vllm", "sglang")
 
 
 def make_windowed(
@@ -81,6 +134,11 @@ def make_windowed(
     """An empty cache with the bytes of `num_tokens` tokens in all layers, and its planner."""
     if rule == ALL_KEPT:
         return RadixCache(PagePool(num_tokens // page_size, page_size)), NO_CHECKPOINTS
+    if rule == "sglang":
+        ratio = TwoPoolsPlanner.RATIO
+        room = num_tokens * (model.full + model.windowed) / (model.full + ratio * model.windowed)
+        tree = RadixCache(PagePool(int(room), 1))
+        return tree, TwoPoolsPlanner(tree, model.window, int(ratio * room))
     count, size = model.pages(num_tokens, page_size)
     pool = PagePool(count, page_size)
     if rule == "vllm":
