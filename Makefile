@@ -30,7 +30,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Compiled files are kept, whatever the shell says: test processes start in two thirds of the time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo serve chat-smollm test test-gpu test-clients test-replicas test-exhaustive test-machines \
+.PHONY: help wheel release-check demo serve chat-smollm test test-gpu test-clients test-replicas test-exhaustive test-machines \
 	bench bench-drafts bench-index bench-peers conformance plugins-check gpu-check check clean
 
 help:  ## list these targets
@@ -85,6 +85,9 @@ plugins-check: $(VENV)/.stamp-runtime  ## the plugins for vLLM and SGLang in the
 
 conformance: $(VLLM)/.stamp  ## hash-block mode against vLLM's own code, after every operation
 	@$(VLLM)/bin/python -m bench.peers.conformance $(ARGS)
+
+wheel: $(VENV)/.stamp-dev  ## what a release consists of, into dist/: sources, and wheels with and without compiled kernels (2 minutes)
+	@$(BIN)/python -m release.wheels
 
 check: $(VENV)/.stamp-dev  ## lint, formatting, types and which room imports which
 	@$(BIN)/ruff check .
