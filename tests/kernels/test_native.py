@@ -297,7 +297,7 @@ def test_of_what_a_wheel_holds_the_best_that_the_processor_can_run_is_taken(
     made = {n: native_build.build_ahead(folder, n, str(compiler)) for n in native_build.LEVELS}
     assert len(set(made.values())) == len(made)
     for name, level in native_build.LEVELS.items():
-        monkeypatch.setattr(native_build.platform, "machine", lambda level=level: level.machine)
+        monkeypatch.setattr("platform.machine", lambda level=level: level.machine)
         said = ["model name: another", f"flags: fpu {level.needs} later"]
         monkeypatch.setattr(native_build, "_processor", lambda said=said: said)
         assert native_build.build() == made[name]
