@@ -12,6 +12,7 @@ LLAMA_CPP := .venv-llama-cpp
 CLIENTS := .venv-clients
 REPLICAS := .venv-replicas
 GPU := .venv-gpu
+RELEASE := .venv-release
 
 # What the bundled model serves in five minutes on two cores, at both levels.
 BENCH := chat:conversations=6,turns=5,answer=16 few-shot:tasks=3,questions=16 \
@@ -88,6 +89,9 @@ conformance: $(VLLM)/.stamp  ## hash-block mode against vLLM's own code, after e
 
 wheel: $(VENV)/.stamp-dev  ## what a release consists of, into dist/: sources, and wheels with and without compiled kernels (2 minutes)
 	@$(BIN)/python -m release.wheels
+
+release-check: wheel $(RELEASE)/.stamp  ## build them and install each into a bare environment: no compiler, no make, no HOME (4 minutes)
+	@$(BIN)/python -m release.check $(ARGS)
 
 check: $(VENV)/.stamp-dev  ## lint, formatting, types and which room imports which
 	@$(BIN)/ruff check .
@@ -174,6 +178,11 @@ $(CLIENTS)/.stamp: tests/clients/requirements.txt
 	@$(CLIENTS)/bin/python -m pip install -qq --no-deps --retries 1 --timeout 10 -c constraints.txt \
 		--index-url $(TORCH_CPU) torch 2>/dev/null || true  # guidellm wants one; PyPI's is CUDA's
 	@$(CLIENTS)/bin/python -m pip install -qq -r $<
+	@touch $@
+
+$(RELEASE)/.stamp: release/requirements.txt
+	@$(PYTHON) -m venv $(RELEASE)
+	@$(RELEASE)/bin/python -m pip install -qq -r $<
 	@touch $@
 
 # Ray in an environment of its own: it brings uvloop and others, which uvicorn would take up elsewhere.

@@ -27,6 +27,10 @@ LIBRARIES = ROOT / "build" / "native"
 """The compiled kernels, which are kept until their sources change."""
 
 _PLACE = "radixcache/kernels/native"
+_LICENSE, _LINKED = (
+    b"License-Expression: Apache-2.0",
+    b" AND GPL-3.0-or-later WITH GCC-exception-3.1",
+)
 # What any Linux with the C library has; libgcc_s is as old as the names that it is asked for.
 _SYSTEM = r"lib(c|m|pthread|gcc_s)\.so\.\d+|ld-linux-[\w-]+\.so\.\d+"
 
@@ -97,6 +101,8 @@ def add_libraries(plain: Path, machine: str, libraries: list[Path]) -> Path:
             if name.endswith(".dist-info/WHEEL"):
                 data = data.replace(b"py3-none-any", tag.encode())
                 data = data.replace(b"Purelib: true", b"Purelib: false")
+            if name.endswith(".dist-info/METADATA"):
+                data = data.replace(_LICENSE, _LICENSE + _LINKED, 1)
             if name.endswith(".dist-info/RECORD"):
                 record = name
             else:

@@ -31,6 +31,7 @@ def test_a_wheel_with_libraries_lists_each_file_and_says_what_it_needs(tmp_path,
     with zipfile.ZipFile(plain, "w") as archive:
         archive.writestr("a.py", "a = 1\n")
         archive.writestr("a-1.dist-info/WHEEL", "Root-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr("a-1.dist-info/METADATA", "License-Expression: Apache-2.0\n")
         archive.writestr("a-1.dist-info/RECORD", "a.py,,\n")
     needs = {library: (2, 34)}
     monkeypatch.setattr("release.wheels.glibc_of", needs.__getitem__)
@@ -41,6 +42,7 @@ def test_a_wheel_with_libraries_lists_each_file_and_says_what_it_needs(tmp_path,
     assert files["radixcache/kernels/native/level-0.so"] == b"library"
     told = files["a-1.dist-info/WHEEL"].decode()
     assert told == "Root-Is-Purelib: false\nTag: py3-none-manylinux_2_34_x86_64\n"
+    assert b" AND GPL-3.0-or-later WITH GCC" in files["a-1.dist-info/METADATA"]
     rows = list(csv.reader(io.StringIO(files.pop("a-1.dist-info/RECORD").decode())))
     assert rows.pop() == ["a-1.dist-info/RECORD", "", ""]
     for name, digest, size in rows:
