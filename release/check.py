@@ -5,8 +5,9 @@
 
 For each Python an environment without a compiler or make on PATH, and with a HOME that cannot be
 written to: first the index alone, then, where pip finds a build of torch for CPUs, the server from
-the wheel for this processor and from the wheel for any. Prints a table, writes `dist/*.cdx.json`
-(what the server's environment consists of), and publishes nothing.
+the wheel for this processor and from the wheel for any. Where no docker builds the image, the
+steps of its Dockerfile run in order in such an environment. Prints a table, writes
+`dist/*.cdx.json` (what the server's environment consists of), and publishes nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
@@ -88,13 +89,15 @@ class Environment:
         return out
 
     @contextmanager
-    def serve(self, *arguments: str) -> Iterator[str]:
+    def serve(
+        self, *arguments: str, command: Sequence[str] = ("radixcache", "serve")
+    ) -> Iterator[str]:
         """The address of a server that has started."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = str(free.getsockname()[1])
         with (
             open(self.folder / "server.log", "w+") as log,
-            self.popen("radixcache", "serve", "--port", port, *arguments, stdout=log) as process,
+            self.popen(*command, "--port", port, *arguments, stdout=log) as process,
         ):
             try:
                 for _ in range(LIMIT * 20):
@@ -245,6 +248,54 @@ def check_python(version: str, wheels: list[Path]) -> None:
     shutil.rmtree(bare.folder)
 
 
+def check_image(version: str) -> str:
+    """Build the image; or run what its Dockerfile runs, but for making the account."""
+    text = (ROOT / "docs/deploy/Dockerfile").read_text()
+    build = ("docker", "build", "-q", "-f", "docs/deploy/Dockerfile", "-t", "radixcache", ROOT)
+    if (
+        shutil.which("docker")
+        and not subprocess.run(("docker", "info"), capture_output=True).returncode
+    ):
+        subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=LIMIT)
+        return "built"
+    bare = Environment(version)
+    install_torch(bare)
+    before = size_of(bare.folder)
+    places = {
+        "/dist": DIST,
+        "/constraints.txt": ROOT / "constraints.txt",
+        "/wheel": bare.folder / "w",
+    }
+    for step in re.findall(r"^RUN ((?:.*\\\n)*.*)", text, re.MULTILINE):
+        command = re.sub(r"--mount=\S+|\\\n", " ", step)
+        for place, here in places.items():
+            command = re.sub(rf"(?<![\w/]){place}\b", str(here), command)
+        if "useradd" not in command:
+            variables = {"PATH": f"{bare.bin}:/usr/bin:/bin"}
+            done = subprocess.run(
+                command, shell=True, env=variables, capture_output=True, text=True, timeout=LIMIT
+            )
+            if done.returncode:
+                raise ValueError(done.stderr)
+    (entry,), (probe,) = (re.findall(rf"{name} (\[.*\])", text) for name in ("ENTRYPOINT", "CMD"))
+    with bare.serve(command=json.loads(entry)) as address:
+        port, (program, *rest) = address.rpartition(":")[2], json.loads(probe)
+        rest[-1] = rest[-1].replace(":8000", f":{port}")
+        for _ in range(LIMIT):
+            with bare.popen(program, *rest) as health:
+                health.communicate(timeout=LIMIT)
+            if not health.returncode:
+                more = size_of(bare.folder) - before
+                return f"no builder here; its steps run, healthy, {more} MB beside torch"
+            time.sleep(1)
+    raise ValueError("its health check fails")
+
+
+def size_of(folder: Path) -> int:
+    """In MB."""
+    return sum(file.lstat().st_size for file in folder.rglob("*")) // 1_000_000
+
+
 def main() -> int:
     shutil.rmtree(BARE, ignore_errors=True)
     wheels = sorted(DIST.glob("*.whl"))
@@ -254,6 +305,9 @@ def main() -> int:
             check_python(version, wheels)
         except Impossible as reason:
             rows.append((version, "everything", f"not run: {reason}", ""))
+    running = "{}.{}".format(*sys.version_info)
+    step(running, "the container's image", lambda: check_image(running))
+    shutil.rmtree(BARE, ignore_errors=True)
     print("\n| Python | step | what came of it | seconds |\n|---|---|---|---|")
     for row in rows:
         print("| {} | {} | {} | {} |".format(*row))
