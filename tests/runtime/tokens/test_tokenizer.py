@@ -63,6 +63,30 @@ def test_the_bundled_models_tokenizer_is_that_of_auto_tokenizer() -> None:
     assert found._tokenizer.chat_template == expected.chat_template
 
 
+@pytest.mark.parametrize(
+    ("change", "ours"),
+    [
+        ({}, True),
+        ({"model_max_length": 9, "unk_token": None}, True),
+        ({"add_bos_token": True, "bos_token": "<s>"}, False),
+        ({"bos_token": "<new>"}, False),
+        ({"split_special_tokens": True}, False),
+        ({"extra_special_tokens": ["<new>"]}, False),
+        ({"added_tokens_decoder": {"0": {"content": "<new>", "special": True}}}, False),
+    ],
+)
+def test_settings_that_may_change_tokens_are_left_to_transformers(change, ours, tmp_path) -> None:
+    folder = tiny_model("llama", tmp_path / "model")
+    file = folder / "tokenizer_config.json"
+    declared = {**json.loads(file.read_text()), "tokenizer_class": "TokenizersBackend", **change}
+    file.write_text(json.dumps(declared))
+    expected, found = AutoTokenizer.from_pretrained(folder), Tokenizer.load(str(folder))
+    assert found is not None and isinstance(found._tokenizer, FastTokenizer) == ours
+    for text in (*CORPUS[:5], "<s>a<new>b</s>"):
+        assert found.encode(text) == expected.encode(text)
+    assert found.added == {i: str(token) for i, token in expected.added_tokens_decoder.items()}
+
+
 def test_a_text_that_the_tokenizer_fails_on_is_refused_in_one_sentence(tmp_path) -> None:
     vocabulary, unknown = {"a": 0, "b": 1}, "<unk>"
     model = {"type": "BPE", "vocab": vocabulary, "merges": [], "unk_token": unknown}
