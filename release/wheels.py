@@ -53,7 +53,7 @@ def main() -> int:
 def compiler_for(machine: str) -> str | None:
     """GCC for that kind of processor under Linux; None if it is not here.
 
-    clang gives the same bits, but decodes weights of 4 bits with AVX-512 slower, by a fifth or more:
+    clang gives the same bits, but decodes weights of 4 bits with AVX-512 a fifth slower or more:
     it computes the addresses that are prefetched anew in each block.
     """
     own = "g++" if (platform.system(), platform.machine()) == ("Linux", machine) else ""
