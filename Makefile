@@ -91,7 +91,7 @@ wheel: $(VENV)/.stamp-dev  ## what a release consists of, into dist/: sources, a
 	@$(BIN)/python -m release.wheels
 
 release-check: wheel $(RELEASE)/.stamp  ## build them and install each into a bare environment: no compiler, no make, no HOME (4 minutes)
-	@$(BIN)/python -m release.check $(ARGS)
+	@$(BIN)/python -m tests.release $(ARGS)
 
 check: $(VENV)/.stamp-dev  ## lint, formatting, types and which room imports which
 	@$(BIN)/ruff check .

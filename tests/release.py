@@ -1,7 +1,7 @@
 """Installs what `make wheel` built as a user would, and tries it: `make release-check`.
 
-    python -m release.check               # every Python that is here
-    python -m release.check 3.10 3.14     # those, or the table says that they are not here
+    python -m tests.release               # every Python that is here
+    python -m tests.release 3.10 3.14     # those, or the table says that they are not here
 
 For each Python an environment without a compiler or make on PATH, and with a HOME that cannot be
 written to: first the index alone, then, where pip finds a build of torch for CPUs, the server from
