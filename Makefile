@@ -12,6 +12,7 @@ LLAMA_CPP := .venv-llama-cpp
 CLIENTS := .venv-clients
 REPLICAS := .venv-replicas
 GPU := .venv-gpu
+RELEASE := .venv-release
 
 # What the bundled model serves in five minutes on two cores, at both levels.
 BENCH := chat:conversations=6,turns=5,answer=16 few-shot:tasks=3,questions=16 \
@@ -30,7 +31,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Compiled files are kept, whatever the shell says: test processes start in two thirds of the time.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo serve chat-smollm test test-gpu test-clients test-replicas test-exhaustive test-machines \
+.PHONY: help wheel release-check demo serve chat-smollm test test-gpu test-clients test-replicas test-exhaustive test-machines \
 	bench bench-drafts bench-index bench-peers conformance plugins-check gpu-check check clean
 
 help:  ## list these targets
@@ -85,6 +86,12 @@ plugins-check: $(VENV)/.stamp-runtime  ## the plugins for vLLM and SGLang in the
 
 conformance: $(VLLM)/.stamp  ## hash-block mode against vLLM's own code, after every operation
 	@$(VLLM)/bin/python -m bench.peers.conformance $(ARGS)
+
+wheel: $(VENV)/.stamp-dev  ## what a release consists of, into dist/: sources, and wheels with and without compiled kernels (2 minutes)
+	@$(BIN)/python -m release.wheels
+
+release-check: wheel $(RELEASE)/.stamp  ## build them and install each into a bare environment: no compiler, no make, no HOME (4 minutes)
+	@$(BIN)/python -m tests.release $(ARGS)
 
 check: $(VENV)/.stamp-dev  ## lint, formatting, types and which room imports which
 	@$(BIN)/ruff check .
@@ -171,6 +178,11 @@ $(CLIENTS)/.stamp: tests/clients/requirements.txt
 	@$(CLIENTS)/bin/python -m pip install -qq --no-deps --retries 1 --timeout 10 -c constraints.txt \
 		--index-url $(TORCH_CPU) torch 2>/dev/null || true  # guidellm wants one; PyPI's is CUDA's
 	@$(CLIENTS)/bin/python -m pip install -qq -r $<
+	@touch $@
+
+$(RELEASE)/.stamp: release/requirements.txt
+	@$(PYTHON) -m venv $(RELEASE)
+	@$(RELEASE)/bin/python -m pip install -qq -r $<
 	@touch $@
 
 # Ray in an environment of its own: it brings uvloop and others, which uvicorn would take up elsewhere.

@@ -362,10 +362,14 @@ def _show_progress() -> Iterator[None]:
 
 def _silence(args: argparse.Namespace | EngineArgs) -> None:
     """Hide transformers' own bars; show downloads and warnings on a terminal only."""
+    seen = args.model is not None and sys.stderr.isatty()
+    if "transformers" not in sys.modules and not (seen and not Path(str(args.model)).exists()):
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # both read these
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "warning" if seen else "error")
+        return
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging
 
-    seen = args.model is not None and sys.stderr.isatty()
     fetching = seen and not are_progress_bars_disabled()
     logging.disable_progress_bar()  # the hub's, too
     if fetching:

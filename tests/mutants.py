@@ -19,7 +19,7 @@ from typing import NamedTuple
 import yaml  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("radixcache", "runtime", "kernels", "bench", "tests", "examples", "docs")
+PARTS = ("radixcache", "runtime", "kernels", "bench", "release", "tests", "examples", "docs")
 FILES = ("pyproject.toml", "README.md", "Makefile")
 
 

@@ -22,6 +22,7 @@ from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.model.checkpoint import Checkpoint
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.families.describe import describe
+from radixcache.runtime.model.generation import GenerationDefaults
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.weights import CheckpointWeights
 from radixcache.runtime.request import Request
@@ -96,7 +97,8 @@ def paged(model: PreTrainedModel) -> PagedModel:
     """The same model in the decoder loop, with its weights shared."""
     architecture = describe(model.config.to_dict())
     weights = CheckpointWeights(_Memory(model), architecture)
-    return Decoder(architecture, model.generation_config, weights, model.dtype, model.device)
+    eos = GenerationDefaults(eos_token_id=model.generation_config.eos_token_id)
+    return Decoder(architecture, eos, weights, model.dtype, model.device)
 
 
 @contextmanager

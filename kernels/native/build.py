@@ -1,11 +1,13 @@
-"""Compiles the C++ kernels on the machine that runs them; `python -m ...` does it in advance.
+"""Finds the C++ kernels for this processor, or compiles them; `python -m ...` does it in advance.
 
-A wheel could not use all instructions of this processor. The library lies in the user's cache
-folder, under a name made of the sources, the processor and the library's own bytes, because a file
-that lost bytes, by a full disk or a power cut, would crash the process that loads it.
+A wheel of this processor's kind holds a library for each level of it, and the best that the
+processor can run is taken, if the package's sources are those that it was made of. Elsewhere, as in
+a checkout, they are compiled for the processor at hand, into the user's cache folder. A library's
+name is made of the sources, the flags and its own bytes, because a file that lost bytes, by a full
+disk or a power cut, would crash the process that loads it.
 
-`RADIXCACHE_MARCH` is for tests: a level that the compiler knows, such as x86-64-v3, to be used
-in place of this processor's own.
+`RADIXCACHE_MARCH` names the level that is used in place of the best: one of `LEVELS`, or another
+that the compiler knows. With `native` they are always compiled for this very processor.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 _SOURCE = Path(__file__).with_name("native.cpp")  # includes the headers beside it
 _COMPILERS = ("c++", "g++", "clang++")
@@ -27,28 +31,86 @@ _NATIVE = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mc
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 
 
+class Level(NamedTuple):
+    """Processors that can run the same library.
+
+    Attributes:
+        machine: as `platform.machine()` calls them.
+        flags: of the compiler.
+        needs: words that /proc/cpuinfo has of them.
+    """
+
+    machine: str
+    flags: str
+    needs: str = ""
+
+
+_V3 = "abm avx avx2 bmi1 bmi2 cx16 f16c fma lahf_lm movbe popcnt sse4_1 sse4_2 ssse3"
+_V4 = f"{_V3} avx512bw avx512cd avx512dq avx512f avx512vl"
+LEVELS = {  # the best first
+    "x86-64-v4-bf16": Level("x86_64", "-march=x86-64-v4 -mavx512bf16", f"{_V4} avx512_bf16"),
+    "x86-64-v4": Level("x86_64", "-march=x86-64-v4", _V4),
+    "x86-64-v3": Level("x86_64", "-march=x86-64-v3", _V3),
+    "x86-64": Level("x86_64", "-march=x86-64"),
+    "armv8-a": Level("aarch64", "-march=armv8-a"),
+}
+
+
 def build() -> Path:
-    """The shared library for this processor; compiling it takes 15 seconds, once.
+    """The shared library for this processor; compiling one takes 15 seconds, once.
 
     Raises:
-        OSError: there is no compiler, it fails, or no cache folder can be written to.
+        OSError: none is here, and there is no compiler, it fails, or no cache folder can be
+            written to.
     """
-    sources = sorted(_SOURCE.parent.glob("*.h")), [_SOURCE]
-    text = b"".join(path.read_bytes() for paths in sources for path in paths)
-    level = os.environ.get("RADIXCACHE_MARCH")
-    flags = (*_FLAGS, f"-march={level}" if level else _NATIVE)
-    key = hashlib.sha256(text + repr((flags, _processor())).encode())
-    folder, name = _cache() / "radixcache", f"native-{key.hexdigest()[:16]}"
-    library = _find(folder, name)
-    if library is None:
-        compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
-        if compiler is None:
-            raise OSError(f"no C++ compiler ({', '.join(_COMPILERS)})")
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # a second process finds it compiled
-            library = _find(folder, name) or _compile(compiler, flags, folder, name)
-    return library
+    level = os.environ.get("RADIXCACHE_MARCH", "")
+    for name in (level,) if level else usable_levels():
+        if name in LEVELS and (library := _find(_SOURCE.parent, _name(name, flags_of(name)))):
+            return library
+    if level in LEVELS:
+        flags = flags_of(level)
+    else:
+        flags = (*_FLAGS, f"-march={level}" if level not in ("", "native") else _NATIVE)
+    folder, name = _cache() / "radixcache", _name("native", (*flags, *_processor()))
+    return _find(folder, name) or _compile_locked(folder, name, flags)
+
+
+def usable_levels() -> list[str]:
+    """The names of the levels that this processor can run, the best first."""
+    here = set(" ".join(_processor()).split())
+    return [
+        name
+        for name, level in LEVELS.items()
+        if level.machine == platform.machine() and here.issuperset(level.needs.split())
+    ]
+
+
+def flags_of(level: str) -> tuple[str, ...]:
+    return (*_FLAGS, *LEVELS[level].flags.split())
+
+
+def build_ahead(folder: Path, level: str, compiler: str) -> Path:
+    """The library of a level for wheels: it needs no C++ library; `OSError` as `build`."""
+    name, flags = _name(level, flags_of(level)), flags_of(level)
+    own = ("-static-libstdc++", "-Wl,--gc-sections,--exclude-libs,ALL", "-s")
+    return _find(folder, name) or _compile_locked(folder, name, (*flags, *own), compiler)
+
+
+def _name(prefix: str, parts: Sequence[str]) -> str:
+    """What a library of these sources is called, before the digest of its bytes."""
+    sources = [*sorted(_SOURCE.parent.glob("*.h")), _SOURCE]
+    text = b"".join(path.read_bytes() for path in sources)
+    return f"{prefix}-{hashlib.sha256(text + repr(tuple(parts)).encode()).hexdigest()[:16]}"
+
+
+def _compile_locked(folder: Path, name: str, flags: tuple[str, ...], compiler: str = "") -> Path:
+    compiler = compiler or next(filter(None, map(shutil.which, _COMPILERS)), "")
+    if not compiler:
+        raise OSError(f"no C++ compiler ({', '.join(_COMPILERS)})")
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second process finds it compiled
+        return _find(folder, name) or _compile(compiler, flags, folder, name)
 
 
 def _cache() -> Path:

@@ -6,6 +6,7 @@ import json
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from radixcache.errors import ModelError, first_sentence
 
@@ -132,8 +133,24 @@ def _problem_of_hub(name: str, file: str) -> str | None:
 
 def find_file(name_or_path: str, file: str) -> str | None:
     """The path of a file of a folder or hub id, fetched if need be; None if it has none."""
+    if (folder := Path(name_or_path)).is_dir():
+        return str(folder / file) if (folder / file).is_file() else None
     from transformers.utils.hub import cached_file
 
     missing = {"_raise_exceptions_for_missing_entries": False}
     found: str | None = cached_file(name_or_path, file, **missing)
     return found
+
+
+def read_settings(name_or_path: str | Path, file: str = "config.json") -> dict[str, Any] | None:
+    """A folder's config.json, or another such file; None where transformers has to say what it is:
+    for a hub id, or a file that is not there, refers to another or is no JSON object."""
+    path = Path(name_or_path) / file
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text)
+    except (OSError, ValueError, RecursionError):
+        return None
+    refers = "configuration_files" in found or '"__float__"' in text  # transformers' own marks
+    plain = isinstance(found, dict) and not refers
+    return found if plain and (file != "config.json" or "model_type" in found) else None

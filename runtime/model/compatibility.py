@@ -9,13 +9,14 @@ Many models would load, run and be silently wrong over pages. Three checks refus
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
-
-from transformers.configuration_utils import PreTrainedConfig
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from radixcache.errors import ModelError
 from radixcache.kernels.attention import LayerKind
 from radixcache.runtime.model import rope_scaling
+
+if TYPE_CHECKING:
+    from transformers.configuration_utils import PreTrainedConfig
 
 _ATTENTION = {"full_attention", "sliding_attention"}
 RECURRENT = {"linear_attention", "conv", "hybrid"}

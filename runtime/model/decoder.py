@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from transformers.generation.configuration_utils import GenerationConfig
 
 from radixcache.errors import ModelError
 from radixcache.kernels.attention import AttentionBackend, AttentionPlan, PagedBatch
@@ -21,6 +20,7 @@ from radixcache.kernels.native.attention import NativeBackend
 from radixcache.kernels.native.library import quiet_torch
 from radixcache.runtime.model import reference
 from radixcache.runtime.model.description import Architecture, Experts, Unknown, Weights
+from radixcache.runtime.model.generation import GenerationDefaults
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.operations.selector import choose_operations
 from radixcache.runtime.model.paged_model import PagedModel
@@ -53,7 +53,7 @@ class Decoder(PagedModel):
     def __init__(
         self,
         architecture: Architecture,
-        generation_config: GenerationConfig,
+        generation_config: GenerationDefaults,
         weights: ModelWeights,
         dtype: torch.dtype,
         device: torch.device,

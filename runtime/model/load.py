@@ -5,20 +5,18 @@ from __future__ import annotations
 import logging
 import re
 from contextlib import ExitStack, nullcontext
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import transformers
-from transformers.configuration_utils import PreTrainedConfig
-from transformers.generation.configuration_utils import GenerationConfig
 
-from radixcache.errors import ModelError, first_sentence
+from radixcache.errors import ModelError
 from radixcache.kernels.attention import AttentionBackend
 from radixcache.kernels.native.library import quiet_torch
 from radixcache.kernels.upload import on_device
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
-from radixcache.runtime.checkpoints.model_files import check_model
+from radixcache.runtime.checkpoints.model_files import check_model, read_settings
 from radixcache.runtime.model import exact as exactness
 from radixcache.runtime.model.checkpoint import open_checkpoint
 from radixcache.runtime.model.compatibility import check_sizes
@@ -26,6 +24,7 @@ from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.description import Unknown
 from radixcache.runtime.model.device import DTYPES, resolve_device, resolve_dtype
 from radixcache.runtime.model.families.describe import describe
+from radixcache.runtime.model.generation import read_defaults
 from radixcache.runtime.model.gguf.config import (
     describe_gguf,
     generation_config_of,
@@ -36,7 +35,6 @@ from radixcache.runtime.model.gguf.weights import GGUFWeights
 from radixcache.runtime.model.kv_dtype import check_kv_dtype, store_kv
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
-from radixcache.runtime.model.transformers_loading import call_transformers, load_transformers
 from radixcache.runtime.model.weights import CheckpointWeights, ModelWeights
 
 _log = logging.getLogger("radixcache")
@@ -75,7 +73,7 @@ def load_model(
             `kv_cache_dtype` that the model or this device cannot have.
     """
     place = resolve_device(device)
-    warn_of_untried({"torch": torch.__version__, "transformers": transformers.__version__})
+    warn_of_untried({"torch": torch.__version__, "transformers": metadata.version("transformers")})
     with quiet_torch() if place.type == "cpu" else nullcontext():
         check_model(str(name_or_path))
         kind, file = resolve_dtype(dtype, place), open_gguf(name_or_path)
@@ -98,6 +96,8 @@ def load_model(
                 ) from None
             _log.info("transformers' own layers run this model: %s", reason)
         if model is None:  # outside of the handler, whose traceback holds the weights
+            from radixcache.runtime.model.transformers_loading import load_transformers
+
             model = load_transformers(name_or_path, kind, place, attention, max_model_len)
         store_kv(model, kv_cache_dtype, name_or_path)
         if exact:
@@ -120,6 +120,12 @@ def _settings(name_or_path: str | Path, file: GGUFFile | None) -> dict[str, Any]
             return settings_of(file)
         except Unknown as reason:
             raise _unread(name_or_path, reason) from None
+    if (found := read_settings(name_or_path)) is not None:
+        return found
+    from transformers.configuration_utils import PreTrainedConfig
+
+    from radixcache.runtime.model.transformers_loading import call_transformers
+
     settings, _ = call_transformers(name_or_path, PreTrainedConfig.get_config_dict)
     if not isinstance(settings, dict):
         raise ModelError(f"the model at {name_or_path} does not load: its config is no dictionary")
@@ -170,7 +176,7 @@ def _load_decoder(
         report("preparing kernels", 0.0)  # which are compiled at the first start
         model = Decoder(
             architecture,
-            _generation_config(name_or_path, file),
+            read_defaults(name_or_path) if file is None else generation_config_of(file),
             weights,
             dtype,
             device,
@@ -180,15 +186,3 @@ def _load_decoder(
         if isinstance(weights, GGUFWeights):
             model.kept = f" of {weights.bits:.1f} bits a weight"
         return model
-
-
-def _generation_config(name_or_path: str | Path, file: GGUFFile | None) -> GenerationConfig:
-    if file is not None:
-        return generation_config_of(file)
-    try:
-        return GenerationConfig.from_pretrained(str(name_or_path))
-    except OSError:  # it has none
-        return GenerationConfig()
-    except Exception as error:  # whatever nonsense raises in transformers
-        reason = f"its generation config does not make sense ({first_sentence(error)})"
-        raise ModelError(f"the model at {name_or_path} does not load: {reason}") from None

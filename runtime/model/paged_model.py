@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers.generation.configuration_utils import GenerationConfig
 
 from radixcache.errors import ModelError
 from radixcache.kernels.attention import (
@@ -29,6 +28,7 @@ from radixcache.kernels.choice import choose_backend
 from radixcache.kernels.kv_format import FP8, stored_dim
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.upload import send
+from radixcache.runtime.model.generation import GenerationDefaults
 from radixcache.runtime.model.kv_pool import (
     KVPool,
     LayerShape,
@@ -95,7 +95,7 @@ class PagedModel(ABC):
     def __init__(
         self,
         model_type: str,
-        generation_config: GenerationConfig,
+        generation_config: GenerationDefaults,
         dtype: torch.dtype,
         device: torch.device,
         kinds: Sequence[LayerKind],

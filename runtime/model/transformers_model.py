@@ -133,9 +133,10 @@ class TransformersModel(PagedModel):
         self._places = {call.layer: place for place, call in enumerate(sorted(calls))}
         kinds = [call.kind for call in sorted(calls)]
         text = model.config.get_text_config()
+        generation: Any = model.generation_config  # has what `GenerationDefaults` has
         super().__init__(
             model.config.model_type,
-            model.generation_config,
+            generation,
             model.dtype,
             model.device,
             kinds,

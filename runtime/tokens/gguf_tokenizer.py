@@ -12,6 +12,7 @@ from radixcache.errors import ModelError
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.native.merges import find_merges
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
+from radixcache.runtime.tokens.fast_tokenizer import FastTokenizer
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # types of tokens; 1 is any other
 _SPACE = "\u2581"
@@ -77,14 +78,13 @@ _CUTS = {name: cut for cut, names in _RULES for name in names.split()}
 """Rules for splitting text, by llama.cpp's names."""
 
 
-def read_tokenizer(file: GGUFFile) -> Any:
-    """transformers' `PreTrainedTokenizerFast` of a GGUF file.
+def read_tokenizer(file: GGUFFile) -> FastTokenizer:
+    """The tokenizer of a GGUF file.
 
     Raises:
         ModelError: the file has no tokenizer, or one that is not supported here.
     """
     from tokenizers import AddedToken, processors
-    from transformers import PreTrainedTokenizerFast
 
     tokens = file.array("tokenizer.ggml.tokens", str)
     types = file.array("tokenizer.ggml.token_type", int) or [1] * len(tokens)
@@ -116,22 +116,7 @@ def read_tokenizer(file: GGUFFile) -> Any:
         backend.post_processor = processors.TemplateProcessing(
             single=text, pair=[*text, *text[:-1], "$B"], special_tokens=pieces
         )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=_Uncopied(backend),
-        chat_template=_templates(file),
-        clean_up_tokenization_spaces=False,
-        **{name: AddedToken(token, normalized=False) for name, token in named.items()},
-    )
-
-
-class _Uncopied:
-    """Gives `PreTrainedTokenizerFast` a backend that nothing else uses, where it copies one."""
-
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self._backend
+    return FastTokenizer(backend, _templates(file), named)
 
 
 def _named(file: GGUFFile, tokens: list[str]) -> dict[str, str]:

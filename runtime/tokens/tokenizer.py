@@ -15,7 +15,8 @@ from typing import Any
 
 from radixcache.errors import ContextExceeded, InvalidRequest, ModelError, first_sentence
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
-from radixcache.runtime.checkpoints.model_files import find_file, find_gguf
+from radixcache.runtime.checkpoints.model_files import find_file, find_gguf, read_settings
+from radixcache.runtime.tokens.fast_tokenizer import FastTokenizer, read_folder
 from radixcache.runtime.tokens.generic_tools import tell_tools
 from radixcache.runtime.tokens.spelling import spelling_of, without_prefix
 from radixcache.runtime.tokens.tool_calls import check_tools, for_template
@@ -60,13 +61,11 @@ class Tokenizer:
     """The tokenizer of a model folder or hub id, for any number of threads.
 
     Args:
-        tokenizer: a transformers tokenizer.
+        tokenizer: of transformers, or a `FastTokenizer`.
         max_tokens: a text that must have more tokens than this is refused before tokenisation.
     """
 
     def __init__(self, tokenizer: Any, max_tokens: float = inf) -> None:
-        from transformers import PreTrainedTokenizerFast
-
         self._tokenizer = tokenizer
         self.max_tokens = max_tokens
         self._longest = inf  # characters of a token
@@ -77,7 +76,7 @@ class Tokenizer:
             tokenizer.encode("")  # transformers initialises it at the first call
         # For every generated token: transformers' wrapper takes three times as long as decoding.
         self._backend: Any = None
-        if getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode:
+        if _decodes_plainly(tokenizer):
             self._backend = tokenizer.backend_tokenizer
         special = {index: token.content for index, token in self._added.items() if token.special}
         self.hidden = frozenset(index for index in special if special[index] not in self.marks)
@@ -153,8 +152,8 @@ class Tokenizer:
         For tokenizers with `delimiters` only.
         """
         with self._reading(text):
-            found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return found["input_ids"], found["offset_mapping"]
+            found = self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+        return found.ids, found.offsets
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Text of `ids`; `special` keeps special tokens.
@@ -286,7 +285,9 @@ class Tokenizer:
         plain = self._tokenizer
         names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
         shown = {name: getattr(plain, name, None) for name in names}
-        return {"tokenizer_class": type(plain).__name__, "vocab_size": len(plain), **shown}
+        fast = isinstance(plain, FastTokenizer)
+        kind = "TokenizersBackend" if fast else type(plain).__name__
+        return {"tokenizer_class": kind, "vocab_size": len(plain), **shown}
 
     @cached_property
     def added(self) -> dict[int, str]:
@@ -413,6 +414,15 @@ class Tokenizer:
         return text
 
 
+def _decodes_plainly(tokenizer: Any) -> bool:
+    """Whether its class decodes as the tokenizers library does."""
+    if isinstance(tokenizer, FastTokenizer):
+        return True
+    from transformers import PreTrainedTokenizerFast
+
+    return getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode
+
+
 def _read_gguf(path: str) -> Any:
     """The tokenizer in a GGUF file, None if there is none."""
     from radixcache.runtime.tokens.gguf_tokenizer import read_tokenizer
@@ -424,21 +434,29 @@ def _read_gguf(path: str) -> Any:
 
 
 def _read(name_or_path: str) -> Any:
-    """The tokenizer that transformers' AutoTokenizer loads.
+    """The tokenizer that transformers' AutoTokenizer loads, by itself where that is the same.
 
     AutoTokenizer imports the class of the model's config, which may import nearly all of
     transformers and dominate the start. For `_LIGHT` families, a stand-in config with their name is
     enough; for two of them, a generic tokenizer class is used as it is.
     """
-    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+    settings = read_settings(name_or_path)
+    if settings is None:
+        from transformers import PreTrainedConfig
 
-    settings, _ = PreTrainedConfig.get_config_dict(name_or_path, trust_remote_code=False)
+        settings, _ = PreTrainedConfig.get_config_dict(name_or_path, trust_remote_code=False)
     if not isinstance(settings, dict):
         raise ValueError("its config is no dictionary")
     file, family = find_file(name_or_path, _CONFIG), settings.get("model_type")
     declared = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
     named = declared.get("tokenizer_class")
-    if named in ("PreTrainedTokenizerFast", "TokenizersBackend") and family in ("llama", "qwen3"):
+    plain = named in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    plain = plain and family in ("llama", "qwen3")
+    if plain and (found := read_folder(Path(name_or_path), declared)) is not None:
+        return found
+    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+
+    if plain:
         return PreTrainedTokenizerFast.from_pretrained(name_or_path, trust_remote_code=False)
     from transformers import AutoTokenizer
 

@@ -20,13 +20,13 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from transformers import AddedToken, PreTrainedTokenizerFast
-from transformers.generation.configuration_utils import GenerationConfig
 
 from radixcache import LLM
 from radixcache.kernels.attention import LayerKind, PagedBatch
 from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.engine import build
+from radixcache.runtime.model.generation import GenerationDefaults
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
 from tests.helpers.hash_model import read_rows
@@ -139,7 +139,7 @@ class ScriptedModel(PagedModel):
         end: Any = tokenizer.convert_tokens_to_ids(END)
         super().__init__(
             "qwen3",
-            GenerationConfig(eos_token_id=end, max_new_tokens=1024),
+            GenerationDefaults(eos_token_id=end, max_new_tokens=1024),
             torch.float32,
             torch.device("cpu"),
             [LayerKind(query_heads=1, kv_heads=1, head_dim=1, value_dim=1, scale=1.0)],

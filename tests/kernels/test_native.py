@@ -282,3 +282,38 @@ def test_what_was_compiled_is_used_again_by_the_same_processor_only(bare, monkey
             patch.setattr(native_build, name, value)
             with pytest.raises(OSError, match="no C\\+\\+ compiler"):
                 native_build.build()
+
+
+def test_of_what_a_wheel_holds_the_best_that_the_processor_can_run_is_taken(
+    bare, monkeypatch
+) -> None:
+    compiler = bare / "fake"
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\nprintf "$2" > "$2"\n')
+    compiler.chmod(0o755)
+    folder = bare / "wheel"
+    folder.mkdir()
+    (folder / "native.cpp").write_text("source")
+    monkeypatch.setattr(native_build, "_SOURCE", folder / "native.cpp")
+    made = {n: native_build.build_ahead(folder, n, str(compiler)) for n in native_build.LEVELS}
+    assert len(set(made.values())) == len(made)
+    for name, level in native_build.LEVELS.items():
+        monkeypatch.setattr("platform.machine", lambda level=level: level.machine)
+        said = ["model name: another", f"flags: fpu {level.needs} later"]
+        monkeypatch.setattr(native_build, "_processor", lambda said=said: said)
+        assert native_build.build() == made[name]
+        if "avx" in level.needs:  # a machine that lacks one thing takes the next
+            fewer = level.needs.split()[:-1]
+            monkeypatch.setattr(native_build, "_processor", lambda fewer=fewer: fewer)
+            assert native_build.build() != made[name]
+        monkeypatch.setenv("RADIXCACHE_MARCH", "x86-64")  # another than the best
+        assert native_build.build() == made["x86-64"]
+        monkeypatch.setenv("RADIXCACHE_MARCH", "native")  # asks for a compiler
+        with pytest.raises(OSError, match="no C\\+\\+ compiler"):
+            native_build.build()
+        monkeypatch.delenv("RADIXCACHE_MARCH")
+    for file, good in ((folder / "native.cpp", b"source"), (made[name], made[name].read_bytes())):
+        file.write_text("other")  # of other sources, or cut off
+        with pytest.raises(OSError, match="no C\\+\\+ compiler"):
+            native_build.build()
+        file.write_bytes(good)
+        assert native_build.build() == made[name]

@@ -47,7 +47,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in PACKAGES:
         skip = ignore_patterns("__pycache__", "*.egg-info")
         copytree(ROOT / name, folder / "checkout" / name, symlinks=True, ignore=skip)
-    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "NOTICE"):
         copy(ROOT / name, folder / "checkout")
     build = (sys.executable, "-m", "build", "--no-isolation", "--outdir", "../dist")
     run(*build, cwd=folder / "checkout")

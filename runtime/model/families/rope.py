@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from radixcache.runtime.model.description import Rope, Unknown
 from radixcache.runtime.model.families.config import Config, Lacks
@@ -89,6 +87,9 @@ class Ropes:
             if not longer and short < self.max_context:
                 log_limit(short, kind)
                 self.max_context = short
+        from transformers.configuration_utils import PreTrainedConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
         make = ROPE_INIT_FUNCTIONS[kind]
         frequencies, scale = make(PreTrainedConfig(**needed), torch.device("cpu"), length)
         return Rope(frequencies.float(), float(scale))

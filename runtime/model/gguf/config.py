@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.generation.configuration_utils import GenerationConfig
 
 from radixcache.errors import ModelError
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
@@ -15,6 +14,7 @@ from radixcache.runtime.checkpoints.model_files import find_gguf
 from radixcache.runtime.model.description import Architecture, Unknown
 from radixcache.runtime.model.families.config import Settings
 from radixcache.runtime.model.families.describe import describe
+from radixcache.runtime.model.generation import GenerationDefaults
 from radixcache.runtime.model.gguf.architectures import COMMON, ROWS
 from radixcache.runtime.model.gguf.ends import end_tokens
 from radixcache.runtime.model.gguf.metadata import Metadata, floats
@@ -184,7 +184,7 @@ def describe_gguf(
     return replace(described, ropes=ropes)
 
 
-def generation_config_of(file: GGUFFile) -> GenerationConfig:
+def generation_config_of(file: GGUFFile) -> GenerationDefaults:
     """The tokens that begin and end texts and turns, and the default sampling."""
 
     def token(key: str) -> int | None:
@@ -198,7 +198,7 @@ def generation_config_of(file: GGUFFile) -> GenerationConfig:
         for key, (name, kind) in sampling.items()
         if f"general.sampling.{key}" in file.metadata
     }
-    return GenerationConfig(
+    return GenerationDefaults(
         bos_token_id=token("bos"),
         eos_token_id=end_tokens(file) or None,
         pad_token_id=token("padding"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from radixcache.runtime.checkpoints.chat_template import render
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
 
 _CONTROL, _USER_DEFINED = 3, 4  # types of tokens
@@ -48,8 +49,6 @@ def end_tokens(file: GGUFFile) -> list[int]:
 
 def _behind_an_answer(file: GGUFFile, tokens: list[str]) -> str:
     """The text that the chat template writes after an assistant's message; "" if unknown."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
     if not isinstance(template := file.metadata.get("tokenizer.chat_template"), str):
         return ""
     special: dict[str, Any] = {}
@@ -59,8 +58,8 @@ def _behind_an_answer(file: GGUFFile, tokens: list[str]) -> str:
     said = "What the assistant says."
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": said}]
     try:
-        rendered: Any = render_jinja_template([messages], chat_template=template, **special)
+        rendered = render(template, messages, values=special)
     except Exception:  # a template may raise anything; requests report it
         return ""
-    _, found, behind = rendered[0][0].rpartition(said)
+    _, found, behind = rendered.rpartition(said)
     return behind.lstrip() if found else ""

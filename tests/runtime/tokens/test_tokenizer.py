@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from radixcache.errors import ContextExceeded, InvalidRequest
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
+from radixcache.runtime.tokens.fast_tokenizer import FastTokenizer
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.helpers.models import tiny_model
 from tests.runtime.tokens import tiny_tokenizers as tiny
@@ -38,7 +39,9 @@ def test_class_and_tokens_are_those_of_auto_tokenizer(folders, family, named) ->
     file.write_text(json.dumps({**declared, "tokenizer_class": named} if named else declared))
     expected, found = AutoTokenizer.from_pretrained(folder), Tokenizer.load(str(folder))
     assert found is not None
-    assert type(found._tokenizer) is type(expected)
+    ours = named in CLASSES[:2] and family in ("llama", "qwen3")
+    assert type(found._tokenizer) is (FastTokenizer if ours else type(expected))
+    assert found.info["tokenizer_class"] == type(expected).__name__
     message = [{"role": "user", "content": "Grüße"}]
     assert found.render_chat(message) == expected.apply_chat_template(
         message, tokenize=False, add_generation_prompt=True
@@ -54,9 +57,34 @@ def test_class_and_tokens_are_those_of_auto_tokenizer(folders, family, named) ->
 def test_the_bundled_models_tokenizer_is_that_of_auto_tokenizer() -> None:
     expected = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
     found = Tokenizer.load(str(BUNDLED_MODEL))
-    assert found is not None and type(found._tokenizer) is type(expected)
+    assert found is not None and type(found._tokenizer) is FastTokenizer
+    assert found.info["tokenizer_class"] == type(expected).__name__
     assert found._tokenizer.get_vocab() == expected.get_vocab()
     assert found._tokenizer.chat_template == expected.chat_template
+
+
+@pytest.mark.parametrize(
+    ("change", "ours"),
+    [
+        ({}, True),
+        ({"model_max_length": 9, "unk_token": None}, True),
+        ({"add_bos_token": True, "bos_token": "<s>"}, False),
+        ({"bos_token": "<new>"}, False),
+        ({"split_special_tokens": True}, False),
+        ({"extra_special_tokens": ["<new>"]}, False),
+        ({"added_tokens_decoder": {"0": {"content": "<new>", "special": True}}}, False),
+    ],
+)
+def test_settings_that_may_change_tokens_are_left_to_transformers(change, ours, tmp_path) -> None:
+    folder = tiny_model("llama", tmp_path / "model")
+    file = folder / "tokenizer_config.json"
+    declared = {**json.loads(file.read_text()), "tokenizer_class": "TokenizersBackend", **change}
+    file.write_text(json.dumps(declared))
+    expected, found = AutoTokenizer.from_pretrained(folder), Tokenizer.load(str(folder))
+    assert found is not None and isinstance(found._tokenizer, FastTokenizer) == ours
+    for text in (*CORPUS[:5], "<s>a<new>b</s>"):
+        assert found.encode(text) == expected.encode(text)
+    assert found.added == {i: str(token) for i, token in expected.added_tokens_decoder.items()}
 
 
 def test_a_text_that_the_tokenizer_fails_on_is_refused_in_one_sentence(tmp_path) -> None:
