@@ -21,6 +21,7 @@ class Weight(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("panels", "bias")),
         *((name, c_int32) for name in ("depth", "padded", "columns", "format")),
+        ("rounds", c_void_p),
     ]
 
 
@@ -39,7 +40,12 @@ class PackedLinear:
         struct: what the kernels take; it points to memory of this object.
     """
 
-    def __init__(self, weight: torch.Tensor | Quantized, bias: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor | Quantized,
+        bias: torch.Tensor | None = None,
+        rounds: c_int32 | None = None,
+    ) -> None:
         self.out_features, self.in_features = rows, depth = weight.shape
         panel = c_int32.in_dll(library(), "radixcache_panel").value
         panels, padded = -(-rows // panel), depth
@@ -69,10 +75,12 @@ class PackedLinear:
             check(bias, bias.dtype, (rows,))
             self._bias = torch.zeros(panels * panel)
             self._bias[:rows] = bias
+        self._rounds = rounds
         self.struct = Weight(
             self._panels.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
             *(depth, padded, rows, _FORMATS.index((bits, block, levels))),
+            None if rounds is None else ctypes.addressof(rounds),
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,240 @@
+// Products of rows that are rounded to 8 bits with quantized weights.
+//
+// A row is rounded by itself: each 32 elements become whole numbers of 8 bits and a scale. Within a
+// block of the weight the products of whole numbers are added, which is exact in any order; blocks
+// are added in their order, by operations that every processor has, none of them fused. So a row has
+// the same bits beside any other rows, by any threads, and on every processor.
+
+#pragma once
+
+#include "panels.h"
+
+namespace {
+
+// ROUNDED: rows whose sums are in registers at once, with those of BESIDE vectors of columns.
+#if defined(__AVX512F__)
+constexpr int ROUNDED = 6, BESIDE = 2;
+#elif defined(__AVX2__) && defined(__FMA__)
+constexpr int ROUNDED = 4, BESIDE = 1;
+#elif defined(__aarch64__)
+constexpr int ROUNDED = 5, BESIDE = 2;
+#else
+constexpr int ROUNDED = 2, BESIDE = 2;
+#endif
+
+typedef int16_t svec __attribute__((vector_size(4 * W)));
+typedef int8_t cvec __attribute__((vector_size(W)));
+
+// ---- Whole numbers. A word has 4 numbers of a column, or of a row; those of a column are below 32,
+// or signed (less 128) where SIGNED says so.
+
+#if defined(__AVX512F__) && defined(__AVX512VNNI__)
+constexpr bool SIGNED = false, DOT = true;
+inline ivec dot(ivec sum, uvec w, int32_t x) {
+    return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(x));
+}
+#elif !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__) && defined(__AVXVNNI__)
+constexpr bool SIGNED = false, DOT = true;
+inline ivec dot(ivec sum, uvec w, int32_t x) {
+    return (ivec)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, _mm256_set1_epi32(x));
+}
+#elif defined(__ARM_FEATURE_DOTPROD)
+constexpr bool SIGNED = true, DOT = true;
+inline ivec dot(ivec sum, uvec w, int32_t x) {
+    return (ivec)vdotq_s32((int32x4_t)sum, (int8x16_t)w, vreinterpretq_s8_s32(vdupq_n_s32(x)));
+}
+#else
+constexpr bool SIGNED = true, DOT = false;
+inline ivec dot(ivec, uvec, int32_t);
+#endif
+
+// Sums of 2 products each, which 16 bits hold: at most 2 * 128 * 127.
+template <bool SMALL>
+inline svec products(uvec w, int32_t x) {
+#if defined(__AVX512BW__)
+    __m512i a = (__m512i)w, b = _mm512_set1_epi32(x);
+    if (SMALL) return (svec)_mm512_maddubs_epi16(a, b);
+    b = _mm512_mask_sub_epi8(b, _mm512_movepi8_mask(a), _mm512_setzero_si512(), b);
+    return (svec)_mm512_maddubs_epi16(_mm512_abs_epi8(a), b);
+#elif !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__)
+    __m256i a = (__m256i)w, b = _mm256_set1_epi32(x);
+    if (SMALL) return (svec)_mm256_maddubs_epi16(a, b);
+    return (svec)_mm256_maddubs_epi16(_mm256_abs_epi8(a), _mm256_sign_epi8(b, a));
+#else
+    svec a = (svec)w, b = (svec)(x - ivec{});
+    return (a << 8 >> 8) * (b << 8 >> 8) + (a >> 8) * (b >> 8);
+#endif
+}
+
+inline ivec pairs(svec v) {  // sums of neighbours
+#if defined(__AVX512BW__)
+    return (ivec)_mm512_madd_epi16((__m512i)v, _mm512_set1_epi16(1));
+#elif !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__)
+    return (ivec)_mm256_madd_epi16((__m256i)v, _mm256_set1_epi16(1));
+#else
+    return ((ivec)v << 16 >> 16) + ((ivec)v >> 16);
+#endif
+}
+
+inline uvec look_up(uvec codes) {
+#if defined(__AVX512BW__)
+    __m512i table = _mm512_broadcast_i32x4(read<__m128i>(E2M1_NUMBERS));
+    return (uvec)_mm512_shuffle_epi8(table, (__m512i)codes);
+#elif !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__)
+    __m256i table = _mm256_broadcastsi128_si256(read<__m128i>(E2M1_NUMBERS));
+    return (uvec)_mm256_shuffle_epi8(table, (__m256i)codes);
+#elif defined(__aarch64__)
+    return (uvec)vqtbl1q_u8(vld1q_u8(E2M1_NUMBERS), (uint8x16_t)codes);
+#else
+    uint8_t each[4 * W];
+    memcpy(each, &codes, sizeof each);
+    for (uint8_t& code : each) code = E2M1_NUMBERS[code];
+    return read<uvec>(each);
+#endif
+}
+
+// ---- Rows: for each block of the weight BLOCK / 4 words of numbers, then the scale and the sum of
+// the numbers, as floats.
+
+template <class P>
+constexpr int ROUNDED_WORDS = P::BLOCK / 4 + 2;
+
+// Words of a rounded row of a weight.
+template <class P>
+int64_t rounded_words(int depth) {
+    return (int64_t)depth / P::BLOCK * ROUNDED_WORDS<P>;
+}
+
+// Puts the even ones of each 8 numbers first, as the words of panels of 4 bits have them.
+inline void evens_first(ivec* numbers) {
+    ivec lane = lanes(), from = lane & ~7 | (lane * 2 & 7) + ((lane & 4) != 0 & 1);
+    for (int i = 0; i < 32 / W; i += W < 8 ? 2 : 1) {
+        vec a = (vec)numbers[i], b = (vec)numbers[i + (W < 8)];
+        if (W < 8) from = lane * 2;
+        numbers[i] = (ivec)shuffle(a, b, from);
+        if (W < 8) numbers[i + 1] = (ivec)shuffle(a, b, from + 1);
+    }
+}
+
+// Rounds a row to the nearest numbers, ties to even. A NaN or infinity makes its block's scale one.
+template <class P, class T>
+void round_row(const T* from, int depth, int32_t* to) {
+    constexpr int M = 32 / W;
+    for (int k = 0; k < depth; k += 32) {
+        vec x[M];
+        ivec top = {};
+        for (int i = 0; i < M; i++) {
+            int left = depth - k - i * W;
+            x[i] = left > 0 ? load(from + k + i * W, left) : vec{};
+            ivec size = (ivec)x[i] & 0x7fffffff;  // a NaN is above infinity
+            top = size > top ? size : top;
+        }
+        int32_t most = 0;
+        for (int i = 0; i < W; i++) most = std::max(most, top[i]);
+        float largest = read<float>(&most), factor = largest > 1e-30f ? 127 / largest : 0;
+        float scale = largest / 127;
+        ivec numbers[M];
+        for (int i = 0; i < M; i++) {
+            vec moved = x[i] * factor + 12582912.0f;  // the lowest bits are the nearest number
+            numbers[i] = (ivec)moved;
+            x[i] = moved - 12582912.0f;
+        }
+        if (P::SMALL) evens_first(numbers);
+        int8_t bytes[32];
+        for (int i = 0; i < M; i++) {
+            cvec part = __builtin_convertvector(numbers[i], cvec);
+            memcpy(bytes + i * W, &part, sizeof part);
+        }
+        for (int at = 0; at < 32 && k + at < depth; at += P::BLOCK, to += ROUNDED_WORDS<P>) {
+            vec total = {};
+            for (int i = at / W; i < (at + P::BLOCK) / W; i++) total += x[i];
+            float sums = sum(total);
+            memcpy(to, bytes + at, P::BLOCK);
+            memcpy(to + P::BLOCK / 4, &scale, 4);
+            memcpy(to + P::BLOCK / 4 + 1, &sums, 4);
+        }
+    }
+}
+
+// ---- Products.
+
+// Sums [R][C][W] of R rows with C vectors of columns; panels are `apart` words apart.
+template <class P, int R, int C>
+void rounded(const int32_t* x, int64_t stride, const uint32_t* panel, int64_t apart, int depth,
+             float* to, int64_t to_stride) {
+    constexpr int WORDS = P::BLOCK / 4, COUNT = P::SMALL ? 4 : 1;
+    vec sums[R][C] = {};
+    for (int k = 0; k < depth; k += P::BLOCK, panel += P::WORDS * N, x += WORDS + 2) {
+        if constexpr (R == 1)  // prefetch the next panels
+#pragma GCC unroll 24
+            for (int at = 0; at < C / V * P::WORDS * N; at += 16)
+                __builtin_prefetch(panel + (C / V + at / (P::WORDS * N)) * apart
+                                   + at % (P::WORDS * N));
+        ivec found[R][C] = {};
+#pragma GCC unroll 8
+        for (int i = 0; i < WORDS; i += COUNT)
+#pragma GCC unroll 8
+            for (int c = 0; c < C; c++) {
+                const uint32_t* at = panel + c / V * apart + c % V * W;
+                uvec w[COUNT];
+                if constexpr (P::SMALL) {
+#pragma GCC unroll 2
+                    for (int j = 0; j < 2; j++) {
+                        uvec word = read<uvec>(at + (2 + i / 2 + j) * N);
+                        w[2 * j] = word & 0x0f0f0f0f, w[2 * j + 1] = word >> 4 & 0x0f0f0f0f;
+                        if (P::CODES) w[2 * j] = look_up(w[2 * j]);
+                        if (P::CODES) w[2 * j + 1] = look_up(w[2 * j + 1]);
+                    }
+                } else {
+                    w[0] = read<uvec>(at + (2 + i) * N) ^ (SIGNED ? 0x80808080 : 0);
+                }
+#pragma GCC unroll 16
+                for (int r = 0; r < R; r++) {
+                    const int32_t* row = x + r * stride + i;
+                    if constexpr (DOT) {
+#pragma GCC unroll 4
+                        for (int j = 0; j < COUNT; j++)
+                            found[r][c] = dot(found[r][c], w[j], row[j]);
+                    } else {
+                        svec both = products<P::SMALL>(w[0], row[0]);
+#pragma GCC unroll 4
+                        for (int j = 1; j < COUNT; j++)
+                            both += products<P::SMALL>(w[j], row[j]);
+                        found[r][c] += pairs(both);
+                    }
+                }
+            }
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++) {
+            const uint32_t* at = panel + c / V * apart + c % V * W;
+            vec scale = read<vec>(at), minimum = read<vec>(at + N);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++) {
+                const int32_t* of = x + r * stride + WORDS;
+                float factor = read<float>(of), total = read<float>(of + 1);
+                vec whole = __builtin_convertvector(found[r][c], vec);
+                if (SIGNED && !P::SMALL) whole += 128 * total;  // exact
+                sums[r][c] += (whole * scale + all(total) * minimum) * factor;
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++) store(to + r * to_stride + c * W, sums[r][c]);
+}
+
+// Sums [rows][N] of up to ROUNDED rows with a panel.
+template <class P, int R = ROUNDED>
+void rounded(int rows, const int32_t* x, int64_t stride, const uint32_t* panel, int depth,
+             float* to) {
+    if (rows < R) {
+        if constexpr (R > 1) rounded<P, R - 1>(rows, x, stride, panel, depth, to);
+        return;
+    }
+    constexpr int C = R == 1 ? V : BESIDE;
+    for (int v = 0; v < V; v += C)
+        rounded<P, R, C>(x, stride, panel + v * W, 0, depth, to + v * W, N);
+}
+
+}  // namespace
