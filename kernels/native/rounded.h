@@ -15,7 +15,7 @@ namespace {
 #if defined(__AVX512F__)
 constexpr int ROUNDED = 6, BESIDE = 2;
 #elif defined(__AVX2__) && defined(__FMA__)
-constexpr int ROUNDED = 4, BESIDE = 1;
+constexpr int ROUNDED = 3, BESIDE = 2;
 #elif defined(__aarch64__)
 constexpr int ROUNDED = 5, BESIDE = 2;
 #else
@@ -30,38 +30,38 @@ typedef int8_t cvec __attribute__((vector_size(W)));
 
 #if defined(__AVX512F__) && defined(__AVX512VNNI__)
 constexpr bool SIGNED = false, DOT = true;
-inline ivec dot(ivec sum, uvec w, int32_t x) {
-    return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(x));
+inline ivec dot(ivec sum, uvec w, ivec x) {
+    return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
 }
 #elif !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__) && defined(__AVXVNNI__)
 constexpr bool SIGNED = false, DOT = true;
-inline ivec dot(ivec sum, uvec w, int32_t x) {
-    return (ivec)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, _mm256_set1_epi32(x));
+inline ivec dot(ivec sum, uvec w, ivec x) {
+    return (ivec)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
 }
 #elif defined(__ARM_FEATURE_DOTPROD)
 constexpr bool SIGNED = true, DOT = true;
-inline ivec dot(ivec sum, uvec w, int32_t x) {
-    return (ivec)vdotq_s32((int32x4_t)sum, (int8x16_t)w, vreinterpretq_s8_s32(vdupq_n_s32(x)));
+inline ivec dot(ivec sum, uvec w, ivec x) {
+    return (ivec)vdotq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)x);
 }
 #else
 constexpr bool SIGNED = true, DOT = false;
-inline ivec dot(ivec, uvec, int32_t);
+inline ivec dot(ivec, uvec, ivec);
 #endif
 
 // Sums of 2 products each, which 16 bits hold: at most 2 * 128 * 127.
 template <bool SMALL>
-inline svec products(uvec w, int32_t x) {
+inline svec products(uvec w, ivec x) {
 #if defined(__AVX512BW__)
-    __m512i a = (__m512i)w, b = _mm512_set1_epi32(x);
+    __m512i a = (__m512i)w, b = (__m512i)x;
     if (SMALL) return (svec)_mm512_maddubs_epi16(a, b);
     b = _mm512_mask_sub_epi8(b, _mm512_movepi8_mask(a), _mm512_setzero_si512(), b);
     return (svec)_mm512_maddubs_epi16(_mm512_abs_epi8(a), b);
 #elif !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__)
-    __m256i a = (__m256i)w, b = _mm256_set1_epi32(x);
+    __m256i a = (__m256i)w, b = (__m256i)x;
     if (SMALL) return (svec)_mm256_maddubs_epi16(a, b);
     return (svec)_mm256_maddubs_epi16(_mm256_abs_epi8(a), _mm256_sign_epi8(b, a));
 #else
-    svec a = (svec)w, b = (svec)(x - ivec{});
+    svec a = (svec)w, b = (svec)x;
     return (a << 8 >> 8) * (b << 8 >> 8) + (a >> 8) * (b >> 8);
 #endif
 }
@@ -158,11 +158,27 @@ void round_row(const T* from, int depth, int32_t* to) {
 
 // ---- Products.
 
+// Words i to i + COUNT of numbers of a block's column.
+template <class P, int COUNT, class F>
+inline void unpack(const uint32_t* block, int i, const F& take) {
+    if constexpr (!P::SMALL) {
+        take(0, read<uvec>(block + (2 + i) * N) ^ (SIGNED ? 0x80808080 : 0));
+    } else {
+#pragma GCC unroll 2
+        for (int j = 0; j < COUNT; j += 2) {
+            uvec word = read<uvec>(block + (2 + (i + j) / 2) * N);
+            uvec even = word & 0x0f0f0f0f, odd = word >> 4 & 0x0f0f0f0f;
+            take(j, P::CODES ? look_up(even) : even);
+            take(j + 1, P::CODES ? look_up(odd) : odd);
+        }
+    }
+}
+
 // Sums [R][C][W] of R rows with C vectors of columns; panels are `apart` words apart.
 template <class P, int R, int C>
 void rounded(const int32_t* x, int64_t stride, const uint32_t* panel, int64_t apart, int depth,
              float* to, int64_t to_stride) {
-    constexpr int WORDS = P::BLOCK / 4, COUNT = P::SMALL ? 4 : 1;
+    constexpr int WORDS = P::BLOCK / 4, COUNT = !P::SMALL ? 1 : DOT ? 2 : 4;
     vec sums[R][C] = {};
     for (int k = 0; k < depth; k += P::BLOCK, panel += P::WORDS * N, x += WORDS + 2) {
         if constexpr (R == 1)  // prefetch the next panels
@@ -172,38 +188,29 @@ void rounded(const int32_t* x, int64_t stride, const uint32_t* panel, int64_t ap
                                    + at % (P::WORDS * N));
         ivec found[R][C] = {};
 #pragma GCC unroll 8
-        for (int i = 0; i < WORDS; i += COUNT)
+        for (int i = 0; i < WORDS; i += COUNT) {
+            uvec w[COUNT][C];
 #pragma GCC unroll 8
-            for (int c = 0; c < C; c++) {
-                const uint32_t* at = panel + c / V * apart + c % V * W;
-                uvec w[COUNT];
-                if constexpr (P::SMALL) {
-#pragma GCC unroll 2
-                    for (int j = 0; j < 2; j++) {
-                        uvec word = read<uvec>(at + (2 + i / 2 + j) * N);
-                        w[2 * j] = word & 0x0f0f0f0f, w[2 * j + 1] = word >> 4 & 0x0f0f0f0f;
-                        if (P::CODES) w[2 * j] = look_up(w[2 * j]);
-                        if (P::CODES) w[2 * j + 1] = look_up(w[2 * j + 1]);
-                    }
-                } else {
-                    w[0] = read<uvec>(at + (2 + i) * N) ^ (SIGNED ? 0x80808080 : 0);
-                }
+            for (int c = 0; c < C; c++)
+                unpack<P, COUNT>(panel + c / V * apart + c % V * W, i, [&](int j, uvec word) {
+                    w[j][c] = word;
+                });
 #pragma GCC unroll 16
-                for (int r = 0; r < R; r++) {
-                    const int32_t* row = x + r * stride + i;
-                    if constexpr (DOT) {
+            for (int r = 0; r < R; r++) {
+                svec both[C] = {};
 #pragma GCC unroll 4
-                        for (int j = 0; j < COUNT; j++)
-                            found[r][c] = dot(found[r][c], w[j], row[j]);
-                    } else {
-                        svec both = products<P::SMALL>(w[0], row[0]);
-#pragma GCC unroll 4
-                        for (int j = 1; j < COUNT; j++)
-                            both += products<P::SMALL>(w[j], row[j]);
-                        found[r][c] += pairs(both);
-                    }
+                for (int j = 0; j < COUNT; j++) {
+                    ivec own = x[r * stride + i + j] - ivec{};
+                    keep(own);  // for all columns
+#pragma GCC unroll 8
+                    for (int c = 0; c < C; c++)
+                        if constexpr (DOT) found[r][c] = dot(found[r][c], w[j][c], own);
+                        else both[c] += products<P::SMALL>(w[j][c], own);
                 }
+#pragma GCC unroll 8
+                for (int c = 0; c < C && !DOT; c++) found[r][c] += pairs(both[c]);
             }
+        }
 #pragma GCC unroll 8
         for (int c = 0; c < C; c++) {
             const uint32_t* at = panel + c / V * apart + c % V * W;
