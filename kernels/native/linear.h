@@ -119,7 +119,7 @@ struct Product {
 
     void run() {
         if (rows * weight.depth * weight.columns < SMALL) threads = 1;
-        if (weight.rounds && *weight.rounds)
+        if (weight.rounds && *weight.rounds && weight.format >= BITS8)
             return with_panels(weight.format, [&](auto panels) {
                 if constexpr (decltype(panels)::HEAD) by_rounded<decltype(panels)>();
             });

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_int32, c_void_p
+from functools import cache
 
 import torch
 
@@ -32,9 +33,12 @@ class PackedLinear:
     the float32 weight that it stands for; bfloat16 times bfloat16 gives those of the processor's
     instruction, where it has one.
 
+    A row that is rounded to 8 bits has the same bits on every processor.
+
     Args:
         weight: [out, in] float32, bfloat16 or quantized; it is copied.
         bias: [out].
+        rounds: while it is not 0, rows are rounded to 8 bits before they meet a quantized weight.
 
     Attributes:
         struct: what the kernels take; it points to memory of this object.
@@ -112,3 +116,24 @@ class PackedLinear:
     def block(self) -> tuple[int, int]:
         """Address and bytes of the panels."""
         return self._panels.data_ptr(), self._panels.nbytes
+
+
+@cache
+def rounding_problem() -> str | None:
+    """What is wrong with the kernels of rows in 8 bits on this machine; None if products have the
+    bits of the rule."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(9, 96, generator=random)
+    for bits, block, levels in _FORMATS[2:]:
+        numbers = torch.randint(1 << bits, (37, 96), generator=random, dtype=torch.uint8)
+        scales, minimums = torch.rand(2, 37, 96 // block, generator=random)
+        weight = Quantized(numbers, scales, -minimums, bits, levels)
+        product, expected = PackedLinear(weight, None, c_int32(1)), weight.times_rounded(x)
+        if not all(torch.equal(product(x[:n]), expected[:n]) for n in (1, 4, 9)):
+            return "the kernels give wrong products of 8-bit rows"
+    return None
+
+
+def rounding_is_fast() -> bool:
+    """Whether this processor multiplies whole numbers of 8 bits faster than floats."""
+    return bool(c_int32.in_dll(library(), "radixcache_rounds_fast").value)

@@ -22,6 +22,12 @@ constexpr int ROUNDED = 5, BESIDE = 2;
 constexpr int ROUNDED = 2, BESIDE = 2;
 #endif
 
+#if defined(__AVX512BW__)
+constexpr bool BYTES = true;  // vectors of 16 words have instructions for bytes
+#else
+constexpr bool BYTES = false;
+#endif
+
 typedef int16_t svec __attribute__((vector_size(4 * W)));
 typedef int8_t cvec __attribute__((vector_size(W)));
 

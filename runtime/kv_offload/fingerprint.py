@@ -42,6 +42,7 @@ def fingerprint(model: PagedModel, name_or_path: str, page_size: int) -> str:
         "shapes": model.shapes,
         "dtype": str(model.dtype),
         **({} if model.kv_cache_dtype == "auto" else {"kv": model.kv_cache_dtype}),
+        **({"activations": "int8"} if model.quantized_activations else {}),
         "layers": model.layers_by,
         "attention": model.attention.name,
         "exact": model.exact,

@@ -89,6 +89,9 @@ class PagedModel(ABC):
     layers_by: str
     """Whose code computes the layers, for `placement`."""
 
+    quantized_activations = False
+    """Whether products with quantized weights round their rows; see `quantized_activations.py`."""
+
     kept = ""
     """How weights are stored, for `placement`, if not in the model's dtype."""
 
@@ -139,6 +142,15 @@ class PagedModel(ABC):
         ]
 
     @property
+    def can_quantize_activations(self) -> bool:
+        """Whether products with quantized weights can round their rows to 8 bits."""
+        return False
+
+    def quantize_activations(self, on: bool) -> None:
+        """Let them round their rows, or not, if they can."""
+        raise NotImplementedError
+
+    @property
     def max_graph_rows(self) -> int:
         """Sequences of a step that a CUDA graph may run; 0 if there are no graphs."""
         return self.attention.max_fixed_rows
@@ -172,6 +184,7 @@ class PagedModel(ABC):
             place += f" ({torch.cuda.get_device_name(self.device)})"
         dtype = str(self.dtype).removeprefix("torch.")
         more = "" if self.kv_cache_dtype == "auto" else f", KV in {self.kv_cache_dtype}"
+        more += ", activations in 8 bits" if self.quantized_activations else ""
         more += ", exact" if self.exact else ""
         if self.device.type == "cpu" and (reason := problem()) is not None:
             more += f"; slower without the native kernels ({reason})"

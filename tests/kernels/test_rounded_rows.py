@@ -1,5 +1,5 @@
-"""Products of rows that are rounded to 8 bits: the bits of a plain rule, in every format, whatever the
-number of rows or threads. Each processor and profile runs it, so all have the same bits."""
+"""Products of rows that are rounded to 8 bits: the bits of a plain rule, in every format, whatever
+the number of rows or threads. As each processor has to give them, all have the same bits."""
 
 from __future__ import annotations
 
@@ -85,3 +85,32 @@ def test_a_product_has_the_bits_of_the_rule(outer, inner, kind, dtype) -> None:
             for first in (0, 140 - rows):
                 got = bits(product(x[first : first + rows]))
                 np.testing.assert_array_equal(got, want[first : first + rows])
+
+
+@pytest.mark.parametrize("kind", FORMATS[2:])
+def test_torch_has_the_same_rule(kind) -> None:
+    weight, x = make(kind, 37, 96), torch.randn(9, 96)
+    assert isinstance(weight, Quantized)
+    np.testing.assert_array_equal(bits(weight.times_rounded(x)), bits(expected(x, weight)))
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_no_number_spoils_its_row_alone(wrong) -> None:
+    for kind in FORMATS[2:]:
+        weight, x = make(kind, 64, 128), torch.randn(9, 128)
+        assert isinstance(weight, Quantized)
+        x[3, 7] = wrong
+        out = product_of(weight)(x)
+        assert (~out.isfinite()).any(1).tolist() == [row == 3 for row in range(9)]
+        assert not out[3].isfinite().any()
+
+
+def test_rows_are_rounded_only_while_they_shall_be_and_before_quantized_weights_alone() -> None:
+    flag, x = c_int32(0), torch.randn(5, 64)
+    for kind in FORMATS:
+        weight = make(kind, 40, 64)
+        product, plain = PackedLinear(weight, None, flag), PackedLinear(weight)
+        flag.value = 0
+        assert torch.equal(product(x), plain(x))
+        flag.value = 1
+        assert torch.equal(product(x), plain(x)) == isinstance(weight, torch.Tensor)
