@@ -11,91 +11,90 @@
 
 namespace {
 
-// ROUNDED: rows whose sums are in registers at once, with those of BESIDE vectors of columns.
-#if defined(__AVX512F__)
-constexpr int ROUNDED = 6, BESIDE = 2;
-#elif defined(__AVX2__) && defined(__FMA__)
-constexpr int ROUNDED = 3, BESIDE = 2;
-#elif defined(__aarch64__)
-constexpr int ROUNDED = 5, BESIDE = 2;
-#else
-constexpr int ROUNDED = 2, BESIDE = 2;
-#endif
-
-#if defined(__AVX512BW__)
-constexpr bool BYTES = true;  // vectors of 16 words have instructions for bytes
-#else
-constexpr bool BYTES = false;
-#endif
-
 typedef int16_t svec __attribute__((vector_size(4 * W)));
 typedef int8_t cvec __attribute__((vector_size(W)));
 
-// ---- Whole numbers. A word has 4 numbers of a column, or of a row; those of a column are below 32,
-// or signed (less 128) where SIGNED says so.
+// ---- Whole numbers. A word has 4 numbers of a column, or of a row; those of a column are below 32
+// (SMALL), or signed (less 128) where SIGNED says so. `add` adds 4 products to `sum`; or the sums of
+// 2 to `half`, which 16 bits hold (2 * 128 * 127 at most, or 8 of SMALL), and `settle` their sums.
+// ROUNDED: rows whose sums are in registers at once, with those of BESIDE vectors of columns.
 
-#if defined(__AVX512F__) && defined(__AVX512VNNI__)
-constexpr bool SIGNED = false, DOT = true;
-inline ivec dot(ivec sum, uvec w, ivec x) {
-    return (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
-}
-#elif !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__) && defined(__AVXVNNI__)
-constexpr bool SIGNED = false, DOT = true;
-inline ivec dot(ivec sum, uvec w, ivec x) {
-    return (ivec)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
-}
-#elif defined(__ARM_FEATURE_DOTPROD)
-constexpr bool SIGNED = true, DOT = true;
-inline ivec dot(ivec sum, uvec w, ivec x) {
-    return (ivec)vdotq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)x);
-}
-#else
-constexpr bool SIGNED = true, DOT = false;
-inline ivec dot(ivec, uvec, ivec);
-#endif
-
-// Sums of 2 products each, which 16 bits hold: at most 2 * 128 * 127.
-template <bool SMALL>
-inline svec products(uvec w, ivec x) {
+constexpr int BESIDE = 2;
 #if defined(__AVX512BW__)
-    __m512i a = (__m512i)w, b = (__m512i)x;
-    if (SMALL) return (svec)_mm512_maddubs_epi16(a, b);
-    b = _mm512_mask_sub_epi8(b, _mm512_movepi8_mask(a), _mm512_setzero_si512(), b);
-    return (svec)_mm512_maddubs_epi16(_mm512_abs_epi8(a), b);
-#elif !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__)
-    __m256i a = (__m256i)w, b = (__m256i)x;
-    if (SMALL) return (svec)_mm256_maddubs_epi16(a, b);
-    return (svec)_mm256_maddubs_epi16(_mm256_abs_epi8(a), _mm256_sign_epi8(b, a));
-#else
-    svec a = (svec)w, b = (svec)x;
-    return (a << 8 >> 8) * (b << 8 >> 8) + (a >> 8) * (b >> 8);
-#endif
-}
-
-inline ivec pairs(svec v) {  // sums of neighbours
-#if defined(__AVX512BW__)
-    return (ivec)_mm512_madd_epi16((__m512i)v, _mm512_set1_epi16(1));
-#elif !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__)
-    return (ivec)_mm256_madd_epi16((__m256i)v, _mm256_set1_epi16(1));
-#else
-    return ((ivec)v << 16 >> 16) + ((ivec)v >> 16);
-#endif
-}
-
+constexpr int ROUNDED = 6;
+constexpr bool FAST = true;
 inline uvec look_up(uvec codes) {
-#if defined(__AVX512BW__)
     __m512i table = _mm512_broadcast_i32x4(read<__m128i>(E2M1_NUMBERS));
     return (uvec)_mm512_shuffle_epi8(table, (__m512i)codes);
+}
 #elif !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__)
+constexpr int ROUNDED = 3;
+constexpr bool FAST = true;
+inline uvec look_up(uvec codes) {
     __m256i table = _mm256_broadcastsi128_si256(read<__m128i>(E2M1_NUMBERS));
     return (uvec)_mm256_shuffle_epi8(table, (__m256i)codes);
-#elif defined(__aarch64__)
-    return (uvec)vqtbl1q_u8(vld1q_u8(E2M1_NUMBERS), (uint8x16_t)codes);
+}
 #else
+#if defined(__ARM_FEATURE_DOTPROD)
+constexpr int ROUNDED = 5;
+constexpr bool FAST = true;
+#else
+constexpr int ROUNDED = 2;
+constexpr bool FAST = false;
+#endif
+inline uvec look_up(uvec codes) {
     uint8_t each[4 * W];
     memcpy(each, &codes, sizeof each);
     for (uint8_t& code : each) code = E2M1_NUMBERS[code];
     return read<uvec>(each);
+}
+#endif
+
+#if defined(__AVX512BW__) && defined(__AVX512VNNI__)
+constexpr bool SIGNED = false, DOT = true;
+template <bool>
+inline void add(ivec& sum, svec&, uvec w, ivec x) {
+    sum = (ivec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
+}
+#elif !defined(__AVX512F__) && defined(__FMA__) && defined(__AVXVNNI__)
+constexpr bool SIGNED = false, DOT = true;
+template <bool>
+inline void add(ivec& sum, svec&, uvec w, ivec x) {
+    sum = (ivec)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
+}
+#elif defined(__ARM_FEATURE_DOTPROD)
+constexpr bool SIGNED = true, DOT = true;
+template <bool>
+inline void add(ivec& sum, svec&, uvec w, ivec x) {
+    sum = (ivec)vdotq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)x);
+}
+#else
+constexpr bool SIGNED = true, DOT = false;
+template <bool SMALL>
+inline void add(ivec&, svec& half, uvec w, ivec x) {
+#if defined(__AVX512BW__)
+    __m512i a = (__m512i)w, b = (__m512i)x;
+    if (!SMALL) b = _mm512_mask_sub_epi8(b, _mm512_movepi8_mask(a), _mm512_setzero_si512(), b);
+    half += (svec)_mm512_maddubs_epi16(SMALL ? a : _mm512_abs_epi8(a), b);
+#elif !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__)
+    __m256i a = (__m256i)w, b = (__m256i)x;
+    if (!SMALL) b = _mm256_sign_epi8(b, a), a = _mm256_abs_epi8(a);
+    half += (svec)_mm256_maddubs_epi16(a, b);
+#else
+    svec a = (svec)w, b = (svec)x;
+    half += (a << 8 >> 8) * (b << 8 >> 8) + (a >> 8) * (b >> 8);
+#endif
+}
+#endif
+
+inline void settle(ivec& sum, svec half) {
+    if constexpr (DOT) return;
+#if defined(__AVX512BW__)
+    sum += (ivec)_mm512_madd_epi16((__m512i)half, _mm512_set1_epi16(1));
+#elif !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__)
+    sum += (ivec)_mm256_madd_epi16((__m256i)half, _mm256_set1_epi16(1));
+#else
+    sum += ((ivec)half << 16 >> 16) + ((ivec)half >> 16);
 #endif
 }
 
@@ -203,18 +202,17 @@ void rounded(const int32_t* x, int64_t stride, const uint32_t* panel, int64_t ap
                 });
 #pragma GCC unroll 16
             for (int r = 0; r < R; r++) {
-                svec both[C] = {};
+                svec half[C] = {};
 #pragma GCC unroll 4
                 for (int j = 0; j < COUNT; j++) {
                     ivec own = x[r * stride + i + j] - ivec{};
                     keep(own);  // for all columns
 #pragma GCC unroll 8
                     for (int c = 0; c < C; c++)
-                        if constexpr (DOT) found[r][c] = dot(found[r][c], w[j][c], own);
-                        else both[c] += products<P::SMALL>(w[j][c], own);
+                        add<P::SMALL>(found[r][c], half[c], w[j][c], own);
                 }
 #pragma GCC unroll 8
-                for (int c = 0; c < C && !DOT; c++) found[r][c] += pairs(both[c]);
+                for (int c = 0; c < C; c++) settle(found[r][c], half[c]);
             }
         }
 #pragma GCC unroll 8

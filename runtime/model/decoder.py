@@ -105,15 +105,8 @@ class Decoder(PagedModel):
         last_norm = weights.last_norm()
         expected = reference.logits(architecture, hidden, last_norm, rows)
         self._operations.loaded(last_norm)
+        self.rounds = self._operations.rounds
         self._check(tokens, checked, expected, weights)
-
-    @property
-    def can_quantize_activations(self) -> bool:
-        return self._operations.rounds is not None
-
-    def quantize_activations(self, on: bool) -> None:
-        assert self._operations.rounds is not None
-        self._operations.rounds.value = self.quantized_activations = on
 
     def threads(self) -> AbstractContextManager[None]:
         return quiet_torch() if isinstance(self.attention, NativeBackend) else nullcontext()

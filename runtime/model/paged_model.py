@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from ctypes import c_int32
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -89,8 +90,8 @@ class PagedModel(ABC):
     layers_by: str
     """Whose code computes the layers, for `placement`."""
 
-    quantized_activations = False
-    """Whether products with quantized weights round their rows; see `quantized_activations.py`."""
+    rounds: c_int32 | None = None
+    """Not 0 while products with quantized weights round their rows to 8 bits; None if none can."""
 
     kept = ""
     """How weights are stored, for `placement`, if not in the model's dtype."""
@@ -142,13 +143,9 @@ class PagedModel(ABC):
         ]
 
     @property
-    def can_quantize_activations(self) -> bool:
-        """Whether products with quantized weights can round their rows to 8 bits."""
-        return False
-
-    def quantize_activations(self, on: bool) -> None:
-        """Let them round their rows, or not, if they can."""
-        raise NotImplementedError
+    def quantized_activations(self) -> bool:
+        """Whether products with quantized weights round their rows to 8 bits."""
+        return self.rounds is not None and bool(self.rounds.value)
 
     @property
     def max_graph_rows(self) -> int:

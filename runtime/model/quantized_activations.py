@@ -61,7 +61,8 @@ def quantize_activations(model: PagedModel, asked: str) -> None:
     error = float(((rounded - plain).std(1) / plain.std(1)).median())
     if error <= MOST_ERROR:  # not if it is NaN
         return
-    model.quantize_activations(False)
+    assert model.rounds is not None
+    model.rounds.value = False
     told = f"its logits change by {error:.1%} of their spread ({MOST_ERROR:.0%} at most)"
     if asked == "on":
         raise ModelError(f"this model does not bear quantized_activations: {told}; say off")
@@ -73,14 +74,15 @@ def _refusal(model: PagedModel) -> str | None:
         return f"runs on a CPU only, not on {model.device}"
     if (reason := problem() or rounding_problem()) is not None:
         return f"needs the native kernels, which do not run here ({reason})"
-    if not model.can_quantize_activations:
+    if model.rounds is None:
         return "is for quantized weights in our own loop, and this model has none"
     return None
 
 
 def _logits(model: PagedModel, rounded: bool) -> torch.Tensor:
     """[T, vocab_size] of some tokens."""
-    model.quantize_activations(rounded)
+    assert model.rounds is not None
+    model.rounds.value = rounded
     count = min(_TOKENS, model.max_context)
     tokens, table = np.arange(count) * 7919 % model.vocab_size, np.zeros(1, np.int32)
     states = [SequenceStates(-1, 0)] if model.state_shapes else []
