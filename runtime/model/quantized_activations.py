@@ -36,11 +36,6 @@ def describe() -> str:
     return f"no: {reason}" if reason else "yes" if rounding_is_fast() else "yes, but not fast"
 
 
-def check_asked(asked: str) -> None:
-    if asked not in ("auto", "on", "off"):
-        raise InvalidRequest(f"unknown quantized_activations {asked!r}: say auto, on or off")
-
-
 def quantize_activations(model: PagedModel, asked: str) -> None:
     """Let a loaded model round rows if that is asked for, or if it pays, and its logits stay close.
 
@@ -48,6 +43,8 @@ def quantize_activations(model: PagedModel, asked: str) -> None:
         InvalidRequest: it is asked for, and the model or this machine cannot.
         ModelError: its logits change too much.
     """
+    if asked not in ("auto", "on", "off"):
+        raise InvalidRequest(f"unknown quantized_activations {asked!r}: say auto, on or off")
     reason = None if asked == "off" else _refusal(model)
     if asked == "auto":
         in_float32 = model.exact and model.dtype == torch.float32
