@@ -110,8 +110,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine level").add_argument
     engine("--model", metavar="M", help="folder, .gguf file or hub id (the bundled model)")
     engine("--kv-dtype", metavar="D", help="kv_cache_dtype: int8, say (the model's dtype)")
-    choices = ("auto", "on", "off")
-    engine("--quantized-activations", choices=choices, default="auto", help="in 8 bits (auto)")
+    engine("--quantized-activations", choices=("auto", "on", "off"), default="auto")
     engine("--device", default="auto", metavar="D", help="cpu, cuda or auto")
     engine("--speculate", action="store_true", help="draft tokens from earlier texts (no drafts)")
     engine("--repeats", type=int, default=3, metavar="N", help="timed runs (3)")

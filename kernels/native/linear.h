@@ -199,7 +199,8 @@ struct Product {
     void by_rounded() const {
         static thread_local Scratch memory;
         int depth = weight.depth;
-        int64_t words = rounded_words<P>(depth), apart = (int64_t)depth / P::BLOCK * P::WORDS * N;
+        int64_t blocks_deep = depth / P::BLOCK, words = blocks_deep * ROUNDED_WORDS<P>;
+        int64_t apart = blocks_deep * P::WORDS * N;
         int32_t* a = (int32_t*)memory.get(rows * words);
         parallel_rows(rows, depth, threads, [&](int64_t r) {
             round_row<P>(x + r * x_stride, depth, a + r * words);

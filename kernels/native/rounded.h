@@ -95,12 +95,6 @@ inline void settle(ivec& sum, svec half) {
 template <class P>
 constexpr int ROUNDED_WORDS = P::BLOCK / 4 + 2;
 
-// Words of a rounded row of a weight.
-template <class P>
-int64_t rounded_words(int depth) {
-    return (int64_t)depth / P::BLOCK * ROUNDED_WORDS<P>;
-}
-
 // Puts the even ones of each 8 numbers first, as the words of panels of 4 bits have them.
 inline void evens_first(ivec* numbers) {
     ivec lane = lanes(), from = lane & ~7 | (lane * 2 & 7) + ((lane & 4) != 0 & 1);

@@ -45,14 +45,13 @@ def quantize_activations(model: PagedModel, asked: str) -> None:
     """
     if asked not in ("auto", "on", "off"):
         raise InvalidRequest(f"unknown quantized_activations {asked!r}: say auto, on or off")
-    reason = None if asked == "off" else _refusal(model)
-    if asked == "auto":
-        in_float32 = model.exact and model.dtype == torch.float32
-        asked = "off" if reason or in_float32 or not (AUTO and rounding_is_fast()) else asked
-    elif reason is not None:
-        raise InvalidRequest(f"quantized_activations='on' {reason}: say off")
     if asked == "off":
         return
+    reason, in_float32 = _refusal(model), model.exact and model.dtype == torch.float32
+    if asked == "auto" and (reason or in_float32 or not (AUTO and rounding_is_fast())):
+        return
+    if reason is not None:
+        raise InvalidRequest(f"quantized_activations='on' {reason}: say off")
     plain, rounded = _logits(model, False), _logits(model, True)
     # The median: nearly tied experts may give some tokens another MLP.
     error = float(((rounded - plain).std(1) / plain.std(1)).median())
