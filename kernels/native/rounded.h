@@ -1,9 +1,8 @@
 // Products of rows that are rounded to 8 bits with quantized weights.
 //
-// A row is rounded by itself: each 32 elements become whole numbers of 8 bits and a scale. Within a
-// block of the weight the products of whole numbers are added, which is exact in any order; blocks
-// are added in their order, by operations that every processor has, none of them fused. So a row has
-// the same bits beside any other rows, by any threads, and on every processor.
+// A row is rounded by itself: each 32 elements become whole numbers of 8 bits and a scale. Products
+// of whole numbers are added within a block of the weight, exactly in any order; blocks in order, by
+// operations that are not fused. So a row has the same bits beside any others, on every processor.
 
 #pragma once
 
