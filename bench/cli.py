@@ -110,6 +110,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine level").add_argument
     engine("--model", metavar="M", help="folder, .gguf file or hub id (the bundled model)")
     engine("--kv-dtype", metavar="D", help="kv_cache_dtype: int8, say (the model's dtype)")
+    engine("--quantized-activations", choices=("auto", "on", "off"), default="auto")
     engine("--device", default="auto", metavar="D", help="cpu, cuda or auto")
     engine("--speculate", action="store_true", help="draft tokens from earlier texts (no drafts)")
     engine("--repeats", type=int, default=3, metavar="N", help="timed runs (3)")
@@ -285,7 +286,10 @@ def _load_model(args: argparse.Namespace) -> PagedModel:
     if args.model is None:
         logging.disable_progress_bar()
     return load_model(
-        args.model or BUNDLED_MODEL, device=args.device, kv_cache_dtype=args.kv_dtype or "auto"
+        args.model or BUNDLED_MODEL,
+        device=args.device,
+        kv_cache_dtype=args.kv_dtype or "auto",
+        quantized_activations=args.quantized_activations,
     )
 
 
@@ -318,4 +322,6 @@ def _settings(
         settings |= {"model": args.model or "tabletalk", "device": str(model.device)}
     if args.kv_dtype is not None:
         settings["KV"] = args.kv_dtype
+    if model is not None and model.quantized_activations:
+        settings["activations"] = "8 bits"
     return settings

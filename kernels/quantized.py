@@ -92,6 +92,27 @@ class Quantized:
         blocks.mul_(scales[..., None])  # exact
         return blocks.add_(minimums[..., None]).flatten(1)
 
+    def times_rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """float32 [T, out] of rows [T, in] that are rounded to 8 bits, to the bit of rounded.h."""
+        numbers, scales, minimums = self.tables()
+        if self.levels:
+            numbers = torch.tensor(self.levels)[numbers.int()]
+        rows, depth = x.shape
+        blocks = x.new_zeros(rows, -(-depth // 32) * 32, dtype=torch.float32)
+        blocks[:, :depth] = x
+        blocks = blocks.unflatten(1, (-1, 32))
+        most = blocks.abs().amax(-1, keepdim=True)
+        factors = torch.where(most > 1e-30, 127 / most, torch.zeros(()))
+        whole = (blocks * factors).round().flatten(1)[:, :depth].unflatten(1, (-1, self.block))
+        row_scales = (most / 127).repeat_interleave(32 // self.block, 1)
+        columns = numbers.unflatten(1, (-1, self.block)).float()
+        out = x.new_zeros(rows, len(numbers), dtype=torch.float32)
+        for at in range(scales.shape[1]):  # sums of whole numbers below 2^24 are exact
+            products = (whole[:, at] @ columns[:, at].T) * scales[:, at]
+            products += whole[:, at].sum(1, keepdim=True) * minimums[:, at]
+            out += products * row_scales[:, at]
+        return out
+
 
 def dense(weight: torch.Tensor | Quantized) -> torch.Tensor:
     """A quantized weight as float32; any other as it is."""

@@ -247,7 +247,7 @@ def info(args: argparse.Namespace) -> int:
     import transformers
 
     from radixcache.kernels.native.library import problem as native_problem
-    from radixcache.runtime.model import exact
+    from radixcache.runtime.model import exact, quantized_activations
     from radixcache.runtime.model.device import driver_problem, nvidia_driver
 
     problem, threads, driver = native_problem(), torch.get_num_threads(), nvidia_driver()
@@ -270,6 +270,7 @@ def info(args: argparse.Namespace) -> int:
         *gpu,
         ("native kernels", "yes" if problem is None else f"no, models run slower: {problem}"),
         ("exact mode", exact.describe()),
+        ("8-bit rows", quantized_activations.describe()),
     ):
         print(f"{name:15} {text}")
     if args.MODEL is not None:

@@ -129,11 +129,14 @@ def run_aarch64(name: str, options: list[str]) -> Outcome:
     if compiler is None or emulator is None:
         raise Impossible("it needs g++-aarch64-linux-gnu and qemu-user")
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            program = compile_check(compiler, Path(folder, "check"), "-static")
-        except subprocess.CalledProcessError as error:
-            return Outcome(False, "aarch64", str(error))
-        status, summary = show((emulator, str(program)))
+        for level in ("armv8-a", "armv8.2-a+dotprod"):
+            try:
+                program = compile_check(compiler, Path(folder, level), "-static", f"-march={level}")
+            except subprocess.CalledProcessError as error:
+                return Outcome(False, "aarch64", str(error))
+            status, summary = show((emulator, str(program)))
+            if status:
+                break
     return Outcome(status == 0, "aarch64, emulated", summary)
 
 

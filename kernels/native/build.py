@@ -48,10 +48,17 @@ class Level(NamedTuple):
 _V3 = "abm avx avx2 bmi1 bmi2 cx16 f16c fma lahf_lm movbe popcnt sse4_1 sse4_2 ssse3"
 _V4 = f"{_V3} avx512bw avx512cd avx512dq avx512f avx512vl"
 LEVELS = {  # the best first
-    "x86-64-v4-bf16": Level("x86_64", "-march=x86-64-v4 -mavx512bf16", f"{_V4} avx512_bf16"),
+    "x86-64-v4-bf16": Level(
+        "x86_64",
+        "-march=x86-64-v4 -mavx512bf16 -mavx512vnni",
+        f"{_V4} avx512_bf16 avx512_vnni",
+    ),
+    "x86-64-v4-vnni": Level("x86_64", "-march=x86-64-v4 -mavx512vnni", f"{_V4} avx512_vnni"),
     "x86-64-v4": Level("x86_64", "-march=x86-64-v4", _V4),
+    "x86-64-v3-vnni": Level("x86_64", "-march=x86-64-v3 -mavxvnni", f"{_V3} avx_vnni"),
     "x86-64-v3": Level("x86_64", "-march=x86-64-v3", _V3),
     "x86-64": Level("x86_64", "-march=x86-64"),
+    "armv8.2-a": Level("aarch64", "-march=armv8.2-a+dotprod", "asimd asimddp"),
     "armv8-a": Level("aarch64", "-march=armv8-a"),
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_int32, c_void_p
+from functools import cache
 
 import torch
 
@@ -21,6 +22,7 @@ class Weight(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("panels", "bias")),
         *((name, c_int32) for name in ("depth", "padded", "columns", "format")),
+        ("rounds", c_void_p),
     ]
 
 
@@ -31,15 +33,23 @@ class PackedLinear:
     the float32 weight that it stands for; bfloat16 times bfloat16 gives those of the processor's
     instruction, where it has one.
 
+    A row that is rounded to 8 bits has the same bits on every processor.
+
     Args:
         weight: [out, in] float32, bfloat16 or quantized; it is copied.
         bias: [out].
+        rounds: while it is not 0, rows are rounded to 8 bits before they meet a quantized weight.
 
     Attributes:
         struct: what the kernels take; it points to memory of this object.
     """
 
-    def __init__(self, weight: torch.Tensor | Quantized, bias: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor | Quantized,
+        bias: torch.Tensor | None = None,
+        rounds: c_int32 | None = None,
+    ) -> None:
         self.out_features, self.in_features = rows, depth = weight.shape
         panel = c_int32.in_dll(library(), "radixcache_panel").value
         panels, padded = -(-rows // panel), depth
@@ -69,10 +79,12 @@ class PackedLinear:
             check(bias, bias.dtype, (rows,))
             self._bias = torch.zeros(panels * panel)
             self._bias[:rows] = bias
+        self._rounds = rounds
         self.struct = Weight(
             self._panels.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
             *(depth, padded, rows, _FORMATS.index((bits, block, levels))),
+            None if rounds is None else ctypes.addressof(rounds),
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -104,3 +116,24 @@ class PackedLinear:
     def block(self) -> tuple[int, int]:
         """Address and bytes of the panels."""
         return self._panels.data_ptr(), self._panels.nbytes
+
+
+@cache
+def rounding_problem() -> str | None:
+    """What is wrong with the kernels of rows in 8 bits on this machine; None if products have the
+    bits of the rule."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(9, 96, generator=random)
+    for bits, block, levels in _FORMATS[2:]:
+        numbers = torch.randint(1 << bits, (37, 96), generator=random, dtype=torch.uint8)
+        scales, minimums = torch.rand(2, 37, 96 // block, generator=random)
+        weight = Quantized(numbers, scales, -minimums, bits, levels)
+        product, expected = PackedLinear(weight, None, c_int32(1)), weight.times_rounded(x)
+        if not all(torch.equal(product(x[:n]), expected[:n]) for n in (1, 4, 9)):
+            return "the kernels give wrong products of 8-bit rows"
+    return None
+
+
+def rounding_is_fast() -> bool:
+    """Whether this processor multiplies whole numbers of 8 bits faster than floats."""
+    return bool(c_int32.in_dll(library(), "radixcache_rounds_fast").value)

@@ -27,6 +27,10 @@ def _auto_or_off(value: Any) -> Any:
     return ("off", "auto")[value] if isinstance(value, bool) else value
 
 
+def _on_or_off(value: Any) -> Any:
+    return ("off", "on")[value] if isinstance(value, bool) else value
+
+
 KV_DIR_SIZE = "10GB"
 
 _COUNT = Rule(lambda n: isinstance(n, int | np.integer) and bool(n >= 1), "must be at least 1")
@@ -83,6 +87,11 @@ class EngineArgs:
     kv_cache_dtype: Literal["auto", "float16", "bfloat16", "int8", "fp8"] = setting(
         "auto", "number format of KV pages; auto is the model's, int8 takes half of 16 bits"
     )
+    quantized_activations: Literal["auto", "on", "off"] = setting(
+        "auto",
+        "round activations to 8 bits before quantized weights (auto: where it is faster; on a CPU)",
+        parse=_on_or_off,
+    )
     device: str = setting("auto", "cpu, cuda, or auto: a GPU if there is one", metavar="D")
     tensor_parallel_size: int = setting(
         1, "devices to split the model across, with a process each", metavar="N", rule=_COUNT
@@ -115,6 +124,8 @@ class EngineArgs:
         check(self)
         if self.tensor_parallel_size > 1 and self.exact:
             raise InvalidRequest("exact mode is for one process: the sums of ranks are not checked")
+        if self.tensor_parallel_size > 1 and self.quantized_activations == "on":
+            raise InvalidRequest("quantized_activations='on' is for one process: say off")
         if self.kv_dir is not None and not str(self.kv_dir).strip():
             raise InvalidRequest("kv_dir is the name of a folder, not empty")
         for name in ("host_memory", "kv_dir"):

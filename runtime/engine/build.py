@@ -287,6 +287,7 @@ def load(args: EngineArgs) -> PagedModel:
         read = partial(
             load_model, path, dtype=args.dtype, device=args.device, exact=args.exact,
             max_model_len=args.max_model_len, kv_cache_dtype=args.kv_cache_dtype,
+            quantized_activations=args.quantized_activations,
         )  # fmt: skip
     if resolve_device(args.device).type != "cpu":
         return read()

@@ -423,6 +423,7 @@ def open_disk(
         folder = kv_dir / fingerprint(model, name_or_path, pool)
         dtype = str(model.dtype).removeprefix("torch.")
         dtype += f", KV in {model.kv_cache_dtype}" * (model.kv_cache_dtype != "auto")
+        dtype += ", activations in 8 bits" * model.quantized_activations
         exact = ", exact" * model.exact
         about = f"{Path(name_or_path).name} in {dtype}{exact}, pages of {pool.page_size} tokens"
         about += ", windows kept apart" * (pool.windows is not None)

@@ -44,6 +44,7 @@ def fingerprint(model: PagedModel, name_or_path: str, pool: KVPool) -> str:
         "dtype": str(model.dtype),
         **({} if model.kv_cache_dtype == "auto" else {"kv": model.kv_cache_dtype}),
         **({} if pool.windows is None else {"windows": pool.windows}),
+        **({"activations": "int8"} if model.quantized_activations else {}),
         "layers": model.layers_by,
         "attention": model.attention.name,
         "exact": model.exact,

@@ -105,6 +105,7 @@ class Decoder(PagedModel):
         last_norm = weights.last_norm()
         expected = reference.logits(architecture, hidden, last_norm, rows)
         self._operations.loaded(last_norm)
+        self.rounds = self._operations.rounds
         self._check(tokens, checked, expected, weights)
 
     def threads(self) -> AbstractContextManager[None]:

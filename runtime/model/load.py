@@ -35,6 +35,7 @@ from radixcache.runtime.model.gguf.weights import GGUFWeights
 from radixcache.runtime.model.kv_dtype import check_kv_dtype, store_kv
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
+from radixcache.runtime.model.quantized_activations import quantize_activations
 from radixcache.runtime.model.weights import CheckpointWeights, ModelWeights
 
 _log = logging.getLogger("radixcache")
@@ -52,6 +53,7 @@ def load_model(
     exact: bool = False,
     max_model_len: int | None = None,
     kv_cache_dtype: str = "auto",
+    quantized_activations: str = "auto",
 ) -> PagedModel:
     """Load a causal LM from a folder, a GGUF file or the Hugging Face hub, if it runs right here.
 
@@ -65,12 +67,15 @@ def load_model(
         exact: a row's bits depend only on its own tokens (see `exact.py`).
         max_model_len: the most tokens of a sequence; None takes the config's.
         kv_cache_dtype: of the KV pages: "float16", "bfloat16", "int8" or "fp8"; "auto" is `dtype`.
+        quantized_activations: whether products with quantized weights round their rows to 8 bits:
+            "on", "off", or "auto": where that is faster, and no exact float32 is asked for.
 
     Raises:
         ModelError: there is no such model, or it cannot be loaded or trusted over pages; or it, or
-            this machine, cannot be exact; or it does not bear `kv_cache_dtype`.
+            this machine, cannot be exact; or it does not bear `kv_cache_dtype` or
+            `quantized_activations`.
         InvalidRequest: a dtype or device that does not exist, or that is never exact; or a
-            `kv_cache_dtype` that the model or this device cannot have.
+            `kv_cache_dtype` or `quantized_activations` that the model or this device cannot have.
     """
     place = resolve_device(device)
     warn_of_untried({"torch": torch.__version__, "transformers": metadata.version("transformers")})
@@ -99,6 +104,7 @@ def load_model(
             from radixcache.runtime.model.transformers_loading import load_transformers
 
             model = load_transformers(name_or_path, kind, place, attention, max_model_len)
+        quantize_activations(model, quantized_activations)
         store_kv(model, kv_cache_dtype, name_or_path)
         if exact:
             exactness.check(model)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from ctypes import c_int32
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -89,6 +90,9 @@ class PagedModel(ABC):
     layers_by: str
     """The library whose code computes the layers, for `placement`."""
 
+    rounds: c_int32 | None = None
+    """Not 0 while products with quantized weights round their rows to 8 bits; None if none can."""
+
     kept = ""
     """The form of stored weights, for `placement`, if it is not the model's dtype."""
 
@@ -139,6 +143,11 @@ class PagedModel(ABC):
         ]
 
     @property
+    def quantized_activations(self) -> bool:
+        """Whether products with quantized weights round their rows to 8 bits."""
+        return self.rounds is not None and bool(self.rounds.value)
+
+    @property
     def max_graph_rows(self) -> int:
         """Sequences of a step that a CUDA graph may run; 0 if there are no graphs."""
         return self.attention.max_fixed_rows
@@ -172,6 +181,7 @@ class PagedModel(ABC):
             place += f" ({torch.cuda.get_device_name(self.device)})"
         dtype = str(self.dtype).removeprefix("torch.")
         more = "" if self.kv_cache_dtype == "auto" else f", KV in {self.kv_cache_dtype}"
+        more += ", activations in 8 bits" if self.quantized_activations else ""
         more += ", exact" if self.exact else ""
         if self.device.type == "cpu" and (reason := problem()) is not None:
             more += f"; slower without the native kernels ({reason})"

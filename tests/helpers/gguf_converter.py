@@ -133,8 +133,9 @@ _SCORED_KEYS = {
 }  # fmt: skip
 
 
-def convert(folder: Path, path: Path, **changes: Any) -> Path:
-    """Write the model of a folder to `path`; `changes` are keys, or None to leave them out."""
+def convert(folder: Path, path: Path, kind: str = "F32", **changes: Any) -> Path:
+    """Write the model of a folder to `path`; `changes` are keys, or None to leave them out. Of
+    another `kind` are the matrices whose rows have whole blocks of 32."""
     config = SimpleNamespace(**AutoConfig.from_pretrained(folder).to_dict())
     family = config.model_type
     name = FAMILIES[family][0]
@@ -152,7 +153,10 @@ def convert(folder: Path, path: Path, **changes: Any) -> Path:
         data = weight.float().contiguous()
         if re.search(r"ssm_[ad]$|ssm_norm", found) and family in _MAMBA:
             data = data.view(-1, 1) if "norm" not in found else data.view(_MAMBA[family], -1)
-        tensors[found] = Stored("F32", tuple(data.shape), data.numpy().tobytes())
+        fits = data.ndim > 1 and data.shape[-1] % 32 == 0 and "ssm_" not in found
+        stored_as = kind if fits else "F32"
+        blocks = gguf.quants.quantize(data.numpy(), gguf.GGMLQuantizationType[stored_as])
+        tensors[found] = Stored(stored_as, tuple(data.shape), blocks.tobytes())
     if family == "gemma4_text":
         divisors = torch.tensor([1.0] * 4 + [1e30] * 12)
         tensors["rope_freqs.weight"] = Stored("F32", (16,), divisors.numpy().tobytes())

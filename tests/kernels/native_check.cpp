@@ -430,7 +430,8 @@ void check_gates(int rows, int width) {
 // A weight [columns][depth] in panels, and the numbers that it stands for.
 struct Packed {
     std::vector<uint32_t> panels;
-    std::vector<float> bias, numbers;
+    std::vector<float> bias, numbers, scales;
+    std::vector<uint8_t> stored;  // numbers of the format, or bytes of floats
     Weight weight;
 
     Packed(Format format, int columns, int depth) {
@@ -441,9 +442,9 @@ struct Packed {
         panels.resize((size_t)count * N * (bits < 16 ? depth / block * (2 + block / per) : padded / per));
         bias = random.numbers<float>(count * N, 1);
         if (bits < 16) {
-            std::vector<uint8_t> stored(columns * depth);
+            stored.resize(columns * depth);
             for (auto& x : stored) x = random.next() >> 24 & ((1 << bits) - 1);
-            std::vector<float> scales, minimums;  // of few bits, as in files: products are exact
+            std::vector<float> minimums;  // of few bits, as in files: products are exact
             for (bf16 x : random.numbers<bf16>(columns * depth / block, 0.01f))
                 scales.push_back(number(x)), minimums.push_back(-8 * number(x));
             const float floats[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
@@ -453,6 +454,8 @@ struct Packed {
             }
             pack_blocks(stored.data(), scales.data(), minimums.data(), bits, block, columns, depth,
                         panels.data(), 2);
+            if (format == BITS4_E2M1)
+                for (auto& code : stored) code = floats[code];
         } else if (bits == 16) {
             auto stored = random.numbers<bf16>(columns * depth, 0.1f);
             for (bf16 x : stored) numbers.push_back(number(x));
@@ -499,6 +502,12 @@ void check_products(Format format, int columns, int depth) {
     check(same(packed.numbers, taken), name + ": rows of the weight");
 }
 
+}  // namespace
+
+#include "rounded_check.h"
+
+namespace {
+
 template <class T>
 void check_all() {
     uint64_t seed = 0;
@@ -522,6 +531,8 @@ void check_all() {
     for (int format = FLOAT32; format <= BITS4_E2M1; format++) {
         check_products<T>((Format)format, 33, 576), check_products<T>((Format)format, 100, 96);
         if (format <= BFLOAT16) check_products<T>((Format)format, 50, 77);
+        else check_rounded_products<T>((Format)format, 33, 576);
+        if (format > BFLOAT16) check_rounded_products<T>((Format)format, 100, 96);
     }
 }
 

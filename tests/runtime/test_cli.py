@@ -19,7 +19,7 @@ from radixcache.runtime import commands
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.cli import main
 from radixcache.runtime.demo.script import TABLE
-from radixcache.runtime.model import exact
+from radixcache.runtime.model import exact, quantized_activations
 from radixcache.runtime.sampling.params import SamplingParams
 
 QUESTION = "Question: How old is Nora Lund? Your answer:"
@@ -197,12 +197,14 @@ sys.exit(cli.main(["generate", "-"]))
 
 @pytest.mark.parametrize("problem", [None, "no C++ compiler"])
 def test_info_says_whether_native_kernels_run_and_why_not(problem, monkeypatch, capsys):
-    for module in ("kernels.native.library", "runtime.model.exact"):
+    activations = "runtime.model.quantized_activations"
+    for module in ("kernels.native.library", "runtime.model.exact", activations):
         monkeypatch.setattr(f"radixcache.{module}.problem", lambda: problem)
     assert main(["info"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     kernels = "yes" if problem is None else f"no, models run slower: {problem}"
     assert f" native kernels {kernels} exact mode {exact.describe()}" in out
+    assert f"{exact.describe()} 8-bit rows {quantized_activations.describe()}" in out
     assert problem is None or out.endswith(problem)
     assert f"torch {torch.__version__}, {torch.get_num_threads()} thread" in out
     assert " 1 threads" not in out

@@ -7,6 +7,7 @@ Nothing here needs a compiler.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import c_int32
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,7 +84,14 @@ class LoadedLayer:
 
 class Operations:
     """The operations on the T rows of a step of a model without recurrent layers; hidden states are
-    [T, hidden_size]."""
+    [T, hidden_size].
+
+    Attributes:
+        rounds: not 0 while the products of quantized weights round their rows to 8 bits; None if no
+            product can.
+    """
+
+    rounds: c_int32 | None = None
 
     name = f"torch {torch.__version__}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from ctypes import c_int32
 from itertools import groupby
 from typing import Any
 
@@ -41,6 +42,7 @@ class NativeOperations(Operations):
     def __init__(self, architecture: Architecture, dtype: torch.dtype) -> None:
         super().__init__(architecture, dtype)
         self._packed: list[PackedLinear] = []
+        self._rounds = c_int32(0)
         self._held: list[object] = []  # what the structures' addresses point to
         self._sublayers: list[tuple[native.Layer, native.Joint]] = []
         self._first = native.Joint(None, None, architecture.embed_scale, 1.0, False)
@@ -185,7 +187,8 @@ class NativeOperations(Operations):
         return kept.data_ptr()
 
     def _product(self, w: Weights, name: str, dtype: torch.dtype | None = None) -> PackedLinear:
-        return self._pack([w[name]], w.get(f"{name}.bias"), dtype)
+        router = name.endswith("router")
+        return self._pack([w[name]], w.get(f"{name}.bias"), dtype, router)
 
     def _products(self, w: Weights, *names: str) -> list[PackedLinear]:
         """Products side by side; those of one format are one: threads wait once per product."""
@@ -205,16 +208,20 @@ class NativeOperations(Operations):
         weights: list[Any],
         bias: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
+        router: bool = False,
     ) -> PackedLinear:
         """The product of joined weights of one format, in `dtype`, which is the step's if it is
-        None, or in fewer bits."""
+        None, or in fewer bits. `router`: its rows are never rounded."""
+        rounds: c_int32 | None = None
         dtype = dtype or self._dtype
         if isinstance(weights[0], Quantized):
             joined: Weight = Quantized.join(weights)
+            if not router:
+                self.rounds = rounds = self._rounds
         else:
             joined = join(weights)
             joined = joined if joined.itemsize <= dtype.itemsize else joined.to(dtype)
-        self._packed.append(PackedLinear(joined, bias))
+        self._packed.append(PackedLinear(joined, bias, rounds))
         return self._packed[-1]
 
 

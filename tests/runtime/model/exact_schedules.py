@@ -35,6 +35,7 @@ from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.request import Request, Sequence
 from radixcache.states import SequenceStates
 from tests.helpers.engines import in_use, logits_cache, make_planner
+from tests.helpers.gguf_converter import convert
 from tests.helpers.gguf_files import write_model
 from tests.helpers.models import VOCAB_SIZE, tiny_model
 from tests.runtime.kv_offload.disk_engine import MemoryStore, attach
@@ -71,10 +72,12 @@ GGUFS = {
     "llama of mixed bits": ("Q4_1", "Q4_K", "Q6_K", "Q8_0", "BF16"),
 }
 """Files of these kinds of blocks, matrix by matrix in turn."""
+CONVERTED = {"qwen3_moe of 8 bits": "Q8_0", "qwen3_5_text of 4 bits": "Q4_0"}
+"""Files of experts and of recurrent layers, of one kind."""
 DTYPES = ("float32", "bfloat16")
 WIDE = {"hidden_size": 128, "head_dim": 32}
 """For `kv_cache_dtype="int8"`, which takes heads of multiples of 32."""
-NEVER_WIDE = ("granitemoehybrid", *GGUFS)
+NEVER_WIDE = ("granitemoehybrid", *GGUFS, *CONVERTED)
 
 
 @cache
@@ -84,15 +87,22 @@ def folder(family: str, wide: bool = False) -> Path:
     if family in GGUFS:
         write_model(path / "model.gguf", {"{}.context_length": 8192}, kinds=GGUFS[family])
         return path
+    if family in CONVERTED:
+        widths = {"hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 64}
+        made = tiny_model(family.split()[0], path / "made", tokenizer=False, **widths)
+        return convert(made, path / "model.gguf", CONVERTED[family]).parent
     options = {name: value for name, value in MODELS[family].items() if value is not None}
     options |= {"max_position_embeddings": 8192} | (WIDE if wide else {})
     return tiny_model(family, path, tokenizer=False, **options)
 
 
 @cache
-def exact_model(family: str, dtype: str, kv: str = "auto", exact: bool = True) -> PagedModel:
+def exact_model(
+    family: str, dtype: str, kv: str = "auto", activations: str = "off", exact: bool = True
+) -> PagedModel:
     path = folder(family, kv == "int8")
-    return load_model(path, dtype=dtype, device="cpu", exact=exact, kv_cache_dtype=kv)
+    settings: dict[str, Any] = {"kv_cache_dtype": kv, "quantized_activations": activations}
+    return load_model(path, device="cpu", dtype=dtype, exact=exact, **settings)
 
 
 @dataclass
@@ -289,17 +299,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--count", type=int, default=300, help="schedules (300)")
     parser.add_argument("--seed", type=int, default=0, help="of the first (0)")
-    parser.add_argument("--models", nargs="+", default=[*MODELS, *GGUFS], metavar="M")
+    parser.add_argument("--models", nargs="+", default=[*MODELS, *GGUFS, *CONVERTED], metavar="M")
     parser.add_argument("--kv", nargs="+", default=["auto"], metavar="D", help="kv_cache_dtype")
+    told = "quantized_activations, of GGUF files"
+    parser.add_argument("--activations", nargs="+", default=["off"], metavar="A", help=told)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="(1 2)")
     parser.add_argument("--scale", type=int, default=1, help="of lengths, of some 50 tokens (1)")
     parser.add_argument("--default", action="store_true", help="without exact mode")
     args = parser.parse_args()
     kinds = [
-        (family, dtype, kv)
-        for family, dtype, kv in product(args.models, DTYPES, args.kv)
-        if kv not in ("int8", "float16")
-        or (family not in NEVER_WIDE if kv == "int8" else dtype == "float32")
+        (family, dtype, kv, activations)
+        for family, dtype, kv, activations in product(
+            args.models, DTYPES, args.kv, args.activations
+        )
+        if (activations == "off" or family in (*GGUFS, *CONVERTED))
+        and (
+            kv not in ("int8", "float16")
+            or (family not in NEVER_WIDE if kv == "int8" else dtype == "float32")
+        )
     ]
     tallies = dict.fromkeys(kinds, Tally())
     models = {kind: exact_model(*kind, exact=not args.default) for kind in kinds}
@@ -309,7 +326,7 @@ def main() -> int:
         tallies[kind] += play(models[kind], seed, args.scale)
     total = sum(tallies.values(), Tally())
     print(f"seeds {args.seed} to {args.seed + args.count - 1}, threads {args.threads}")
-    for kind, found in [*tallies.items(), (("all", "", ""), total)]:
+    for kind, found in [*tallies.items(), (("all", "", "", ""), total)]:
         print(f"{' '.join(kind):25}", *(f"{v:,} {name}" for name, v in vars(found).items()))
     return bool(total.differing or total.flips)
 

@@ -27,6 +27,8 @@ from radixcache.runtime.sampling.prompt_logprobs import _score
 from tests.helpers.models import tiny_model
 from tests.runtime.model import exact_schedules
 from tests.runtime.model.exact_schedules import (
+    CONVERTED,
+    DTYPES,
     GGUFS,
     MODELS,
     Tally,
@@ -140,16 +142,20 @@ NARROW = [family for family in MODELS if family not in exact_schedules.NEVER_WID
 
 @needs_exact
 @pytest.mark.parametrize(
-    ("family", "dtype", "kv"),
+    ("family", "dtype", "kv", "activations"),
     [
-        *((one, exact_schedules.DTYPES[n % 2], "auto") for n, one in enumerate([*MODELS, *GGUFS])),
-        *((one, exact_schedules.DTYPES[n % 2], "int8") for n, one in enumerate(NARROW, 1)),
-        *((one, "float32", "float16") for one in ("qwen3", "gpt_oss", "llama of 4 bits")),
-        ("gemma3_text", "float32", "bfloat16"),
+        *((one, DTYPES[n % 2], "auto", "off") for n, one in enumerate([*MODELS, *GGUFS])),
+        *((one, DTYPES[n % 2], "int8", "off") for n, one in enumerate(NARROW, 1)),
+        *((one, "float32", "float16", "off") for one in ("qwen3", "gpt_oss", "llama of 4 bits")),
+        *((one, DTYPES[n % 2], "auto", "on") for n, one in enumerate([*GGUFS, *CONVERTED])),
+        ("gemma3_text", "float32", "bfloat16", "off"),
     ],
 )
-def test_no_bit_of_random_schedules_differs_from_the_tokens_alone(family, dtype, kv) -> None:
-    model = exact_model(family, dtype, kv)
+def test_no_bit_of_random_schedules_differs_from_the_tokens_alone(
+    family, dtype, kv, activations
+) -> None:
+    model = exact_model(family, dtype, kv, activations)
+    assert model.quantized_activations == (activations == "on")
     tally = schedules(model, range(SEED, SEED + 4))
     assert isinstance(model, Decoder)
     assert tally.differing == tally.flips == 0
@@ -163,7 +169,7 @@ def test_no_bit_of_random_schedules_differs_from_the_tokens_alone(family, dtype,
     [("llama", "gpt_oss", "lfm2"), pytest.param([*MODELS], marks=pytest.mark.exhaustive)],
 )
 def test_the_number_of_threads_changes_no_bit(families) -> None:
-    for family, dtype in product(families, exact_schedules.DTYPES):
+    for family, dtype in product(families, DTYPES):
         model, tokens = exact_model(family, dtype), np.arange(40)
         logits, kv = exact_schedules.run_alone(model, tokens)
         for number in (1, 2, 3):

@@ -26,6 +26,7 @@ from radixcache.runtime.model.gguf.blocks import read_tensor
 from radixcache.runtime.model.gguf.config import describe_gguf, open_gguf, settings_of
 from radixcache.runtime.model.gguf.weights import GGUFWeights
 from radixcache.runtime.model.load import load_model
+from radixcache.runtime.model.paged_model import PagedModel
 from tests.helpers.gguf_files import (
     Stored,
     decode,
@@ -46,6 +47,11 @@ BITS |= {"IQ4_NL": (8, 32), "IQ4_XS": (8, 32), "MXFP4": (4, 32)}
 def opened(path: Path, data: bytes) -> GGUFFile:
     path.write_bytes(data)
     return GGUFFile(path)
+
+
+def load(path: Path) -> PagedModel:
+    """As it stands: without rounding activations, which costs what these tests compare."""
+    return load_model(path, device="cpu", quantized_activations="off")
 
 
 @pytest.fixture
@@ -115,7 +121,7 @@ def test_a_model_gives_the_logits_of_its_dense_weights(
 ):
     dense = write_model(path, None, family, kinds, tied=tied)
     folder = write_folder(tmp_path / "dense", family, dense, tie_word_embeddings=tied)
-    model = load_model(path, device="cpu")
+    model = load(path)
     assert model.layers_by.startswith("radixcache")
     assert model.model_type == family
     assert re.match(rf"{family} of \d+\.\d bits a weight in float32 on cpu, ", model.placement)
@@ -175,7 +181,7 @@ def test_rope_scaling_is_that_of_the_file(path, tmp_path, sequences, written, wa
     folder = write_folder(
         tmp_path / "dense", "llama", dense, rope_theta=None, rope_parameters=wanted
     )
-    found = run_steps(load_model(path, device="cpu"), sequences, STEPS, 4)
+    found = run_steps(load(path), sequences, STEPS, 4)
     assert relative_error(found, plain_logits(folder, sequences)) < 1e-5
 
 
@@ -192,10 +198,10 @@ def test_llama_3s_rope_factors_are_read(path, tmp_path, sequences):
     dense = write_model(path, None, "llama", extra={"rope_freqs.weight": stored})
     folder = write_folder(tmp_path / "dense", "llama", dense, rope_theta=None, rope_parameters=rope)
     wanted = plain_logits(folder, sequences)
-    found = run_steps(load_model(path, device="cpu"), sequences, STEPS, 4)
+    found = run_steps(load(path), sequences, STEPS, 4)
     assert relative_error(found, wanted) < 1e-5
     write_model(path, None, "llama")
-    without = run_steps(load_model(path, device="cpu"), sequences, STEPS, 4)
+    without = run_steps(load(path), sequences, STEPS, 4)
     assert relative_error(without, wanted) > 1e-3
     write_model(path, None, "llama", extra={"rope_freqs.weight": Stored("F32", (4,), bytes(16))})
     with pytest.raises(ModelError, match=r"rope_freqs.weight is of shape \[4\]"):
