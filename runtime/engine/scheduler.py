@@ -289,8 +289,7 @@ class Scheduler:
                     self.fail(sequence, NO_ROOM)
                 self._no_room, self._tried = bool(self.running), self.cache.changes
                 break
-            if not sequence.resumes:
-                sequence.cached_tokens = hit
+            sequence.note_hit(hit)
             weight = 2
             for other in self.waiting:
                 if other is sequence:
