@@ -1,9 +1,10 @@
 """Windows in the tiers below the pool: evicted checkpoints with copies of their pages.
 
 A tier finds pages by the tokens up to their end. A window's pages are a path of their own there,
-whose tokens are the window's *name*: its kind, its length and the digests of its tokens, written as
+whose tokens are the window's *name*: the digests of its tokens, its kind and its length, written as
 negative numbers, which no token of a text is. So tiers, stores and files know nothing of windows,
-and a window is found again after a restart if its pages are.
+and a window is found again after a restart if its pages are. A page is found by the name up to its
+end, so that the digest comes first: no two windows of other tokens share a page.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from radixcache.tier import LowerTier
 
 _KINDS: tuple[Kind, ...] = ("boundary", "branch", "prompt", "end")
 
-_DIGEST, _STEM, _NAME_BYTES = 5, 37, 69
-"""Where a name has its digests, behind a byte for the kind and four for the length; its size."""
+_STEM, _KIND, _LENGTH, _NAME_BYTES = 32, 64, 65, 69
+"""Where parts of a name begin, behind the digest of all tokens; its size."""
 
 _NAME = _NAME_BYTES // 3
 """Tokens of a name: three bytes each. Windows of so few pages have no room for it, and are not
 stored: they would save hardly more tokens than that."""
+
+_MIN_PAGE_SIZE = 4
+"""The first of smaller pages would have less than 12 bytes of the digest."""
 
 
 class StoredWindow(NamedTuple):
@@ -70,7 +74,8 @@ class StoredWindows(CheckpointIndex[None]):
             return
         kept = self._kept.get(key)
         path = self._path(key, kind if kept is None else kept.kind)
-        if _NAME <= len(path) <= self._tier.num_slots * self._tier.page_size:
+        is_told_apart = self._tier.page_size >= _MIN_PAGE_SIZE
+        if is_told_apart and _NAME <= len(path) <= self._tier.num_slots * self._tier.page_size:
             self._enter(key, kind)
             self._tier.demote(path, 0, pages)
 
@@ -98,8 +103,8 @@ class StoredWindows(CheckpointIndex[None]):
     def _path(self, key: Key, kind: Kind) -> Tokens:
         """[pages * page_size] int32, the tokens under which tiers have the pages of a window."""
         size = self._span(key.length)[1] * self._tier.page_size
-        head = bytes([_KINDS.index(kind)]) + key.length.to_bytes(4, "little")
-        triples = np.frombuffer(head + key.digest + key.stem, np.uint8).reshape(-1, 3)
+        tail = bytes([_KINDS.index(kind)]) + key.length.to_bytes(4, "little")
+        triples = np.frombuffer(key.digest + key.stem + tail, np.uint8).reshape(-1, 3)
         path = np.full(max(size, _NAME), -1, np.int32)
         path[:_NAME] -= triples.astype(np.int32) @ np.array([1 << 16, 1 << 8, 1], np.int32)
         return path[:size]
@@ -113,5 +118,5 @@ def _read(path: Tokens) -> tuple[Key, int]:
     """The key of a window, and the index of its kind, from the first tokens of its path."""
     name = -1 - path[:_NAME]
     parts = np.stack([name >> 16, name >> 8 & 255, name & 255], 1).astype(np.uint8).tobytes()
-    length = int.from_bytes(parts[1:_DIGEST], "little")
-    return Key(None, length, parts[_DIGEST:_STEM], parts[_STEM:]), parts[0]
+    length = int.from_bytes(parts[_LENGTH:], "little")
+    return Key(None, length, parts[:_STEM], parts[_STEM:_KIND]), parts[_KIND]

@@ -89,7 +89,7 @@ def test_what_is_explained_of_tiers_is_what_a_request_finds(tmp_path: Path, seed
     """Of a text some turns may be in memory, others on disk, and a window with the last of them."""
     rng = Random(seed)
     asker, windows, lengths = Asker(rng), draw_windows(rng), Counter[str]()
-    disk = Disk(tmp_path, rng.choice([1, 3, 4]), 900, above=rng.choice([0, 9, 40]), windows=windows)
+    disk = Disk(tmp_path, rng.choice([3, 4, 8]), 900, above=rng.choice([0, 9, 40]), windows=windows)
     if windows is not None and rng.random() < 0.5:
         only_by_checkpoints(disk.engine)
     explainer, cache = Explainer(disk.engine.cache), disk.engine.cache
@@ -112,6 +112,20 @@ def test_what_is_explained_of_tiers_is_what_a_request_finds(tmp_path: Path, seed
             cache.evict(rng.randrange(900))
             disk.store.flush()
     print(f"seed {seed}: {dict(lengths)}")
+    disk.close()
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 4, 16])
+def test_windows_of_as_many_other_tokens_share_no_page(tmp_path: Path, page_size: int) -> None:
+    """Pages so small that the first cannot name its text are not kept."""
+    disk = Disk(tmp_path, page_size, 900, 900, windows=WindowLayout(24, 1, (True, False)))
+    only_by_checkpoints(disk.engine)
+    texts = [[number, *TEXT, number] for number in range(5)]
+    for text in texts:
+        ask(disk, text)
+        evict_all(disk)
+    cached = [ask(disk, [*text, *greedy(text, 4), 5]) for text in texts]
+    assert cached == [65 if page_size >= 4 else 0] * len(texts)
     disk.close()
 
 
