@@ -45,7 +45,7 @@ class StoredWindow(NamedTuple):
 class StoredWindows(CheckpointIndex[None]):
     """Finds the windows whose pages are in a tier or those below it.
 
-    An entry may outlive its pages: the look-up sees that, and the oldest entries make room.
+    An entry may outlive its pages until a look-up sees that, or the oldest entries make room.
 
     Args:
         tier: the upper tier; windows that it holds from before are found, too.
@@ -81,16 +81,17 @@ class StoredWindows(CheckpointIndex[None]):
 
     def find_stored(self, tokens: Tokens, limit: int, beyond: int) -> StoredWindow | None:
         """The deepest window after at most `limit` and more than `beyond` of the tokens. Changes
-        nothing that is stored. O(limit) for each that was evicted meanwhile."""
-        while limit > beyond:
-            found, _ = self._deepest(tokens, None, limit)
-            if found is None or found.key.length <= beyond:
+        nothing that is stored, but forgets those that were evicted meanwhile. O(limit)."""
+        known = [self._kept[k] for k in self._prefixes(tokens, None, limit) if k in self._kept]
+        for found in reversed(known):
+            if found.key.length <= beyond:
                 break
             path = self._path(found.key, found.kind)
             tier, pages, end = self._tier.search(path, 0)
             if end == len(path):
                 return StoredWindow(tier, pages, found.key.length, found.kind)
-            limit = found.key.length - 1
+            if not any(one.begins(path) for one in self._tier.chain()):
+                self._remove(found)
         return None
 
     def _enter(self, key: Key, kind: Kind) -> None:

@@ -176,8 +176,14 @@ def test_a_window_is_evicted_whole_and_goes_down_whole(tmp_path: Path) -> None:
         assert one.find_stored(tokens, 60, found.length) is None
         assert one.find_stored(tokens, found.length - 1, 0) is None
         one.check()
+    (first, *_) = found.pages
+    first.state = "writing"
+    assert windows.find_stored(tokens, 60, 0) is None and windows.counts["kept"] == 1
+    first.state = "stored"
     below.demote(np.arange(100, 100 + 39 * size, dtype=np.int32), 0, np.arange(39, dtype=np.int32))
     assert windows.find_stored(tokens, 60, 0) is None
+    assert not windows.counts["kept"], "it is looked for once"
+    windows.check()
     assert len(below) == 39
     index.release(checkpoint)
     disk.close()
