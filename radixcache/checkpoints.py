@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Generic, Literal, NamedTuple, TypeVar
@@ -145,18 +145,23 @@ class CheckpointIndex(ABC, Generic[H]):
         self, tokens: Tokens, namespace: Hashable, limit: int
     ) -> tuple[Checkpoint[H] | None, int]:
         """The deepest kept checkpoint, and the length of the deepest that the step writes."""
-        digest, found, coming = blake2b(digest_size=32), None, 0
+        found, coming = None, 0
+        for key in self._prefixes(tokens, namespace, limit):
+            found = self._kept.get(key, found)
+            coming = key.length if key in self._written else coming
+        return found, coming
+
+    def _prefixes(self, tokens: Tokens, namespace: Hashable, limit: int) -> Iterator[Key]:
+        """The first tokens, up to `limit`, in each length that a checkpoint has. O(limit)."""
+        digest = blake2b(digest_size=32)
         for start in range(0, limit + 1, STRIDE):
             stem = digest.copy().digest()
             lengths, longer, end = self._lengths.get((namespace, stem), ()), digest.copy(), start
             for length in sorted(n for n in lengths if n <= limit):
                 longer.update(tokens[end:length].tobytes())
                 end = length
-                key = Key(namespace, length, longer.copy().digest(), stem)
-                found = self._kept.get(key, found)
-                coming = length if key in self._written else coming
+                yield Key(namespace, length, longer.copy().digest(), stem)
             digest.update(tokens[start : start + STRIDE].tobytes())
-        return found, coming
 
     def _is_new(self, key: Key) -> bool:
         """Whether there is no such checkpoint; one that is kept counts as used."""

@@ -24,7 +24,7 @@ class CacheStats:
     evicted_pages: int = 0
     copied_pages: int = 0
     loaded_tokens: int = 0
-    """Hit tokens that were loaded from a lower tier."""
+    """Tokens whose KV was loaded from a lower tier."""
 
     @property
     def hit_rate(self) -> float:

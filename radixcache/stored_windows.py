@@ -1,9 +1,10 @@
 """Windows in the tiers below the pool: evicted checkpoints with copies of their pages.
 
 A tier finds pages by the tokens up to their end. A window's pages are a path of their own there,
-whose tokens are the window's *name*: its kind, its length and the digests of its tokens, written as
+whose tokens are the window's *name*: the digests of its tokens, its kind and its length, written as
 negative numbers, which no token of a text is. So tiers, stores and files know nothing of windows,
-and a window is found again after a restart if its pages are.
+and a window is found again after a restart if its pages are. A page is found by the name up to its
+end, so that the digest comes first: no two windows of other tokens share a page.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from radixcache.tier import LowerTier
 
 _KINDS: tuple[Kind, ...] = ("boundary", "branch", "prompt", "end")
 
-_DIGEST, _STEM, _NAME_BYTES = 5, 37, 69
-"""Where a name has its digests, behind a byte for the kind and four for the length; its size."""
+_STEM, _KIND, _LENGTH, _NAME_BYTES = 32, 64, 65, 69
+"""Where parts of a name begin, behind the digest of all tokens; its size."""
 
 _NAME = _NAME_BYTES // 3
 """Tokens of a name: three bytes each. Windows of so few pages have no room for it, and are not
 stored: they would save hardly more tokens than that."""
+
+_MIN_PAGE_SIZE = 4
+"""The first of smaller pages would have less than 12 bytes of the digest."""
 
 
 class StoredWindow(NamedTuple):
@@ -41,7 +45,7 @@ class StoredWindow(NamedTuple):
 class StoredWindows(CheckpointIndex[None]):
     """Finds the windows whose pages are in a tier or those below it.
 
-    An entry may outlive its pages: the look-up sees that, and the oldest entries make room.
+    An entry may outlive its pages until a look-up sees that, or the oldest entries make room.
 
     Args:
         tier: the upper tier; windows that it holds from before are found, too.
@@ -70,22 +74,24 @@ class StoredWindows(CheckpointIndex[None]):
             return
         kept = self._kept.get(key)
         path = self._path(key, kind if kept is None else kept.kind)
-        if _NAME <= len(path) <= self._tier.num_slots * self._tier.page_size:
+        is_told_apart = self._tier.page_size >= _MIN_PAGE_SIZE
+        if is_told_apart and _NAME <= len(path) <= self._tier.num_slots * self._tier.page_size:
             self._enter(key, kind)
             self._tier.demote(path, 0, pages)
 
     def find_stored(self, tokens: Tokens, limit: int, beyond: int) -> StoredWindow | None:
         """The deepest window after at most `limit` and more than `beyond` of the tokens. Changes
-        nothing that is stored. O(limit) for each that was evicted meanwhile."""
-        while limit > beyond:
-            found, _ = self._deepest(tokens, None, limit)
-            if found is None or found.key.length <= beyond:
+        nothing that is stored, but forgets those that were evicted meanwhile. O(limit)."""
+        known = [self._kept[k] for k in self._prefixes(tokens, None, limit) if k in self._kept]
+        for found in reversed(known):
+            if found.key.length <= beyond:
                 break
             path = self._path(found.key, found.kind)
             tier, pages, end = self._tier.search(path, 0)
             if end == len(path):
                 return StoredWindow(tier, pages, found.key.length, found.kind)
-            limit = found.key.length - 1
+            if not any(one.begins(path) for one in self._tier.chain()):
+                self._remove(found)
         return None
 
     def _enter(self, key: Key, kind: Kind) -> None:
@@ -98,8 +104,8 @@ class StoredWindows(CheckpointIndex[None]):
     def _path(self, key: Key, kind: Kind) -> Tokens:
         """[pages * page_size] int32, the tokens under which tiers have the pages of a window."""
         size = self._span(key.length)[1] * self._tier.page_size
-        head = bytes([_KINDS.index(kind)]) + key.length.to_bytes(4, "little")
-        triples = np.frombuffer(head + key.digest + key.stem, np.uint8).reshape(-1, 3)
+        tail = bytes([_KINDS.index(kind)]) + key.length.to_bytes(4, "little")
+        triples = np.frombuffer(key.digest + key.stem + tail, np.uint8).reshape(-1, 3)
         path = np.full(max(size, _NAME), -1, np.int32)
         path[:_NAME] -= triples.astype(np.int32) @ np.array([1 << 16, 1 << 8, 1], np.int32)
         return path[:size]
@@ -113,5 +119,5 @@ def _read(path: Tokens) -> tuple[Key, int]:
     """The key of a window, and the index of its kind, from the first tokens of its path."""
     name = -1 - path[:_NAME]
     parts = np.stack([name >> 16, name >> 8 & 255, name & 255], 1).astype(np.uint8).tobytes()
-    length = int.from_bytes(parts[1:_DIGEST], "little")
-    return Key(None, length, parts[_DIGEST:_STEM], parts[_STEM:]), parts[0]
+    length = int.from_bytes(parts[_LENGTH:], "little")
+    return Key(None, length, parts[:_STEM], parts[_STEM:_KIND]), parts[_KIND]

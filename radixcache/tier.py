@@ -176,6 +176,11 @@ class LowerTier(Generic[S]):
             page.group = group
             group.pages[page] = None
 
+    def begins(self, path: Tokens) -> bool:
+        """Whether the first page of a path is here, be it that it is still written."""
+        first = path[: self.page_size].tobytes()
+        return blake2b(first, digest_size=16).digest() in self._pages
+
     def holds(self, page: StoredPage) -> bool:
         """Whether the page is still here: a page that is read stays, unless the tier is cleared."""
         return self._pages.get(page.key) is page

@@ -75,7 +75,8 @@ class TieredTree:
         self._media: dict[bytes, str] = {}
         self._following = defaultdict[bytes, list[StoredPage]](list)
         for one in tier.chain():
-            for page in islice(one.newest(), MAX_PAGES):
+            texts = (page for page in one.newest() if not page.is_of_window)
+            for page in islice(texts, MAX_PAGES):
                 if page.key not in ends and page.key not in self._media and page.state != "lost":
                     self._media[page.key] = one.medium
                     self._following[page.parent].append(page)

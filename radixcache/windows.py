@@ -355,8 +355,9 @@ class WindowIndex(CheckpointIndex[Window]):
             self.stored.clear()
 
     def recover(self) -> None:
-        for checkpoint in self._written.values():
-            self._forget(checkpoint)
+        for key, checkpoint in self._written.items():
+            if key not in self._kept:  # else `commit` was cut off
+                self._forget(checkpoint)
         super().recover()
         if self.stored is not None:
             self.stored.recover()

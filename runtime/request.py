@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import cached_property, partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -162,11 +163,19 @@ class Sequence:
         """Note that tokens [start, end) were loaded from a tier below the pool."""
         if self.resumes:
             return
-        before = [part for part in self.loaded if part.start < start]
+        before = self._loaded_before(start)
         if before and before[-1].medium == medium:  # its end may have been evicted again
             last = before.pop()
             start, seconds = last.start, last.seconds + seconds
         self.loaded = [*before, Loaded(medium, start, end, seconds)]
+
+    def note_hit(self, hit: int) -> None:
+        """Note with which hit it is admitted; what was loaded beyond it is computed again."""
+        if not self.resumes:
+            self.cached_tokens, self.loaded = hit, self._loaded_before(hit)
+
+    def _loaded_before(self, end: int) -> list[Loaded]:
+        return [replace(p, end=min(p.end, end)) for p in self.loaded if p.start < end]
 
     def append(self, token: int, logprobs: dict[int, float] | None = None) -> None:
         """Append a sampled token; if this is cut off, it was not appended."""

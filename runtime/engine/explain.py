@@ -42,7 +42,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens
-from radixcache.below import find_below
+from radixcache.below import find_below, parts_below
 from radixcache.ghost import GhostIndex
 from radixcache.nodes import common_length
 from radixcache.runtime.explanation import BELOW, CONTEXT, REASONS, Miss
@@ -128,16 +128,22 @@ class Explainer:
         """Why tokens from `hit` on are no hit that have KV, in the pool up to `kv` or in a tier
         beyond; and where the next tier's begin, or those without any."""
         cache, count, reach = self.cache, len(tokens) + 1, min(kv, len(tokens))
-        misses, resume = list[Miss](), hit
+        misses = list[Miss]()
         if cache.lower is not None and namespace is None:
-            reach = cache.lower.search(tokens, reach)[2]
             below = find_below(cache.lower, cache.windows, tokens, kv)
-            if below is not None and reach > hit:
-                resume = min(reach, hit + below.gain)
-                cost = self.cost(below.tier.medium, below.num_pages, below.gain)
-                misses = [Miss(BELOW[below.tier.medium], hit, resume, count, cost=cost)]
-        if reach > resume:
-            misses.append(Miss("no_checkpoint", resume, reach, count))
+            parts = parts_below(cache.lower, tokens, reach)
+            reach = parts[-1][2] if parts else reach
+            if below is not None:
+                resume = reach if cache.windows is None else min(reach, hit + below.gain)
+                for tier, pages, end in parts or [(below.tier, below.pages, resume)]:
+                    if hit < (end := min(end, resume)):
+                        whole = cache.windows is not None
+                        size = (below.num_pages, below.gain) if whole else (len(pages), end - hit)
+                        cost = self.cost(tier.medium, *size)
+                        misses.append(Miss(BELOW[tier.medium], hit, end, count, cost=cost))
+                        hit = end
+        if reach > hit:
+            misses.append(Miss("no_checkpoint", hit, reach, count))
         return misses, reach
 
     def _explain_known(

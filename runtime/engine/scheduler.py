@@ -256,6 +256,8 @@ class Scheduler:
         in_vain = self._no_room and self._tried == self.cache.changes
         if in_vain and self.planner is NO_CHECKPOINTS and not self.loads.pending:
             return
+        if not self.budget.room(0) or len(self.running) >= self.max_num_seqs:
+            return  # before the waiting prompts are looked up
         budget, ending = self.budget, self._ending(chunks)
         prompts = [sequence for sequence in self.running if sequence.in_prefill]
         for sequence in self._shares.in_turn(self.waiting, self.running, self._by_prefix):
@@ -289,8 +291,7 @@ class Scheduler:
                     self.fail(sequence, NO_ROOM)
                 self._no_room, self._tried = bool(self.running), self.cache.changes
                 break
-            if not sequence.resumes:
-                sequence.cached_tokens = hit
+            sequence.note_hit(hit)
             weight = 2
             for other in self.waiting:
                 if other is sequence:

@@ -190,7 +190,7 @@ def engine_metrics(llm: LLM) -> list[Metric]:
     }
     lower, tiers = [], [] if llm.offload is None else llm.offload.tiers
     if tiers:
-        help_text = "Hit tokens that came up from host memory or disk."
+        help_text = "Tokens whose KV came up from host memory or disk."
         counters["loaded_tokens"] = help_text, stats.loaded_tokens
     for tier in tiers:
         medium = tier.medium

@@ -149,6 +149,41 @@ def test_a_window_that_is_not_whole_is_no_checkpoint() -> None:
     assert all(checkpoint.key.length >= 60 for checkpoint in index._kept.values())
 
 
+def test_prompts_that_wait_for_a_seat_are_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look-up hashes a prompt: 15 ms a step for 32 of 32k tokens."""
+    engine = hash_engine(max_num_seqs=1, windows=WindowLayout(20, 3, (True, False)))
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    for first in range(4):
+        engine.add_request([first, *range(20)], params)
+    engine.step()
+    monkeypatch.setattr(engine.scheduler, "match", None)
+    for _ in range(6):
+        engine.step()
+    monkeypatch.undo()
+    assert finish(engine)
+
+
+def test_a_commit_that_is_cut_off_leaves_its_checkpoints_one_holder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = hash_engine(page_size=4, windows=WindowLayout(20, 3, (True, False)))
+    index = engine.cache.windows
+    assert index is not None
+
+    def cut_off() -> None:
+        index._kept.update(index._written)
+        raise MemoryError
+
+    stem = [n % 28 for n in range(60)]
+    engine.add_request(stem, SamplingParams(temperature=0, max_tokens=2))
+    with monkeypatch.context() as patched:
+        patched.setattr(index, "commit", cut_off)
+        with pytest.raises(MemoryError):
+            engine.step()
+    finish(engine)
+    assert ask(engine, [*stem, 1]) == 60
+
+
 def test_the_start_says_how_windows_are_kept(tmp_path: Path) -> None:
     model = tiny_model(
         "gemma3_text", tmp_path / "model", sliding_window=32, max_position_embeddings=512

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from concurrent.futures import Future
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,6 +18,7 @@ from radixcache.pages import Pages
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.kv_offload.disk import DiskStore
 from radixcache.runtime.kv_offload.loads import Loads
+from radixcache.runtime.kv_offload.offload import Offload
 from radixcache.runtime.kv_offload.store import Store
 from radixcache.runtime.model.kv_pool import WindowLayout
 from radixcache.runtime.request import Request
@@ -48,11 +50,20 @@ class MemoryStore(Store):
         done.set_result(torch.stack([self.slots[page.slot] for page in pages]))
         return done
 
+    def read_pages(self, pages: Pages) -> torch.Tensor:
+        return torch.stack([self.slots[slot] for slot in pages.tolist()])
+
     def clear(self) -> None:
         self.slots.clear()
 
     def close(self, in_order: object) -> None:
         pass
+
+
+class HostMemory(MemoryStore):
+    """The same, above a disk."""
+
+    medium = "host"  # type: ignore[assignment]
 
 
 def attach(engine: Engine, store: Store, slots: int) -> LowerTier:
@@ -82,14 +93,26 @@ def window_pages(windows: WindowLayout | None, step: int, rng: Random) -> int:
 
 
 class Disk:
-    """An engine over a model of hashes, whose evicted pages go to `folder`."""
+    """An engine over a model of hashes, whose evicted pages go to `folder`, first to `above` slots
+    in memory if there are any."""
 
     def __init__(
-        self, folder: Path, page_size: int = 4, num_pages: int = 40, slots: int = 300, **how: Any
+        self,
+        folder: Path,
+        page_size: int = 4,
+        num_pages: int = 40,
+        slots: int = 300,
+        above: int = 0,
+        **how: Any,
     ) -> None:
         self.engine: Engine = hash_engine("radix", page_size, num_pages, **how)
-        self.store = DiskStore(folder, self.engine.kv_pool, slots)
-        self.tier = attach(self.engine, self.store, slots)
+        cache, pool = self.engine.cache, self.engine.kv_pool
+        assert isinstance(cache, RadixCache)
+        self.store, host = DiskStore(folder, pool, slots), HostMemory(pool, above)
+        self.offload = Offload(cache, pool, host if above else None, self.store)  # type: ignore[arg-type]
+        self.tier = self.offload.tiers[-1]
+        self.engine.scheduler.loads = self.offload.loads
+        self.offload.loads.note_step = lambda *_: None  # type: ignore[method-assign]
         self.windows_loaded = 0
         if (index := self.engine.cache.windows) is not None:
             index.give = self._count_loaded(index.give)  # type: ignore[method-assign]
@@ -102,10 +125,7 @@ class Disk:
         return count
 
     def close(self) -> None:
-        cache, self.store.is_closing = self.engine.cache, True
-        cache.recover()
-        cache.evict(cache.pool.num_pages)
-        self.store.close(self.tier.in_order())
+        self.offload.close()
 
     def put_down(self, *prompts: list[int]) -> None:
         """Answer these, and evict all."""
@@ -156,6 +176,9 @@ class Asker:
         prompt, count = request.prompt_token_ids.tolist(), request.params.max_tokens or 0
         for tokens in generated([request])[0]:
             assert tokens == greedy(prompt, count), (prompt, tokens)
+        output, loaded = request.output(), request.sequences[0].loaded
+        assert output.metrics.loaded_tokens <= output.num_cached_tokens
+        assert all(one.end <= other.start for one, other in pairwise(loaded))
 
 
 def in_a_process(work: Any) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -10,11 +12,13 @@ import pytest
 from radixcache import SamplingParams
 from radixcache.runtime.engine.explain import Explainer
 from radixcache.runtime.model.kv_pool import WindowLayout
+from radixcache.snapshot import Look
 from radixcache.stored_windows import StoredWindows
 from radixcache.tier import LowerTier
+from tests.helpers.cover import seeds
 from tests.helpers.hash_model import VOCAB, greedy
 from tests.runtime.engine.test_windows import only_by_checkpoints
-from tests.runtime.kv_offload.disk_engine import Disk, MemoryStore
+from tests.runtime.kv_offload.disk_engine import Asker, Disk, MemoryStore, draw_windows
 
 TEXT = [(7 * n) % (VOCAB - 1) for n in range(60)]
 LAYOUT = WindowLayout(24, 3, (True, False))
@@ -27,7 +31,7 @@ def ask(disk: Disk, prompt: list[int], namespace: str | None = None) -> int:
     while not request.finished:
         disk.engine.step()
         disk.engine.check()
-    assert request.sequences[0].generated.tolist() == greedy(prompt, 4)
+    Asker.verify(request)
     return request.sequences[0].cached_tokens
 
 
@@ -50,7 +54,7 @@ def test_kv_is_loaded_alone_where_windows_can_be_computed_again(tmp_path: Path) 
     below, again = Explainer(disk.engine.cache).explain(TEXT, 0)
     assert (below.reason, below.end) == ("on_disk", 33)
     assert (again.reason, again.start, again.end) == ("no_checkpoint", 33, 59)
-    assert ask(disk, TEXT) == 33
+    assert ask(disk, TEXT) == 33, "of which it was told that they were loaded"
     assert disk.engine.cache.stats.loaded_tokens == 59 and not disk.windows_loaded
     disk.close()
 
@@ -65,6 +69,10 @@ def test_a_conversation_goes_on_from_the_window_on_disk(tmp_path: Path, restart:
         disk = Disk(tmp_path, num_pages=90, windows=LAYOUT)
     else:
         evict_all(disk)
+    picture = disk.engine.cache.outline().draw(Look())
+    assert picture is not None
+    (root,) = picture.roots.values()
+    assert [node.num_tokens for node in root.children] == [63], "a name is no text to show"
     explainer = Explainer(disk.engine.cache)
     (below, new) = explainer.explain([*done, 5, 6], 0)
     assert (below.reason, below.start, below.end) == ("on_disk", 0, 63)
@@ -73,6 +81,51 @@ def test_a_conversation_goes_on_from_the_window_on_disk(tmp_path: Path, restart:
     assert disk.windows_loaded == 1
     (again,) = explainer.explain([*TEXT[:40], 1, 2], 0, kv=40)[:1]
     assert (again.reason, again.end) == ("no_checkpoint", 40)
+    disk.close()
+
+
+@seeds(20_261_198, 12)
+def test_what_is_explained_of_tiers_is_what_a_request_finds(tmp_path: Path, seed: int) -> None:
+    """Of a text some turns may be in memory, others on disk, and a window with the last of them."""
+    rng = Random(seed)
+    asker, windows, lengths = Asker(rng), draw_windows(rng), Counter[str]()
+    disk = Disk(tmp_path, rng.choice([3, 4, 8]), 900, above=rng.choice([0, 9, 40]), windows=windows)
+    if windows is not None and rng.random() < 0.5:
+        only_by_checkpoints(disk.engine)
+    explainer, cache = Explainer(disk.engine.cache), disk.engine.cache
+    for _ in range(50):
+        prompt, params, namespace = asker.ask([])
+        hit = at = disk.engine.match(prompt, namespace)
+        for miss in explainer.explain(prompt, hit, namespace, cache.match(prompt, namespace)):
+            assert miss.start == at < miss.end
+            at = miss.end
+            hit = at if miss.reason in ("on_host", "on_disk") else hit
+            lengths[miss.reason] += len(miss)
+        assert at == max(hit, len(prompt) - 1)
+        request = disk.engine.add_request(prompt, params, namespace=namespace)
+        while not request.finished:
+            disk.engine.step()
+            disk.store.flush()
+        asker.verify(request)
+        assert request.sequences[0].cached_tokens == hit
+        if rng.random() < 0.5:
+            cache.evict(rng.randrange(900))
+            disk.store.flush()
+    print(f"seed {seed}: {dict(lengths)}")
+    disk.close()
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 4, 16])
+def test_windows_of_as_many_other_tokens_share_no_page(tmp_path: Path, page_size: int) -> None:
+    """Pages so small that the first cannot name its text are not kept."""
+    disk = Disk(tmp_path, page_size, 900, 900, windows=WindowLayout(24, 1, (True, False)))
+    only_by_checkpoints(disk.engine)
+    texts = [[number, *TEXT, number] for number in range(5)]
+    for text in texts:
+        ask(disk, text)
+        evict_all(disk)
+    cached = [ask(disk, [*text, *greedy(text, 4), 5]) for text in texts]
+    assert cached == [65 if page_size >= 4 else 0] * len(texts)
     disk.close()
 
 
@@ -107,7 +160,6 @@ def test_a_window_is_evicted_whole_and_goes_down_whole(tmp_path: Path) -> None:
     pages, size = checkpoint.held.pages, disk.tier.page_size
     below = LowerTier(40, size, MemoryStore(pool))
     upper = LowerTier(len(pages) + 2, size, MemoryStore(pool), below=below)
-    below.store.read_pages = upper.store.read  # type: ignore[attr-defined]
     windows, tokens = StoredWindows(upper, index.span), np.array(TEXT, np.int32)
     windows.demote(checkpoint, pages)
     found = windows.find_stored(tokens, 60, 0)
@@ -124,8 +176,14 @@ def test_a_window_is_evicted_whole_and_goes_down_whole(tmp_path: Path) -> None:
         assert one.find_stored(tokens, 60, found.length) is None
         assert one.find_stored(tokens, found.length - 1, 0) is None
         one.check()
+    (first, *_) = found.pages
+    first.state = "writing"
+    assert windows.find_stored(tokens, 60, 0) is None and windows.counts["kept"] == 1
+    first.state = "stored"
     below.demote(np.arange(100, 100 + 39 * size, dtype=np.int32), 0, np.arange(39, dtype=np.int32))
     assert windows.find_stored(tokens, 60, 0) is None
+    assert not windows.counts["kept"], "it is looked for once"
+    windows.check()
     assert len(below) == 39
     index.release(checkpoint)
     disk.close()
