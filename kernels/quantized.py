@@ -147,15 +147,15 @@ class Stored(Quantized):
     Attributes:
         parts: stored rows, uint8 [out, bytes], below each other, and their layouts, which have the
             same bits and blocks.
-        let_go: gives back the memory of a file's rows that were read, if they stand in one.
+        release: gives back the memory of a file's rows that were read, if they stand in one.
     """
 
     def __init__(
         self,
         parts: Sequence[tuple[Layout, torch.Tensor]],
-        let_go: Callable[[], None] = lambda: None,
+        release: Callable[[], None] = lambda: None,
     ) -> None:
-        self.parts, self.let_go = [*parts], let_go
+        self.parts, self.release = [*parts], release
         layout, rows = self.parts[0]
         self.bits, self.block, self.levels = layout.bits, layout.block, layout.levels
         self.shape = sum(len(x) for _, x in parts), rows.shape[1] // layout.stored * layout.size

@@ -116,7 +116,7 @@ class CheckpointIndex(ABC, Generic[H]):
         self._hits[found.kind] += 1
         return found
 
-    def coming(self, tokens: Tokens, namespace: Hashable, limit: int) -> int:
+    def in_flight(self, tokens: Tokens, namespace: Hashable, limit: int) -> int:
         """Length of the deepest checkpoint that the step being scheduled writes."""
         return self._deepest(tokens, namespace, limit)[1] if self._written else 0
 
@@ -145,11 +145,11 @@ class CheckpointIndex(ABC, Generic[H]):
         self, tokens: Tokens, namespace: Hashable, limit: int
     ) -> tuple[Checkpoint[H] | None, int]:
         """The deepest kept checkpoint, and the length of the deepest that the step writes."""
-        found, coming = None, 0
+        found, ahead = None, 0
         for key in self._prefixes(tokens, namespace, limit):
             found = self._kept.get(key, found)
-            coming = key.length if key in self._written else coming
-        return found, coming
+            ahead = key.length if key in self._written else ahead
+        return found, ahead
 
     def _prefixes(self, tokens: Tokens, namespace: Hashable, limit: int) -> Iterator[Key]:
         """The first tokens, up to `limit`, in each length that a checkpoint has. O(limit)."""
@@ -257,7 +257,7 @@ class CheckpointIndex(ABC, Generic[H]):
         """Assert that the tables of keys agree."""
         assert self._count_lengths() == self._lengths, "lengths are miscounted"
         assert self._superseded.keys() <= self._kept.keys(), "superseded, and gone"
-        assert not self._kept.keys() & self._written.keys(), "a checkpoint is there and coming"
+        assert not self._kept.keys() & self._written.keys(), "a checkpoint is kept and in flight"
 
 
 def key_of(tokens: Tokens, namespace: Hashable) -> Key:

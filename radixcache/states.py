@@ -96,7 +96,7 @@ class StateIndex(CheckpointIndex[int]):
         slot = self._spare(key in self._pinned) if self._is_new(key) else None
         return None if slot is None else self._add(self._written, key, slot, kind)
 
-    def give(
+    def keep(
         self, slot: int, tokens: Tokens, namespace: Hashable, before: Iterable[Key] = ()
     ) -> None:
         """Make a checkpoint of a sequence's slot, which holds the state after all of `tokens`.

@@ -252,25 +252,25 @@ class WindowIndex(CheckpointIndex[Window]):
         pages = holder.held.pages[: -(-inner.length // self.page_size)]
         return Checkpoint(inner, Window(0, pages), holder.kind, hits=1, inside=holder)
 
-    def coming(self, tokens: Tokens, namespace: Hashable, limit: int) -> int:
+    def in_flight(self, tokens: Tokens, namespace: Hashable, limit: int) -> int:
         if not self._written:
             return 0
         _, inner = self._deepest_inside(tokens, namespace, limit)
-        return max(super().coming(tokens, namespace, limit), inner)
+        return max(super().in_flight(tokens, namespace, limit), inner)
 
     def _deepest_inside(
         self, tokens: Tokens, namespace: Hashable, limit: int
     ) -> tuple[Key | None, int]:
         """The deepest place inside a kept checkpoint, and the length of the deepest in one that the
         step writes. O(window)."""
-        found, coming = None, 0
+        found, ahead = None, 0
         for place in self._places(tokens, namespace, min(limit, self.window)):
             holders = self._holders.get(place)
             if holders is None:  # nor is there a deeper one
                 break
             found = place if any(key in self._kept for key in reversed(holders)) else found
-            coming = place.length if any(key in holders for key in self._written) else coming
-        return found, coming
+            ahead = place.length if any(key in holders for key in self._written) else ahead
+        return found, ahead
 
     def _places(self, tokens: Tokens, namespace: Hashable, limit: int) -> Iterator[Key]:
         """Prefixes of at most `limit` tokens. O(limit)."""
@@ -286,7 +286,7 @@ class WindowIndex(CheckpointIndex[Window]):
         return self._keep(self._written, lease, tokens, kind)
 
     @_change
-    def give(
+    def keep(
         self, lease: Lease, tokens: Tokens, before: Iterable[Key] = (), kind: Kind = "end"
     ) -> None:
         """Make a checkpoint after `tokens`, all of which are computed, or were loaded.
@@ -340,7 +340,7 @@ class WindowIndex(CheckpointIndex[Window]):
         return True
 
     def _forget(self, checkpoint: Checkpoint[Window]) -> None:
-        self._let_go(checkpoint.held.pages)
+        self._drop(checkpoint.held.pages)
         for place in self._inside.pop(checkpoint.key, ()):
             holders = self._holders[place]
             del holders[checkpoint.key]
@@ -376,9 +376,9 @@ class WindowIndex(CheckpointIndex[Window]):
         """Count one table less for these pages."""
         self._running[pages] -= 1
         self.num_running -= int(np.count_nonzero(self._running[pages] == 0))
-        self._let_go(pages)
+        self._drop(pages)
 
-    def _let_go(self, pages: Pages) -> None:
+    def _drop(self, pages: Pages) -> None:
         self._refs[pages] -= 1
         self._pool.drop(pages[self._refs[pages] == 0])
 

@@ -108,7 +108,8 @@ WINDOWS = [
     MEMORY,
     SCHEME._replace(
         note="all-kept: layers with a window keep all KV. Which windows are kept otherwise: ours, "
-        "told where templates end or not; vllm: its rule, simplified."
+        "told where templates end or not; the rules of vLLM and SGLang, "
+        "simplified."
     ),
     *INDEX[2:],
 ]

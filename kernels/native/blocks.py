@@ -35,7 +35,7 @@ def pack_quantized(weight: Quantized, panels: torch.Tensor) -> None:
         words = depth // block * (2 + block * bits // 32)  # of a row
         for at in range(0, rows, _ROWS):
             pack_quantized(Stored([(layout, data[at : at + _ROWS])]), panels[at * words :])
-            weight.let_go()
+            weight.release()
         return
     if isinstance(weight, Stored):
         parts = [(layout, data.contiguous()) for layout, data in weight.parts]

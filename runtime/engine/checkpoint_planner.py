@@ -147,8 +147,8 @@ class CheckpointPlanner(Planner, ABC, Generic[H]):
         plan = Plan(found, sorted(((n, k) for n, k in marks.items() if n >= least), reverse=True))
         plan.keys += [] if found is None else [found.key]
         self._plans[sequence] = plan
-        coming = self.index.coming(tokens, request.namespace, len(tokens) - 1)
-        lease.next_step_tokens = max(0, coming - depth)
+        ahead = self.index.in_flight(tokens, request.namespace, len(tokens) - 1)
+        lease.next_step_tokens = max(0, ahead - depth)
         lease.cached_tokens = depth
         if sequence.is_fresh:
             sequence.num_recomputed = match - depth

@@ -104,7 +104,7 @@ class AsyncJob(Job):
             self.error = error
             self._wake.set()
 
-    def hear(self, news: News) -> None:
+    def receive(self, news: News) -> None:
         """Take the news of a step."""
         if not self.done:
             self._items += news.items
@@ -119,7 +119,7 @@ def deliver_to(loop: asyncio.AbstractEventLoop) -> Callable[[list[News]], None]:
     def deliver(news: list[News]) -> None:
         for one in news:
             assert isinstance(one.job, AsyncJob)
-            one.job.hear(one)
+            one.job.receive(one)
 
     def tell(news: list[News]) -> None:
         with suppress(RuntimeError):  # the loop is closed: its tasks have ended

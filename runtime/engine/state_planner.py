@@ -42,7 +42,7 @@ class StatePlanner(CheckpointPlanner[int]):
         if plan.begun and self._keeps:
             done, slot = sequence.tokens[: sequence.num_computed], plan.slot
             plan.slot = -1
-            self.index.give(slot, done, sequence.request.namespace, plan.keys)
+            self.index.keep(slot, done, sequence.request.namespace, plan.keys)
 
     def release(self, sequence: Sequence) -> None:
         slot = self._plans[sequence].slot

@@ -77,7 +77,7 @@ class WindowPlanner(CheckpointPlanner[Window]):
         assert lease is not None
         assert lease.window is not None
         if plan.begun and self._keeps and sequence.num_computed >= lease.window.whole:
-            self.index.give(lease, sequence.tokens[: sequence.num_computed], plan.keys)
+            self.index.keep(lease, sequence.tokens[: sequence.num_computed], plan.keys)
 
     def commit(self) -> None:
         super().commit()

@@ -243,7 +243,7 @@ class Loads(PageLoader):
             copies = perf_counter()
             self._pool.write_pages(lease.window.pages, rows[:count])
             load.tier.store.copying.note(rows.nbytes, perf_counter() - copies)
-            index.give(lease, sequence.tokens[:end], (), window.kind)
+            index.keep(lease, sequence.tokens[:end], (), window.kind)
             self._step_is_full = True
             self._wait_for(perf_counter() - begun)
             self._saving += self._all_saving() - saving  # it is part of that time

@@ -140,8 +140,8 @@ class CheckpointWeights:
         """The one of these names that the checkpoint has: of the embedding, the head or a norm."""
         found = [name for name in names if name in self._shapes]
         if len(found) != 1:
-            told = f"it has {' and '.join(found)}" if found else f"it lacks {names[0]}"
-            raise Unknown(f"its checkpoint has other weights: {told}")
+            reason = f"it has {' and '.join(found)}" if found else f"it lacks {names[0]}"
+            raise Unknown(f"its checkpoint has other weights: {reason}")
         name = found[0]
         self._used.add(name)
         rows = (self._architecture.vocab_size,) if len(self._shapes[name]) > 1 else ()
@@ -163,8 +163,8 @@ class CheckpointWeights:
             ) from None
         wanted = self._architecture.layer_shapes(number)
         for name in sorted(layer.weights.keys() ^ wanted.keys()):
-            told = f"it {'lacks' if name in wanted else 'has'} {name} in layer {number}"
-            raise Unknown(f"its checkpoint has other weights: {told}")
+            reason = f"it {'lacks' if name in wanted else 'has'} {name} in layer {number}"
+            raise Unknown(f"its checkpoint has other weights: {reason}")
         for name, weight in layer.weights.items():
             parts = weight if isinstance(weight, list) else [weight]
             experts = self._architecture.layers[number].mlp

@@ -96,7 +96,7 @@ class Job(AsyncJob):
             for function in self._on_end:
                 function()
 
-    def hear(self, news: News) -> None:
+    def receive(self, news: News) -> None:
         news = news._replace(items=[delta for deltas in news.items for delta in deltas])
         failed = next((r for r in self.requests if r.error is not None), None)
         if news.error is not None:
@@ -104,7 +104,7 @@ class Job(AsyncJob):
         elif failed is not None:
             status = 400 if failed.error_is_invalid else 500
             news = news._replace(error=ApiError(status, str(failed.error)), finished=True)
-        super().hear(news)
+        super().receive(news)
 
 
 class RequestTracker:

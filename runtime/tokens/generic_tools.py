@@ -19,7 +19,7 @@ _TAIL = """To call one, answer with its name and its arguments, and with nothing
 The result comes with the next message. If no function helps, answer as usual."""
 
 
-def tell_tools(
+def describe_tools(
     conversation: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:

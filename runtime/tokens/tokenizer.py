@@ -17,7 +17,7 @@ from radixcache.errors import ContextExceeded, InvalidRequest, ModelError, first
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
 from radixcache.runtime.checkpoints.model_files import find_file, find_gguf, read_settings
 from radixcache.runtime.tokens.fast_tokenizer import FastTokenizer, read_folder
-from radixcache.runtime.tokens.generic_tools import tell_tools
+from radixcache.runtime.tokens.generic_tools import describe_tools
 from radixcache.runtime.tokens.spelling import spelling_of, without_prefix
 from radixcache.runtime.tokens.tool_calls import check_tools, for_template
 from radixcache.runtime.tokens.tool_formats import (
@@ -383,7 +383,7 @@ class Tokenizer:
                     f"{'system' if self._order.system else 'user'} message, and calls are read in "
                     "Hermes' form"
                 )
-            conversation, tools = tell_tools(conversation, tools), ()
+            conversation, tools = describe_tools(conversation, tools), ()
         conversation = self._order.arrange(conversation)
         for role in {message.get("role") for message in conversation} - _ROLES:
             # Some templates drop messages of unknown roles, and some write any role.

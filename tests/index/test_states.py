@@ -45,7 +45,7 @@ def test_random_calls_agree_with_a_plain_list(seed: int, monkeypatch: pytest.Mon
                 written[key] = checkpoint.held
         elif call == "give" and own:
             slot = own.pop(rng.randrange(len(own)))
-            index.give(slot, tokens, namespace, [c.key for c in index._kept.values()][:1])
+            index.keep(slot, tokens, namespace, [c.key for c in index._kept.values()][:1])
             if key not in written:
                 kept.setdefault(key, slot)
         elif call == "drop" and own:
@@ -99,7 +99,7 @@ def test_what_the_step_reads_is_not_evicted_though_superseded() -> None:
     (turn,) = checkpoints(index, text(1))
     slot = index.take()
     assert index.find(text(1), None, 1) is turn
-    index.give(slot, text(1, 2), None, [turn.key])
+    index.keep(slot, text(1, 2), None, [turn.key])
     assert {index.take(), index.take()} == {0, 1, 2} - {turn.held}
 
 
@@ -109,7 +109,7 @@ def test_a_conversation_that_has_gone_on_gives_up_what_it_went_on_from() -> None
     assert index.find(text(1), None, 1) is turn
     slot = index.take()
     index.commit()
-    index.give(slot, text(1, 2, 3), None, [turn.key])
+    index.keep(slot, text(1, 2, 3), None, [turn.key])
     assert index.take() == turn.held  # although `old` was used before it
     assert index.depth(text(9), None, 1) == 1
     assert index.depth(text(1, 2, 3), None, 3) == 3
@@ -122,7 +122,7 @@ def test_where_ends_do_not_pay_the_end_goes_and_the_prompt_stays() -> None:
     assert index.find(text(7), None, 1) is again
     index.commit()
     slot = index.take()
-    index.give(slot, text(1, 2), None, [prompt.key])
+    index.keep(slot, text(1, 2), None, [prompt.key])
     assert index.take() == slot
     assert index.depth(text(1), None, 1) == 1
 

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from radixcache import LLM
-from radixcache.runtime.tokens.generic_tools import tell_tools
+from radixcache.runtime.tokens.generic_tools import describe_tools
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from radixcache.runtime.tokens.tool_formats import find_format, knows_tools
 from tests.helpers.models import tiny_model
@@ -46,7 +46,7 @@ def test_tools_calls_and_results_are_said_in_words() -> None:
         {"role": "tool", "content": "rain", "tool_call_id": "c1"},
         {"role": "tool", "content": "snow", "tool_call_id": "c2"},
     ]
-    system, *others = tell_tools(messages, [TOOL])
+    system, *others = describe_tools(messages, [TOOL])
     assert system["role"] == "system" and system["content"].startswith("Be brief.\n\nYou may call")
     assert json.dumps(TOOL["function"]) in system["content"]
     spelt = '{"name": "weather", "arguments": {"city": "Bonn", "days": 2}}'
@@ -59,7 +59,7 @@ def test_tools_calls_and_results_are_said_in_words() -> None:
         ),
     ]
     assert all("tool_calls" not in one for one in others)
-    assert tell_tools(messages[:2], []) == messages[:2]
+    assert describe_tools(messages[:2], []) == messages[:2]
 
 
 @pytest.mark.parametrize("refused", ["{{ raise_exception('system?') }}", ""])

@@ -163,7 +163,7 @@ class GGUFWeights:
         parts = [self._part(piece, expert) for piece in pieces]
         weight = parts[0] if len(parts) == 1 else torch.cat([dense(part) for part in parts])
         if isinstance(weight, Stored):
-            weight.let_go = self._file.release
+            weight.release = self._file.release
         if isinstance(weight, torch.Tensor):  # a router of one row may be a vector
             weight = weight.reshape(-1, weight.shape[-1])
         if self._device.type == "cpu":

@@ -137,9 +137,9 @@ def load_parallel(
     return model
 
 
-def follow(rank: int, hear: Callable[[], Any]) -> None:
+def follow(rank: int, receive: Callable[[], Any]) -> None:
     """Load a rank's part of the model, and repeat rank 0's calls."""
-    name_or_path, count, kind, device_type, meeting, kv_cache_dtype = hear()
+    name_or_path, count, kind, device_type, meeting, kv_cache_dtype = receive()
     place = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, rank)
     if place.type == "cuda":
         torch.cuda.set_device(place)
@@ -148,7 +148,7 @@ def follow(rank: int, hear: Callable[[], Any]) -> None:
     store_kv(model, kv_cache_dtype, name_or_path)
     pool: Any = None
     while True:
-        call, *given = hear()
+        call, *given = receive()
         if call == "allocate":
             pool = model.allocate(*given)
         elif call == "copy":

@@ -115,7 +115,7 @@ class Disk:
         self.offload.loads.note_step = lambda *_: None  # type: ignore[method-assign]
         self.windows_loaded = 0
         if (index := self.engine.cache.windows) is not None:
-            index.give = self._count_loaded(index.give)  # type: ignore[method-assign]
+            index.keep = self._count_loaded(index.keep)  # type: ignore[method-assign]
 
     def _count_loaded(self, give: Callable[..., None]) -> Callable[..., None]:
         def count(lease: Any, tokens: Any, before: Any, kind: str = "end") -> None:

@@ -99,11 +99,11 @@ def test_large_tables_are_packed_a_part_at_a_time(path, monkeypatch):
     monkeypatch.setattr(native_blocks, "_ROWS", 32)
     stored = random_blocks("Q6_K", 77 * 512, np.random.default_rng(0)).tobytes()
     file = opened(path, gguf_bytes({}, {"a": Stored("Q6_K", (77, 512), stored)}))
-    table, let_go = read_tensor("a", file.tensors["a"]), Mock()
+    table, release = read_tensor("a", file.tensors["a"]), Mock()
     assert isinstance(table, quantized.Stored)
-    table.let_go = let_go
+    table.release = release
     assert torch.equal(PackedLinear(table).weight, table.dense())
-    assert let_go.call_count == 3
+    assert release.call_count == 3
 
 
 @pytest.mark.parametrize(
