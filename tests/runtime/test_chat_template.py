@@ -30,6 +30,12 @@ TEMPLATES = {
         {{ {'b': 2, 'a': 1} | tojson(sort_keys=true, separators=(',', ':')) }}
         {{ dict.fromkeys(['x']) }}{{ strftime_now('%Y') | length }}{{ bos_token }}{{ more }}
         {% if add_generation_prompt %}Answer:{% endif %}""",
+    "by position": "{{ ['é'] | tojson(true, 1) }}{{ [1, 2] | tojson(false, none, [';', '=']) }}",
+    "sorted": "{{ {'b': 1, 'a': 2} | tojson(false, none, none, true) }}",
+    "called": "{{ [joiner] | tojson(default=raise_exception) }}",
+    "constructed": "{{ [1] | tojson(cls=cycler) }}",
+    "keys": "{{ {(1, 2): 1} | tojson(skipkeys=true) }}",
+    "clock": "{{ strftime_now(format='%Y') }}",
     "kept": "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}",
     "refuses": "{{ raise_exception('no such order') }}",
     "leaves": "{{ messages.append.__globals__ }}",
