@@ -157,8 +157,9 @@ def render(
     given = {"messages": chat, "tools": _plain(tools), "documents": None}
     text = _compiled(template).render(add_generation_prompt=ask, **given, **_plain(values))
     if continue_final:
-        at = text.rfind(_HERE.strip())
-        if at < 0 or said.strip() not in text:
+        mark = _HERE.strip()
+        at, once = text.rfind(mark), text.count(mark) == said.count(mark) + 1
+        if not once or said.strip() not in text:  # twice: the first mark would stay in the text
             raise ValueError("the template changes the last message, which so cannot go on")
         kept = text.startswith(_HERE, at)
         text = text[:at] if kept else text[:at].rstrip()

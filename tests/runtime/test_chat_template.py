@@ -110,3 +110,11 @@ def test_what_json_cannot_say_and_no_messages_at_all_are_refused() -> None:
         render("{{ x }}", CHATS["one"], values={"x": object()})
     with pytest.raises(ValueError, match="no message"):
         render("{{ x }}", [])
+
+
+def test_a_message_that_a_template_writes_twice_cannot_go_on():
+    said = [{"role": "assistant", "content": "THE-MESSAGE-GOES-ON-HERE x"}]
+    once = "{{ messages[0].content }}"
+    assert render(once, said, continue_final=True) == said[0]["content"]
+    with pytest.raises(ValueError, match="changes the last message"):
+        render(once + once, said, continue_final=True)

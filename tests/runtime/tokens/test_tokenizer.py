@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from tokenizers import AddedToken
+from tokenizers import AddedToken, normalizers
 from tokenizers import Tokenizer as LibraryTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -115,6 +115,19 @@ def test_a_text_that_the_tokenizer_fails_on_is_refused_in_one_sentence(tmp_path)
     for encode in (tokenizer.encode, tokenizer.encode_with_offsets):
         with pytest.raises(InvalidRequest, match="fails on the text: Unk token `<unk>` not found"):
             encode("ac")
+
+
+def test_a_tokenizer_that_panics_on_a_text_refuses_it_and_no_more() -> None:
+    backend = tiny.byte_level()
+    backend.normalizer = normalizers.Replace("", "x")  # an index out of bounds in the library
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    for encode in (tokenizer.encode, tokenizer.encode_with_offsets):
+        with pytest.raises(InvalidRequest, match="fails on the text: index out of bounds"):
+            encode("a")
+    for error in (KeyboardInterrupt, MemoryError):
+        tokenizer._tokenizer = Mock(encode=Mock(side_effect=error))
+        with pytest.raises(error):
+            tokenizer.encode("a")
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch):
