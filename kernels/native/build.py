@@ -68,9 +68,11 @@ def build() -> Path:
 
     Raises:
         OSError: none is here, and there is no compiler, it fails, or no cache folder can be
-            written to.
+            written to, or others can; or `RADIXCACHE_MARCH` names a level that cannot run here.
     """
     level = os.environ.get("RADIXCACHE_MARCH", "")
+    if level in LEVELS and level not in usable_levels():  # it would end the process
+        raise OSError(f"this processor cannot run {level}, which RADIXCACHE_MARCH names")
     for name in (level,) if level else usable_levels():
         if name in LEVELS and (library := _find(_SOURCE.parent, _name(name, flags_of(name)))):
             return library
@@ -79,6 +81,8 @@ def build() -> Path:
     else:
         flags = (*_FLAGS, f"-march={level}" if level not in ("", "native") else _NATIVE)
     folder, name = _cache() / "radixcache", _name("native", (*flags, *_processor()))
+    if folder.exists():
+        _refuse_strangers(folder)
     return _find(folder, name) or _compile_locked(folder, name, flags)
 
 
@@ -114,24 +118,34 @@ def _compile_locked(folder: Path, name: str, flags: tuple[str, ...], compiler: s
     compiler = compiler or next(filter(None, map(shutil.which, _COMPILERS)), "")
     if not compiler:
         raise OSError(f"no C++ compiler ({', '.join(_COMPILERS)})")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(0o755, parents=True, exist_ok=True)
+    _refuse_strangers(folder)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # a second process finds it compiled
         return _find(folder, name) or _compile(compiler, flags, folder, name)
 
 
 def _cache() -> Path:
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:  # the XDG specification ignores a relative path, which may lead into anybody's folder
+        return named if named.is_absolute() else Path("~/.cache").expanduser()
     except RuntimeError as error:  # a user without a home
         raise OSError(str(error)) from None
+
+
+def _refuse_strangers(folder: Path) -> None:
+    """`OSError` if a library there could be of a user who has no say in what this process runs."""
+    found, trusted = folder.stat(), {0, os.getuid(), _SOURCE.stat().st_uid}
+    if found.st_uid not in trusted or found.st_mode & 0o002:
+        raise OSError(f"other users can write to {folder}, so no kernels are loaded from there")
 
 
 def _find(folder: Path, name: str) -> Path | None:
     """The library of that name whose bytes are those that were compiled."""
     for library in folder.glob(f"{name}-*.so"):
-        if library.stem == f"{name}-{_digest(library)}":
-            return library
+        with suppress(OSError):  # one that cannot be read
+            if library.stem == f"{name}-{_digest(library)}":
+                return library
     return None
 
 

@@ -66,9 +66,21 @@ def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(x: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    known = {name: options.pop(name, None) for name in ("indent", "separators")}
-    return json.dumps(x, ensure_ascii=ensure_ascii, **known, **options)  # not escaped for HTML
+def _to_json(
+    x: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON that is not escaped for HTML; `json`'s options that call a function are not given."""
+    return json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _now(format: str) -> str:  # noqa: A002 - templates may name it
+    return datetime.now().strftime(format)
 
 
 @lru_cache(maxsize=16)
@@ -79,7 +91,7 @@ def _compiled(template: str) -> jinja2.Template:
     environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": _raise,
-        "strftime_now": lambda form: datetime.now().strftime(form),
+        "strftime_now": _now,
         "dict": _Dict(),
         "namespace": _Names,
     }
@@ -145,8 +157,9 @@ def render(
     given = {"messages": chat, "tools": _plain(tools), "documents": None}
     text = _compiled(template).render(add_generation_prompt=ask, **given, **_plain(values))
     if continue_final:
-        at = text.rfind(_HERE.strip())
-        if at < 0 or said.strip() not in text:
+        mark = _HERE.strip()
+        at, once = text.rfind(mark), text.count(mark) == said.count(mark) + 1
+        if not once or said.strip() not in text:  # twice: the first mark would stay in the text
             raise ValueError("the template changes the last message, which so cannot go on")
         kept = text.startswith(_HERE, at)
         text = text[:at] if kept else text[:at].rstrip()

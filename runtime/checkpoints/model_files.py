@@ -151,6 +151,6 @@ def read_settings(name_or_path: str | Path, file: str = "config.json") -> dict[s
         found = json.loads(text)
     except (OSError, ValueError, RecursionError):
         return None
-    refers = "configuration_files" in found or '"__float__"' in text  # transformers' own marks
-    plain = isinstance(found, dict) and not refers
+    marks = ('"configuration_files"', '"__float__"')  # of transformers' own
+    plain = isinstance(found, dict) and not any(mark in text for mark in marks)
     return found if plain and (file != "config.json" or "model_type" in found) else None

@@ -126,6 +126,8 @@ def read_folder(folder: Path, declared: Mapping[str, Any]) -> FastTokenizer | No
         for index, token in backend.get_added_tokens_decoder().items()
     }
     again = rest.pop("added_tokens_decoder", {})
+    if backend.padding is not None:  # whose token transformers makes the model's
+        return None
     if rest or again not in ({}, added) or not isinstance(templates, str | None):
         return None
     special = {token["content"] for token in added.values() if token["special"]}

@@ -119,7 +119,9 @@ class Tokenizer:
                 yield
         except (MemoryError, RecursionError):
             raise
-        except Exception as error:  # the tokenizers library has no exception of its own
+        except BaseException as error:  # the tokenizers library has no exception of its own
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             try:
                 text.encode()
             except UnicodeEncodeError:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -306,7 +307,14 @@ def test_of_what_a_wheel_holds_the_best_that_the_processor_can_run_is_taken(
             monkeypatch.setattr(native_build, "_processor", lambda fewer=fewer: fewer)
             assert native_build.build() != made[name]
         monkeypatch.setenv("RADIXCACHE_MARCH", "x86-64")  # another than the best
-        assert native_build.build() == made["x86-64"]
+        if level.machine == "x86_64":
+            assert native_build.build() == made["x86-64"]
+        monkeypatch.setattr(native_build, "_processor", list)
+        for other in native_build.LEVELS.keys() - {*native_build.usable_levels()}:
+            monkeypatch.setenv("RADIXCACHE_MARCH", other)
+            with pytest.raises(OSError, match=f"cannot run {other}, which RADIXCACHE_MARCH names"):
+                native_build.build()
+        monkeypatch.setattr(native_build, "_processor", lambda said=said: said)
         monkeypatch.setenv("RADIXCACHE_MARCH", "native")  # asks for a compiler
         with pytest.raises(OSError, match="no C\\+\\+ compiler"):
             native_build.build()
@@ -317,3 +325,37 @@ def test_of_what_a_wheel_holds_the_best_that_the_processor_can_run_is_taken(
             native_build.build()
         file.write_bytes(good)
         assert native_build.build() == made[name]
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    needs = native_build.LEVELS["x86-64-v4-bf16"].needs
+    monkeypatch.setattr(native_build, "_processor", lambda: [needs])
+    made["x86-64-v4-bf16"].unlink()
+    made["x86-64-v4-bf16"].symlink_to(bare / "nowhere")  # what cannot be read is passed over
+    assert native_build.build() == made["x86-64-v4"]
+
+
+def test_kernels_come_from_no_folder_that_strangers_can_write_to(bare, monkeypatch) -> None:
+    compiler = bare / "c++"
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
+    compiler.chmod(0o755)
+    before = os.umask(0)
+    try:
+        library = native_build.build()
+    finally:
+        os.umask(before)
+    folder = library.parent
+    assert native_build.build() == library and not folder.stat().st_mode & 0o022
+    folder.chmod(0o777)
+    for _ in range(2):  # neither loads what is there nor compiles
+        with pytest.raises(OSError, match="other users can write to"):
+            native_build.build()
+        library.unlink(missing_ok=True)
+    folder.chmod(0o755)
+    theirs = Mock(stat=lambda: Mock(st_uid=12_345, st_mode=0o40755))
+    with pytest.raises(OSError, match="other users can write to"):
+        native_build._refuse_strangers(theirs)
+    with monkeypatch.context() as patch:  # but whoever owns the package may
+        patch.setattr(native_build, "_SOURCE", theirs)
+        native_build._refuse_strangers(theirs)
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(bare / "home"))
+    assert native_build.build().is_relative_to(bare / "home")

@@ -30,6 +30,12 @@ TEMPLATES = {
         {{ {'b': 2, 'a': 1} | tojson(sort_keys=true, separators=(',', ':')) }}
         {{ dict.fromkeys(['x']) }}{{ strftime_now('%Y') | length }}{{ bos_token }}{{ more }}
         {% if add_generation_prompt %}Answer:{% endif %}""",
+    "by position": "{{ ['é'] | tojson(true, 1) }}{{ [1, 2] | tojson(false, none, [';', '=']) }}",
+    "sorted": "{{ {'b': 1, 'a': 2} | tojson(false, none, none, true) }}",
+    "called": "{{ [joiner] | tojson(default=raise_exception) }}",
+    "constructed": "{{ [1] | tojson(cls=cycler) }}",
+    "keys": "{{ {(1, 2): 1} | tojson(skipkeys=true) }}",
+    "clock": "{{ strftime_now(format='%Y') }}",
     "kept": "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}",
     "refuses": "{{ raise_exception('no such order') }}",
     "leaves": "{{ messages.append.__globals__ }}",
@@ -104,3 +110,11 @@ def test_what_json_cannot_say_and_no_messages_at_all_are_refused() -> None:
         render("{{ x }}", CHATS["one"], values={"x": object()})
     with pytest.raises(ValueError, match="no message"):
         render("{{ x }}", [])
+
+
+def test_a_message_that_a_template_writes_twice_cannot_go_on():
+    said = [{"role": "assistant", "content": "THE-MESSAGE-GOES-ON-HERE x"}]
+    once = "{{ messages[0].content }}"
+    assert render(once, said, continue_final=True) == said[0]["content"]
+    with pytest.raises(ValueError, match="changes the last message"):
+        render(once + once, said, continue_final=True)

@@ -107,8 +107,8 @@ INDEX = "model.safetensors.index.json"
     ("config.json", {"head_dim": 10**9}, "head_dim 1000000000: no model has over 65536"),
     ("config.json", {"a": {"b": {"head_dim": 10**9}}}, "head_dim 1000000000: no model has over"),
     ("config.json", {"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000: no model has"),
-    ("config.json", "[]", "no dictionary"),
-    ("generation_config.json", "[]", "does not make sense"),
+    *(("config.json", text, "no dictionary|does not load") for text in ("[]", "3", "null")),
+    *(("generation_config.json", text, "does not make sense") for text in ("[]", "3", "null")),
     *((INDEX, content, "is no index of weights: .") for content in (
         "", "[]", '"x"', "{}", "null", {"weight_map": ["a"]}, {"weight_map": 3}, "[" * 99999)),
     *((INDEX, {"weight_map": {"a": name}}, "is no index of weights: .* is no safetensors file")

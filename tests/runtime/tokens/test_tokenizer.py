@@ -8,7 +8,8 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from tokenizers import AddedToken
+from tokenizers import AddedToken, normalizers
+from tokenizers import Tokenizer as LibraryTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from radixcache.errors import ContextExceeded, InvalidRequest
@@ -87,6 +88,24 @@ def test_settings_that_may_change_tokens_are_left_to_transformers(change, ours, 
     assert found.added == {i: str(token) for i, token in expected.added_tokens_decoder.items()}
 
 
+@pytest.mark.parametrize("special", [False, True])
+def test_the_token_that_a_file_pads_with_is_the_models_as_in_transformers(special, tmp_path):
+    folder = tiny_model("llama", tmp_path / "model")
+    file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    declared = {**json.loads(config.read_text()), "tokenizer_class": "TokenizersBackend"}
+    declared.pop("pad_token", None)
+    config.write_text(json.dumps(declared))
+    backend = LibraryTokenizer.from_file(str(file))
+    backend.add_tokens([AddedToken("<fill>", special=special)])
+    backend.enable_padding(pad_token="<fill>", pad_id=backend.token_to_id("<fill>"))
+    backend.save(str(file))
+    expected, found = AutoTokenizer.from_pretrained(folder), Tokenizer.load(str(folder))
+    assert found is not None and found.info["pad_token"] == expected.pad_token == "<fill>"
+    ids = expected.encode("a<fill>b")
+    assert found.encode("a<fill>b") == ids
+    assert found.decode(ids) == expected.decode(ids, skip_special_tokens=True)
+
+
 def test_a_text_that_the_tokenizer_fails_on_is_refused_in_one_sentence(tmp_path) -> None:
     vocabulary, unknown = {"a": 0, "b": 1}, "<unk>"
     model = {"type": "BPE", "vocab": vocabulary, "merges": [], "unk_token": unknown}
@@ -96,6 +115,19 @@ def test_a_text_that_the_tokenizer_fails_on_is_refused_in_one_sentence(tmp_path)
     for encode in (tokenizer.encode, tokenizer.encode_with_offsets):
         with pytest.raises(InvalidRequest, match="fails on the text: Unk token `<unk>` not found"):
             encode("ac")
+
+
+def test_a_tokenizer_that_panics_on_a_text_refuses_it_and_no_more() -> None:
+    backend = tiny.byte_level()
+    backend.normalizer = normalizers.Replace("", "x")  # an index out of bounds in the library
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    for encode in (tokenizer.encode, tokenizer.encode_with_offsets):
+        with pytest.raises(InvalidRequest, match="fails on the text: index out of bounds"):
+            encode("a")
+    for error in (KeyboardInterrupt, MemoryError):
+        tokenizer._tokenizer = Mock(encode=Mock(side_effect=error))
+        with pytest.raises(error):
+            tokenizer.encode("a")
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch):
