@@ -76,7 +76,9 @@ class TieredTree:
         self._following = defaultdict[bytes, list[StoredPage]](list)
         for one in tier.chain():
             for page in islice(one.newest(), MAX_PAGES):
-                if page.key not in ends and page.key not in self._media and page.state != "lost":
+                if page.is_of_window or page.state == "lost":
+                    continue
+                if page.key not in ends and page.key not in self._media:
                     self._media[page.key] = one.medium
                     self._following[page.parent].append(page)
         amid = defaultdict[Node, list[LowerNode]](list)
