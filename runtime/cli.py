@@ -76,7 +76,7 @@ class _Parser(argparse.ArgumentParser):
             known.PROMPT = unknown.pop()  # behind flags that are behind the model
         if unknown:
             flag = unknown[0].partition("=")[0]
-            close = get_close_matches(flag, self._option_string_actions, 1)
+            close = get_close_matches(flag, self._option_string_actions.keys() - {"--help"}, 1)
             renamed = _VLLM_FLAGS.get(flag, "")
             if renamed.partition(" ")[0] in self._option_string_actions:
                 close = [renamed]

@@ -108,10 +108,9 @@ WINDOWS = [
     MEMORY,
     SCHEME._replace(
         note="all-kept: layers with a window keep all KV. Which windows are kept otherwise: ours, "
-        "told where templates end or not; the rules of vLLM and SGLang, "
-        "simplified."
+        "told where templates end or not (untold); vllm, sglang: their rules, simplified."
     ),
-    *INDEX[2:],
+    *(column for column in INDEX[2:] if column.title != "of optimum"),
 ]
 
 STATES = [

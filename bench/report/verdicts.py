@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from radixcache.bench.replay.figures import Figures
 from radixcache.bench.report.results import WorkloadReport
 from radixcache.bench.schemes.named import parse_memory
+from radixcache.bench.schemes.windows import ALL_KEPT
 
 TIE = 0.02
 """Two schemes tie if their prefilled tokens differ by less than this share."""
@@ -41,7 +42,9 @@ def _verdict(rows: list[Figures]) -> str:
         best = max(served, key=lambda row: row.hit_tokens, default=None)
         if best is None:
             return "requests are refused"
-        return f"the best scheme, {best.scheme}, hits {best.hit_rate:.1%}"
+        kept = [row for row in served if row.scheme == ALL_KEPT and row is not best]
+        beside = "".join(f", {row.scheme} {row.hit_rate:.1%}" for row in kept)
+        return f"the best scheme, {best.scheme}, hits {best.hit_rate:.1%}{beside}"
     block, tree = (
         min(side, key=lambda row: (not row.hit_tokens, row.computed_tokens)) for side in sides
     )

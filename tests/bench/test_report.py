@@ -106,6 +106,11 @@ def fewer(winner, percent, loser):
         ([("hash-16", 900, NOT_ALL), ("radix-1", 2500)], "the best scheme, radix-1, hits 75.0%"),
         ([("hash-16", 900, NOT_ALL)], "requests are refused"),
         (
+            [("all-kept", 5000), ("ours", 2500), ("vllm", 3000)],
+            "the best scheme, ours, hits 75.0%, all-kept 50.0%",
+        ),
+        ([("all-kept", 2500), ("ours", 2600)], "the best scheme, all-kept, hits 75.0%"),
+        (
             [("kv-alone", 500, {"states": 9}), ("sglang", 900), ("ours", 500)],
             "computed of the prompt tokens with 9 states: kv-alone 5.0%, ours 5.0%, sglang 9.0%",
         ),
@@ -299,6 +304,7 @@ def test_a_report_of_a_model_with_windows_says_what_its_rules_are(capsys):
     assert main(["bench", SMALL[1], *flags]) == 0
     page = unescape(Path("r.html").read_text())
     assert "all-kept: layers with a window keep all KV" in page and "hash-B" not in page
+    assert "of optimum" not in page + capsys.readouterr().out, "nothing stands there"
 
 
 # Refusals, and files.

@@ -168,6 +168,9 @@ def test_what_only_lower_tiers_hold_goes_on_from_what_the_tree_holds(two_tiers: 
         prompts.append(stem + rng.choices(range(4), k=rng.randrange(1, 9)))
         reach(prompts[-1])  # as whoever computes it looks first
         put(cache, prompts[-1], rng.choice([None, None, "salt"]))
+        if rng.random() < 0.1:  # a window: a name that is no text, and its pages
+            window = np.full(4 * rng.randrange(1, 4), -rng.randrange(1, 9), np.int32)
+            tier.demote(window, 0, np.arange(len(window) // 4, dtype=np.int32))
         outline = cache.outline()
         kinds = {
             path[-1].id: [node.medium for node in path]
@@ -178,6 +181,7 @@ def test_what_only_lower_tiers_hold_goes_on_from_what_the_tree_holds(two_tiers: 
         whole, names = list[list[int]](), list[str]()
         shown: set[tuple[int, ...]] = {()}
         for name, parent, more in outline.spell():
+            assert more.min() >= 0, "a window is drawn"
             whole.append([*(whole[parent] if parent >= 0 else ()), *more.tolist()])
             names.append(name)
             media |= {*kinds[name]}

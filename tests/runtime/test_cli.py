@@ -100,6 +100,7 @@ assert not heavy, heavy
         (["serve", "--prot", "3"], "unrecognized arguments: --prot: did you mean --port? (see"),
         (["generate", "--foo", "3"], "unrecognized arguments: --foo (see"),
         (["generate", "-", "--seeed", "3"], "--seeed 3: did you mean --seed? (see"),
+        (["info", "--model", "x"], "unrecognized arguments: --model (see radixcache info --help)"),
     ],
 )
 def test_bad_input_gets_one_sentence(
