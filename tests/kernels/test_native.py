@@ -330,7 +330,7 @@ def test_of_what_a_wheel_holds_the_best_that_the_processor_can_run_is_taken(
     monkeypatch.setattr(native_build, "_processor", lambda: [needs])
     made["x86-64-v4-bf16"].unlink()
     made["x86-64-v4-bf16"].symlink_to(bare / "nowhere")  # what cannot be read is passed over
-    assert native_build.build() == made["x86-64-v4"]
+    assert native_build.build() == made["x86-64-v4-vnni"]
 
 
 def test_kernels_come_from_no_folder_that_strangers_can_write_to(bare, monkeypatch) -> None:
