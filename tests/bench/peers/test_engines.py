@@ -114,9 +114,12 @@ def test_a_gguf_file_is_for_those_that_read_one(take_turns, tmp_path):
 def test_a_file_is_compared_in_each_format_that_is_asked_for(monkeypatch, tmp_path, capsys):
     (made := tmp_path / "model.gguf").write_bytes(b"")
     compared: list[object] = []
-    monkeypatch.setattr(
-        engines, "write_as", lambda folder, file, kind: compared.append(kind) or made
-    )
+
+    def write_as(folder, file, kind):
+        compared.append(kind)
+        return made
+
+    monkeypatch.setattr(engines, "write_as", write_as)
     monkeypatch.setattr(engines, "compare", lambda args, model: compared.append(model))
     monkeypatch.setattr(sys, "argv", ["", "--model", "a.gguf", "--formats", "Q4_0", "Q8_0"])
     engines.main()
