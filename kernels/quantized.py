@@ -102,7 +102,8 @@ class Quantized:
         blocks[:, :depth] = x
         blocks = blocks.unflatten(1, (-1, 32))
         most = blocks.abs().amax(-1, keepdim=True)
-        factors = torch.where(most > 1e-30, 127 / most, torch.zeros(()))
+        # A plain number over a tensor would be rounded twice: torch inverts the tensor first.
+        factors = torch.where(most > 1e-30, torch.full_like(most, 127) / most, torch.zeros(()))
         whole = (blocks * factors).round().flatten(1)[:, :depth].unflatten(1, (-1, self.block))
         row_scales = (most / 127).repeat_interleave(32 // self.block, 1)
         columns = numbers.unflatten(1, (-1, self.block)).float()

@@ -147,8 +147,8 @@ class RadixCache(PrefixCache):
     @mutation
     def load(self, lease: Lease, tokens: TokensLike) -> None:
         """Lengthen the hit of `lease` by `tokens`, whose KV was copied into its reserved pages from
-        a lower tier, before its first `publish`. Nothing changes if another lease has the same
-        tokens in flight, as `lease.num_tokens` then says. O(len(tokens)).
+        a lower tier, whole pages, before its first `publish`. Nothing changes if another lease has
+        the same tokens in flight, as `lease.num_tokens` then says. O(len(tokens)).
         """
         lease, tokens = cast(RadixLease, self._mine(lease)), as_tokens(tokens)
         if lease.used:
@@ -156,6 +156,7 @@ class RadixCache(PrefixCache):
         lease._check_publish(len(tokens))
         before = lease.num_tokens
         if self._extend(lease, tokens, written=True):
+            lease._copies.clear()  # the page has its tokens; the one that had them may be evicted
             lease.cached_tokens = lease.num_tokens
             self.stats.loaded_tokens += lease.num_tokens - before
             self._note_use(lease)

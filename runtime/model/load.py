@@ -35,7 +35,10 @@ from radixcache.runtime.model.gguf.weights import GGUFWeights
 from radixcache.runtime.model.kv_dtype import check_kv_dtype, store_kv
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
-from radixcache.runtime.model.quantized_activations import quantize_activations
+from radixcache.runtime.model.quantized_activations import (
+    check_activations,
+    quantize_activations,
+)
 from radixcache.runtime.model.weights import CheckpointWeights, ModelWeights
 
 _log = logging.getLogger("radixcache")
@@ -85,6 +88,7 @@ def load_model(
         settings = _settings(name_or_path, file)
         check_sizes(settings)
         check_kv_dtype(kv_cache_dtype, place, exact)
+        check_activations(quantized_activations, place, kind)
         if exact:
             exactness.require(place, kind)
         model: PagedModel | None = None

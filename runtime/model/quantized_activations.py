@@ -13,7 +13,7 @@ import torch
 
 from radixcache.errors import InvalidRequest, ModelError
 from radixcache.kernels.attention import PagedBatch
-from radixcache.kernels.native.library import problem
+from radixcache.kernels.native.library import DTYPES, problem
 from radixcache.kernels.native.linear import rounding_is_fast, rounding_problem
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.states import SequenceStates
@@ -36,28 +36,41 @@ def describe() -> str:
     return f"no: {reason}" if reason else "yes" if rounding_is_fast() else "yes, but not fast"
 
 
+def check_activations(asked: str, device: torch.device, dtype: torch.dtype | str) -> None:
+    """Refuse what no model can have here, before one is read.
+
+    Raises:
+        InvalidRequest: there is no such mode; or it is asked for, and this machine cannot.
+    """
+    if asked not in ("auto", "on", "off"):
+        raise InvalidRequest(f"unknown quantized_activations {asked!r}: say auto, on or off")
+    if asked == "on" and (reason := _refusal(device, dtype)) is not None:
+        raise InvalidRequest(f"quantized_activations='on' {reason}: say off")
+
+
 def quantize_activations(model: PagedModel, asked: str) -> None:
     """Let a loaded model round rows if that is asked for, or if it pays, and its logits stay close.
 
     Raises:
-        InvalidRequest: it is asked for, and the model or this machine cannot.
+        InvalidRequest: it is asked for, and the model has no such products.
         ModelError: its logits change too much.
     """
-    if asked not in ("auto", "on", "off"):
-        raise InvalidRequest(f"unknown quantized_activations {asked!r}: say auto, on or off")
     if asked == "off":
         return
-    reason, in_float32 = _refusal(model), model.exact and model.dtype == torch.float32
-    if asked == "auto" and (reason or in_float32 or not (AUTO and rounding_is_fast())):
+    if model.rounds is None:  # as without the kernels
+        if asked == "on":
+            told = "is for quantized weights in our own loop, and this model has none"
+            raise InvalidRequest(f"quantized_activations='on' {told}: say off")
         return
-    if reason is not None:
-        raise InvalidRequest(f"quantized_activations='on' {reason}: say off")
+    in_float32 = model.exact and model.dtype == torch.float32
+    pays = AUTO and rounding_is_fast() and rounding_problem() is None
+    if asked == "auto" and (in_float32 or not pays):
+        return
     plain, rounded = _logits(model, False), _logits(model, True)
     # The median: nearly tied experts may give some tokens another MLP.
     error = float(((rounded - plain).std(1) / plain.std(1)).median())
     if error <= MOST_ERROR:  # not if it is NaN
         return
-    assert model.rounds is not None
     model.rounds.value = False
     told = f"its logits change by {error:.1%} of their spread ({MOST_ERROR:.0%} at most)"
     if asked == "on":
@@ -65,13 +78,13 @@ def quantize_activations(model: PagedModel, asked: str) -> None:
     _log.info("activations stay as they are: %s", told)
 
 
-def _refusal(model: PagedModel) -> str | None:
-    if model.device.type != "cpu":
-        return f"runs on a CPU only, not on {model.device}"
+def _refusal(device: torch.device, dtype: torch.dtype | str) -> str | None:
+    if device.type != "cpu":
+        return f"runs on a CPU only, not on {device}"
+    if dtype not in DTYPES:
+        return f"needs float32 or bfloat16, not {str(dtype).removeprefix('torch.')}"
     if (reason := problem() or rounding_problem()) is not None:
         return f"needs the native kernels, which do not run here ({reason})"
-    if model.rounds is None:
-        return "is for quantized weights in our own loop, and this model has none"
     return None
 
 

@@ -153,7 +153,7 @@ def convert(folder: Path, path: Path, kind: str = "F32", **changes: Any) -> Path
         data = weight.float().contiguous()
         if re.search(r"ssm_[ad]$|ssm_norm", found) and family in _MAMBA:
             data = data.view(-1, 1) if "norm" not in found else data.view(_MAMBA[family], -1)
-        fits = data.ndim > 1 and data.shape[-1] % 32 == 0 and "ssm_" not in found
+        fits = data.ndim > 1 and data.shape[-1] % 32 == 0 and not re.search("ssm_|bias$", found)
         stored_as = kind if fits else "F32"
         blocks = gguf.quants.quantize(data.numpy(), gguf.GGMLQuantizationType[stored_as])
         tensors[found] = Stored(stored_as, tuple(data.shape), blocks.tobytes())

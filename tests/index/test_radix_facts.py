@@ -90,6 +90,16 @@ def test_of_two_that_append_to_one_page_the_second_copies() -> None:
     assert {int(one.page_table[2]), int(two.page_table[2])} == {first[2], copies[0].target}
 
 
+def test_a_loaded_page_is_not_copied_into() -> None:
+    """Its branch is written at once, so the page before it may be evicted before the copy."""
+    cache = a_cache()
+    put(cache, [*SYSTEM, 11])
+    lease = cache.acquire([*SYSTEM, 21, 22, 23])
+    cache.reserve(lease, 12)
+    cache.load(lease, [21, 22])
+    assert lease.num_tokens == 12 and lease.take_copies() == []
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_short_leaf_takes_at_most_22_bytes_a_token_beside_its_tokens_and_pages(
     page_size: int,

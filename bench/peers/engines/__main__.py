@@ -4,6 +4,7 @@
     make bench-peers ARGS="--quick"
     make bench-peers ARGS="--only W1 W3 --without vllm"
     make bench-peers ARGS="--model FILE.gguf"     # ours against llama.cpp, on a file of yours
+    make bench-peers ARGS="--model FILE.gguf --formats Q4_K_M Q4_0 Q8_0"    # and written so, each
 
 In every round each engine in turn is started in a process of its own, in its own environment,
 warmed up, sent all workloads, and ended, so no engine ever works while another one is there. A
@@ -132,26 +133,21 @@ def make_model(folder: Path, seed: int, without: list[str]) -> None:
         subprocess.run(command, check=False)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--model", type=Path, metavar="FILE", help="a GGUF file (a Llama of 33 M, random weights)"
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="measured ones (3)")
-    parser.add_argument("--only", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
-    peers = [name for name in ENGINES if name != "ours"]
-    parser.add_argument("--without", nargs="+", default=[], choices=peers)
-    parser.add_argument("--quick", action="store_true", help="short prompts, few requests")
-    args = parser.parse_args()
+def write_as(folder: Path, file: Path, kind: str) -> Path:
+    """A GGUF file in another of llama.cpp's formats."""
+    python = python_of(ENGINES["llama.cpp"].venv)
+    if not python.exists():
+        sys.exit("llama.cpp, which writes the formats, is not installed")
+    command = [str(python), "-m", "bench.peers.engines.gguf_model", str(folder), str(file), kind]
+    done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"llama.cpp could not write {kind}: {done.stderr.strip().splitlines()[-1]}")
+    return folder / "model.gguf"
 
-    sizes = SIZES["quick" if args.quick else "full"]
-    print(f"seed {args.seed}; {THREADS} threads; {conditions()}")
-    print("tokens and counts: " + ", ".join(f"{name} {n}" for name, n in asdict(sizes).items()))
-    with tempfile.TemporaryDirectory() as folder:
-        if args.model is None:
-            make_model(Path(folder), args.seed, args.without)
-        turns = take_turns(args, args.model or Path(folder))
+
+def compare(args: argparse.Namespace, model: Path) -> None:
+    """Take the turns, and print the tables."""
+    turns = take_turns(args, model)
     titles = {name: str(work.__doc__).partition(": ")[2] for name, work in WORKLOADS.items()}
     titles["process"] = "from start to ready, and memory after the workloads."
     for workload, title in titles.items():
@@ -161,6 +157,38 @@ def main() -> None:
     versions = {turn.engine: turn.version for turn in turns}
     print(f"\n{', '.join(f'{name} {version}' for name, version in versions.items())}")
     print(conditions())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--model", type=Path, metavar="FILE", help="a GGUF file (a Llama of 33 M, random weights)"
+    )
+    parser.add_argument(
+        "--formats", nargs="+", metavar="F", help="llama.cpp's, to write the file in (as it is)"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="measured ones (3)")
+    parser.add_argument("--only", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    peers = [name for name in ENGINES if name != "ours"]
+    parser.add_argument("--without", nargs="+", default=[], choices=peers)
+    parser.add_argument("--quick", action="store_true", help="short prompts, few requests")
+    args = parser.parse_args()
+    if args.formats and args.model is None:
+        parser.error("--formats is for a file: say --model FILE.gguf")
+
+    sizes = SIZES["quick" if args.quick else "full"]
+    print(f"seed {args.seed}; {THREADS} threads; {conditions()}")
+    print("tokens and counts: " + ", ".join(f"{name} {n}" for name, n in asdict(sizes).items()))
+    with tempfile.TemporaryDirectory() as folder:
+        if args.model is None:
+            make_model(Path(folder), args.seed, args.without)
+        for kind in args.formats or [None]:
+            model = args.model or Path(folder)
+            if kind is not None:
+                model = write_as(Path(folder), args.model, kind)
+                print(f"\n{args.model.name} as {kind}, {model.stat().st_size / 1e6:.0f} MB")
+            compare(args, model)
 
 
 if __name__ == "__main__":

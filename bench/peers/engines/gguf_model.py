@@ -1,7 +1,9 @@
 # mypy: disable-error-code="import-not-found"
-"""A Llama of transformers as a float32 GGUF file without a tokenizer, for llama.cpp.
+"""A Llama of transformers as a float32 GGUF file without a tokenizer, for llama.cpp; or a GGUF file
+in another format.
 
-python -m bench.peers.engines.gguf_model FOLDER    # writes FOLDER/model.gguf
+python -m bench.peers.engines.gguf_model FOLDER                     # writes FOLDER/model.gguf
+python -m bench.peers.engines.gguf_model FOLDER FILE.gguf Q4_K_M    # the same of FILE.gguf
 """
 
 from __future__ import annotations
@@ -63,5 +65,15 @@ def convert(folder: Path) -> Path:
     return path
 
 
+def quantize(folder: Path, file: str, kind: str) -> None:
+    """Write `file` there with the weights rounded, once more if they were, as llama.cpp does it."""
+    import llama_cpp as api
+
+    params = api.llama_model_quantize_default_params()
+    params.ftype, params.allow_requantize = getattr(api, f"LLAMA_FTYPE_MOSTLY_{kind}"), True
+    if api.llama_model_quantize(file.encode(), str(folder / "model.gguf").encode(), params):
+        raise RuntimeError(f"llama.cpp could not write {file} as {kind}")
+
+
 if __name__ == "__main__":
-    convert(Path(sys.argv[1]))
+    (quantize if len(sys.argv) > 2 else convert)(Path(sys.argv[1]), *sys.argv[2:])

@@ -111,6 +111,26 @@ def test_a_gguf_file_is_for_those_that_read_one(take_turns, tmp_path):
     assert [turn.engine for turn in turns] == ["ours", "ours-bfloat16", "llama.cpp-defaults"]
 
 
+def test_a_file_is_compared_in_each_format_that_is_asked_for(monkeypatch, tmp_path, capsys):
+    (made := tmp_path / "model.gguf").write_bytes(b"")
+    compared: list[object] = []
+
+    def write_as(folder, file, kind):
+        compared.append(kind)
+        return made
+
+    monkeypatch.setattr(engines, "write_as", write_as)
+    monkeypatch.setattr(engines, "compare", lambda args, model: compared.append(model))
+    monkeypatch.setattr(sys, "argv", ["", "--model", "a.gguf", "--formats", "Q4_0", "Q8_0"])
+    engines.main()
+    assert compared == ["Q4_0", made, "Q8_0", made]
+    assert "a.gguf as Q8_0" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["", "--formats", "Q4_0"])
+    with pytest.raises(SystemExit):
+        engines.main()
+    assert "--formats is for a file" in capsys.readouterr().err
+
+
 def test_tables_show_medians_spread_and_ours_over_theirs():
     found: dict[str, dict[str, list[float]]] = {
         "ours": {"hit, ms": [10, 12, 14], "all, s": [2.0]},

@@ -72,8 +72,10 @@ GGUFS = {
     "llama of mixed bits": ("Q4_1", "Q4_K", "Q6_K", "Q8_0", "BF16"),
 }
 """Files of these kinds of blocks, matrix by matrix in turn."""
-CONVERTED = {"qwen3_moe of 8 bits": "Q8_0", "qwen3_5_text of 4 bits": "Q4_0"}
-"""Files of experts and of recurrent layers, of one kind."""
+CONVERTED = {
+    "qwen3_moe of 8 bits": "Q8_0", "qwen3_5_text of 4 bits": "Q4_0", "gpt_oss of floats": "MXFP4",
+}  # fmt: skip
+"""Files of experts, of recurrent layers, of experts with biases and of windows; of one kind."""
 DTYPES = ("float32", "bfloat16")
 WIDE = {"hidden_size": 128, "head_dim": 32}
 """For `kv_cache_dtype="int8"`, which takes heads of multiples of 32."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from functools import partial
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,6 +23,7 @@ from radixcache.runtime.model.gguf.config import open_gguf
 from radixcache.runtime.model.gguf.weights import GGUFWeights
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.model.quantized_activations import check_activations
 from radixcache.states import SequenceStates
 from tests.runtime.model.exact_schedules import CONVERTED, GGUFS, folder
 
@@ -96,16 +96,20 @@ def test_what_cannot_round_is_refused(monkeypatch) -> None:
     with pytest.raises(InvalidRequest, match="'on' is for one process: say off"):
         LLM(quantized_activations="on", tensor_parallel_size=2)
     load_it = partial(load, folder("llama of 4 bits"), quantized_activations="on")
-    monkeypatch.setattr(quantized_activations, "problem", lambda: "no C++ compiler")
-    with pytest.raises(InvalidRequest, match=r"'on' needs the native kernels.*no C\+\+ comp"):
-        load_it()
+    with monkeypatch.context() as patched:  # before anything is read
+        patched.setattr("radixcache.runtime.model.load._load_decoder", None)
+        with pytest.raises(InvalidRequest, match="'on' needs float32 or bfloat16, not float16: sa"):
+            load_it(dtype="float16")
+        with pytest.raises(InvalidRequest, match="'on' runs on a CPU only, not on meta: say off"):
+            check_activations("on", torch.device("meta"), "auto")
+        patched.setattr(quantized_activations, "problem", lambda: "no C++ compiler")
+        with pytest.raises(InvalidRequest, match=r"'on' needs the native kernels.*no C\+\+ comp"):
+            load_it()
     monkeypatch.setattr(quantized_activations, "problem", lambda: None)
     monkeypatch.setattr(quantized_activations, "rounding_problem", lambda: None)
     for attempt in (partial(load_it, attention=TorchBackend()), partial(load, folder("qwen3"))):
         with pytest.raises(InvalidRequest, match="'on' is for quantized weights in our own loop"):
             attempt(quantized_activations="on")
-    with pytest.raises(InvalidRequest, match="'on' runs on a CPU only, not on meta: say off"):
-        quantized_activations.quantize_activations(Mock(device=torch.device("meta")), "on")
 
 
 @needs_kernels
