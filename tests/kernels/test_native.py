@@ -224,6 +224,7 @@ def bare(tmp_path, monkeypatch) -> Path:
     """A machine with an empty cache folder, and an empty folder of programs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("RADIXCACHE_MARCH", raising=False)
     return tmp_path
 
 

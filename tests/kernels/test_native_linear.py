@@ -14,8 +14,7 @@ from radixcache.kernels.native.linear import PackedLinear
 from radixcache.kernels.quantized import E2M1, Quantized
 from tests.kernels.test_native import bits
 
-if problem() is not None:
-    pytest.skip(str(problem()), allow_module_level=True)
+pytestmark = pytest.mark.skipif(problem() is not None, reason=str(problem()))
 
 F32, BF16 = torch.float32, torch.bfloat16
 FORMATS = ["float32", "bfloat16", "8 bits of 32", "8 bits of 16", "4 bits of 32"]

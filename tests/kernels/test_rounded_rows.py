@@ -17,8 +17,7 @@ from radixcache.kernels.quantized import Quantized
 from tests.kernels.test_native import bits
 from tests.kernels.test_native_linear import COUNTS, FORMATS, make
 
-if problem() is not None:
-    pytest.skip(str(problem()), allow_module_level=True)
+pytestmark = pytest.mark.skipif(problem() is not None, reason=str(problem()))
 
 F32, BF16 = torch.float32, torch.bfloat16
 SHAPES = [(1, 32), (48, 64), (77, 160), (300, 1536)]
