@@ -468,6 +468,23 @@ struct Packed {
     }
 };
 
+// That products of rows `x` have the bits of `expected`, so many at once, by any threads.
+template <class T>
+void check_in_any_company(const std::vector<T>& x, const std::vector<T>& expected,
+                          const Weight& weight, int columns, int depth,
+                          std::initializer_list<int> steps, const std::string& name) {
+    int rows = expected.size() / columns;
+    for (int threads : THREADS)
+        for (int step : steps) {
+            std::vector<T> other(expected.size());
+            for (int r = 0; r < rows; r += step)
+                multiply(&x[r * depth], depth, weight, &other[r * columns], columns,
+                         std::min(step, rows - r), threads);
+            check(same(expected, other), name + " by " + std::to_string(threads)
+                                             + " threads, rows at once " + std::to_string(step));
+        }
+}
+
 template <class T>
 void check_products(Format format, int columns, int depth) {
     std::string name = type<T>() + " times format " + std::to_string(format) + " of "
@@ -486,15 +503,8 @@ void check_products(Format format, int columns, int depth) {
             expected.push_back(sum);
         }
     check_near(out, expected, name, sizeof(T) == 4 ? 1e-5 : 8e-3);
-    for (int threads : THREADS)
-        for (int step : {rows, 50, 13, 12, 9, 8, 7, 6, 5, 4, 3, 2, 1}) {
-            std::vector<T> other(out.size());
-            for (int r = 0; r < rows; r += step)
-                multiply(&x[r * depth], depth, packed.weight, &other[r * columns], columns,
-                         std::min(step, rows - r), threads);
-            check(same(out, other), name + " by " + std::to_string(threads)
-                                        + " threads, rows at once " + std::to_string(step));
-        }
+    check_in_any_company(x, out, packed.weight, columns, depth,
+                         {rows, 50, 13, 12, 9, 8, 7, 6, 5, 4, 3, 2, 1}, name);
     std::vector<int64_t> ids;
     std::vector<float> taken(columns * depth);
     for (int c = 0; c < columns; c++) ids.push_back(c);
