@@ -6,6 +6,7 @@ torch and transformers take seconds to import, so a command imports them only on
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -13,10 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from radixcache import __version__
@@ -165,7 +168,7 @@ def serve(args: argparse.Namespace) -> int:
 
         with Loading(server, listener) as loading:
             with progress.watch(loading.report):
-                llm = _load(engine)
+                llm = _load(engine, "radixcache.runtime.server.app")
             from radixcache.runtime.server.app import create_app
 
             def close() -> None:
@@ -334,15 +337,30 @@ def _take_model(args: argparse.Namespace) -> None:
     args.model = args.model if args.MODEL is None else args.MODEL
 
 
-def _load(args: argparse.Namespace | EngineArgs) -> LLM:
+def _load(args: argparse.Namespace | EngineArgs, *modules: str) -> LLM:
+    """The model; `modules`, which are needed next, are imported while its weights are read."""
     check_model(args.model)
     _share_cores()
     with _show_progress():
         progress.report("importing torch", 0.0)
-        from radixcache import LLM
+        with _without_collections():
+            from radixcache import LLM
 
         _silence(args)
+        Thread(target=lambda: [*map(import_module, modules)], daemon=True).start()
         return LLM(**_given(args, _names(EngineArgs)))
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Imports make a million objects and little garbage: looking for it takes a fifth of their
+    time, and so would each later look. What they made is never looked at again."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @contextmanager

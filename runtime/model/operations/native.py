@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import c_int32
 from itertools import groupby
+from threading import Thread
 from typing import Any
 
 import torch
@@ -92,7 +93,8 @@ class NativeOperations(Operations):
             logit_scale=a.logit_scale,
             logit_softcap=a.logit_softcap or 0.0,
         )
-        use_huge_pages(packed.block for packed in self._packed)
+        blocks = [packed.block for packed in self._packed]
+        Thread(target=use_huge_pages, args=(blocks,), daemon=True).start()  # nobody waits for it
 
     def run(
         self, pool: KVPool, plan: AttentionPlan, states: Sequence[SequenceStates] = ()

@@ -130,7 +130,7 @@ def test_a_model_that_fails_to_load_ends_it_in_one_sentence(monkeypatch: Any, ca
     port = free_port()
     url = f"http://127.0.0.1:{port}"
 
-    def load(_: Any) -> NoReturn:
+    def load(*_: Any) -> NoReturn:
         progress.report("reading weights", 0.5)
         assert plain.get(f"{url}/health").json()["share"] == 0.5
         raise ModelError("no luck")
@@ -147,7 +147,7 @@ def test_a_model_that_fails_to_load_ends_it_in_one_sentence(monkeypatch: Any, ca
 def serve_slowly(*flags: str) -> int:
     """`radixcache serve` with a model of which only half is ever loaded."""
 
-    def wait(args: Any) -> LLM:
+    def wait(*_: Any) -> LLM:
         progress.report("reading weights", 0.5)
         time.sleep(60)
         raise AssertionError("nobody has ended this")
