@@ -147,7 +147,7 @@ def test_a_model_that_fails_to_load_ends_it_in_one_sentence(monkeypatch: Any, ca
 def serve_slowly(*flags: str) -> int:
     """`radixcache serve` with a model of which only half is ever loaded."""
 
-    def wait(*_: Any) -> LLM:
+    def wait(args: Any, *_: str) -> LLM:
         progress.report("reading weights", 0.5)
         time.sleep(60)
         raise AssertionError("nobody has ended this")
