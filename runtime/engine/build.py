@@ -207,7 +207,8 @@ def _share_memory(args: EngineArgs, model: PagedModel) -> tuple[int, int, Window
         step = args.max_num_batched_tokens
         most = _MIN_WINDOWS * windows.window + step
         if num_pages * windows.page_size < most:
-            _log_windows(f"the KV memory has no room for {_MIN_WINDOWS} windows and a step")
+            reason = f"the KV memory has no room for {_MIN_WINDOWS} windows and a step"
+            _log_windows(reason, logging.WARNING)
             windows, page_bytes = None, model.bytes_per_page(page_size)
             num_pages = count_pages(args.kv_cache_memory_bytes, page_bytes, model.device, taken)
     if size := model.bytes_per_state:
@@ -249,8 +250,8 @@ def _choose_windows(args: EngineArgs, model: PagedModel) -> WindowLayout | None:
     return windows
 
 
-def _log_windows(reason: str) -> None:
-    _log.info("layers with a window keep all tokens: %s", reason)
+def _log_windows(reason: str, level: int = logging.INFO) -> None:
+    _log.log(level, "layers with a window keep all tokens: %s", reason)
 
 
 def _answer_mark(tokenizer: Tokenizer) -> list[int]:

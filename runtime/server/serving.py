@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 from fastapi import Depends, Request
 
 from radixcache.base import TokensLike
-from radixcache.errors import PinError
+from radixcache.errors import InvalidRequest, PinError
 from radixcache.runtime.engine.input_processor import EngineInput
 from radixcache.runtime.engine.named_prefixes import NamedPrefix
 from radixcache.runtime.sampling.params import SamplingParams
@@ -81,9 +81,14 @@ class ServingContext:
 
     @property
     def notes(self) -> list[str]:
-        """Lines to print at the start: where layers run, how answers are sampled, KV events."""
+        """Lines to print at the start: where layers run, how answers are sampled, whether there are
+        chats, KV events."""
         sampling = self.completion_defaults.describe()
         notes = [*self.llm.notes, f"answers by {sampling}, where a request says nothing else"]
+        try:
+            self.tokenizer.chat_template()
+        except InvalidRequest as reason:
+            notes.append(str(reason))
         if (events := self.llm.kv_events) is not None:
             places = " and ".join(
                 filter(None, ("" if events.connects else events.endpoint, events.replay_endpoint))

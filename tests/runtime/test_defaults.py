@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
 
 from radixcache import LLM, SamplingParams
 from radixcache.errors import ContextExceeded
+from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.cli import main
 from radixcache.runtime.outputs import MIN_REPEATED, MIN_REPEATS, find_repetition
 from radixcache.runtime.server.args import ServerArgs
@@ -53,6 +55,17 @@ def test_a_servers_own_sampling_stands_between_the_request_and_the_model() -> No
             assert answer["usage"]["completion_tokens"] == 2
     with pytest.raises(ValueError, match="temperature must be at least 0"):
         ServerArgs(sampling={"temperature": -1})
+
+
+def test_a_server_says_at_its_start_whether_it_can_chat(tmp_path: Path) -> None:
+    for left_out, reason in (("", None), ("*.jinja", "chat template"), ("token*", "tokenizer")):
+        folder = tmp_path / f"without {reason}"
+        shutil.copytree(BUNDLED_MODEL, folder, ignore=shutil.ignore_patterns(left_out))
+        with LLM(folder, kv_cache_memory_bytes="1MiB") as llm:
+            notes = ServingContext(llm, ServerArgs()).notes
+            told = [note for note in notes if "has no " in note]
+            assert len(told) == (reason is not None)
+            assert all(f"has no {reason}:" in note for note in told)
 
 
 # Context and memory.
