@@ -37,6 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -229,23 +230,18 @@ def find_rejoin(one: Tokens, known: list[Tokens], marks: Marks) -> tuple[int, in
     (2, 20)
     """
     best: tuple[int, int, Tokens] | None = None
-    ours, our_places = _spell(one, marks)
-    firsts = [_firsts(_runs(ours, *alike)) for alike in ALIKE]
-    for text in known if any(firsts) else ():
-        theirs, their_places = _spell(text, marks)
-        for alike, first in zip(ALIKE, firsts, strict=True):
-            runs = enumerate(_runs(theirs, *alike))
-            found = [(first[run], place) for place, run in runs if run in first]
-            if not found:
-                continue
-            i, j = our_places.item(min(found)[0]), their_places.item(min(found)[1])
-            while i and j and one[i - 1] == text[j - 1]:  # marks
-                i, j = i - 1, j - 1
-            length = min(len(one) - i, len(text) - j)
-            length = common_length(one[i : i + length], text[j : j + length])
-            if best is None or length > best[1]:
-                best = i, length, text
-            break
+    met: dict[int, tuple[int, int]] = {}
+    ours, theirs = _spell([one], marks), _spell(known, marks)
+    for within, count in ALIKE:
+        met = _meet(ours, theirs, within, count) | met
+    for number in sorted(met):
+        (i, j), text = met[number], known[number]
+        while i and j and one[i - 1] == text[j - 1]:  # marks
+            i, j = i - 1, j - 1
+        length = min(len(one) - i, len(text) - j)
+        length = common_length(one[i : i + length], text[j : j + length])
+        if best is None or length > best[1]:
+            best = i, length, text
     return best
 
 
@@ -257,17 +253,63 @@ def table_of(marks: Iterable[int]) -> Marks:
     return table
 
 
-def _spell(tokens: Tokens, marks: Marks) -> tuple[NDArray[np.uint64], NDArray[np.intp]]:
-    """The tokens that are no marks, each with the mark before it, and where they are."""
-    tokens = tokens[: WINDOW + max(count for _, count in ALIKE)]
+class _Spelt(NamedTuple):
+    """The tokens of several texts that are no marks, each with the mark before it, [n] each.
+
+    Attributes:
+        tokens: one text behind the other.
+        texts: the number of each token's text.
+        places: where the token is in its text, and how many of these are before it.
+    """
+
+    tokens: NDArray[np.uint64]
+    texts: NDArray[np.intp]
+    places: NDArray[np.intp]
+    counts: NDArray[np.intp]
+
+
+def _spell(texts: list[Tokens], marks: Marks) -> _Spelt:
+    cut = [text[: WINDOW + max(count for _, count in ALIKE)] for text in texts]
+    if not cut:
+        return _Spelt(np.empty(0, np.uint64), *(np.empty(0, np.intp) for _ in range(3)))
+    tokens, lengths = np.concatenate(cut), [len(text) for text in cut]
+    texts_of = np.repeat(np.arange(len(cut)), lengths)
     is_mark = marks[np.clip(tokens, -1, len(marks) - 1)]
     spelt = tokens.astype(np.uint64)
-    spelt[1:] += (spelt[:-1] + np.uint64(1) << np.uint64(32)) * is_mark[:-1]
-    return spelt[~is_mark], np.flatnonzero(~is_mark)
+    behind = is_mark[:-1] & (texts_of[1:] == texts_of[:-1])
+    spelt[1:] += (spelt[:-1] + np.uint64(1) << np.uint64(32)) * behind
+    kept = np.flatnonzero(~is_mark)
+    texts_of = texts_of[kept]
+    begins = np.cumsum([0, *lengths[:-1]])
+    counts = np.arange(len(kept)) - np.searchsorted(kept, begins)[texts_of]
+    return _Spelt(spelt[kept], texts_of, kept - begins[texts_of], counts)
 
 
-def _runs(spelt: NDArray[np.uint64], within: int, count: int) -> list[int]:
-    """A polynomial of the `count` tokens, a power of two, from each of `within` places on.
+def _meet(ours: _Spelt, theirs: _Spelt, within: int, count: int) -> dict[int, tuple[int, int]]:
+    """By text, where ours and it are first alike for `count` tokens from one of `within` on."""
+    our_runs, their_runs = (_runs(spelt.tokens, count) for spelt in (ours, theirs))
+    our_runs, size = our_runs[:within], len(their_runs)
+    if not len(our_runs):
+        return {}
+    likely = np.zeros(1 << 16, bool)  # by the first bits: few runs are looked up
+    likely[our_runs >> np.uint64(48)] = True
+    alike = likely[their_runs >> np.uint64(48)]
+    alike &= theirs.texts[:size] == theirs.texts[len(theirs.texts) - size :]  # a run of one text
+    alike &= theirs.counts[:size] < within
+    at = np.flatnonzero(alike)
+    order = our_runs.argsort(kind="stable")
+    found = order[our_runs[order].searchsorted(their_runs[at]).clip(max=len(order) - 1)]
+    same = our_runs[found] == their_runs[at]
+    met: dict[int, tuple[int, int]] = {}
+    for our, their in zip(found[same].tolist(), at[same].tolist(), strict=True):
+        places = ours.places.item(our), theirs.places.item(their)
+        text = theirs.texts.item(their)
+        met[text] = min(met.get(text, places), places)
+    return met
+
+
+def _runs(spelt: NDArray[np.uint64], count: int) -> NDArray[np.uint64]:
+    """A polynomial of the `count` tokens, a power of two, from each place on.
 
     Modulo 2**64, where by chance two are never the same; who makes them so has fooled himself.
     """
@@ -275,9 +317,4 @@ def _runs(spelt: NDArray[np.uint64], within: int, count: int) -> list[int]:
     while step < count:
         spelt = spelt[:-step] * np.uint64(pow(_BASE, step, 1 << 64)) + spelt[step:]
         step *= 2
-    return spelt[:within].tolist()
-
-
-def _firsts(runs: list[int]) -> dict[int, int]:
-    """The first place of each run."""
-    return {run: place for place, run in reversed([*enumerate(runs)])}
+    return spelt
