@@ -264,16 +264,25 @@ def test_texts_that_meet_again_are_found_where_a_naive_search_finds_them() -> No
         gaps = [0, 1, 5, 15, 16, 17, 60] if number < 294 else [1023, 1024, 1025]
         marks = {*range(rng.choice([0, 1, 3]))}
         same = [rng.randrange(kinds) for _ in range(rng.randint(6, 40))]
-        one, other = (
+        one, *others = (
             [rng.randrange(kinds) for _ in range(rng.choice(gaps))]
-            + same
+            + same[rng.choice([0, 0, len(same) // 2]) :]
             + [rng.randrange(kinds) for _ in range(rng.randint(0, 20))]
-            for _ in range(2)
+            for _ in range(rng.choice([2, 2, 5]))
         )
-        expected = naive_rejoin(one, other, marks)
-        met = find_rejoin(as_tokens(one), [as_tokens(other)], table_of(marks))
-        assert (met and met[:2]) == expected, f"seed {SEED}"
-        found += expected is not None
+        if number % 10 == 0:  # no text has all of it
+            cut = rng.randrange(len(same))
+            others = [same[:cut], same[cut:]]
+        each = [naive_rejoin(one, other, marks) for other in others]
+        most = max((length for _, length in filter(None, each)), default=0)
+        known = [as_tokens(other) for other in others]
+        met = find_rejoin(as_tokens(one), known, table_of(marks))
+        if met is None:
+            assert not any(each), f"seed {SEED}"
+        else:
+            longest = next(n for n, one in enumerate(each) if one and one[1] == most)
+            assert met[:2] == each[longest] and met[2] is known[longest], f"seed {SEED}"
+        found += met is not None
     assert 50 < found < 290, f"{found} of 300 met again, seed {SEED}"
 
 
