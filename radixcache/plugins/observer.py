@@ -1,4 +1,4 @@
-"""Explains the prefix cache of another engine: what it hit, why not more, and what would have.
+"""Explains another engine's prefix cache: its hits, its misses, and what would have been hits.
 
 The engine reports each prompt that it admits with its hit, and the tokens that it computes. Three
 ghosts of its cache remember as many tokens as its KV memory holds, twice and four times as many:
@@ -29,9 +29,9 @@ FILE = "RADIXCACHE_REPORT"
 """The environment variable that names a file to which JSON lines are appended, if it is set."""
 
 REASONS = ("first_seen", "diverged", "evicted", "block_size", "salt", "not_read")
-"""`radixcache.runtime.engine.explain` defines the first three; but of its "diverged" tokens, only
-those that are the same in both texts are called so here. `block_size`: computed before, but only
-whole blocks are cached. `salt`: computed under another `cache_salt` or adapter. `not_read`: the
+"""`radixcache.runtime.engine.explain` defines the first three; but here, "diverged" are only the
+tokens that both texts have in common again. `block_size`: computed before, but only whole blocks are
+cached. `salt`: computed under another `cache_salt` or adapter. `not_read`: the
 request did not look, as with log-probabilities of the prompt."""
 
 _METRICS = {

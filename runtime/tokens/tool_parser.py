@@ -33,6 +33,7 @@ _Reading = Generator[None, None, Any]
 """Yields when it needs more text."""
 _THINK = shape(THINK)
 _ODD_HEAD = 32
+"""Characters after which an object has shown whether it may be a call."""
 _ODD = re.compile(
     r'\{\s{0,8}"(?:(?:arguments|parameters|type|function|id)"|'
     r'name"\s{0,8}:\s{0,8}"[^"]{0,256}(?:"|\Z))'
