@@ -30,8 +30,8 @@ FILE = "RADIXCACHE_REPORT"
 
 REASONS = ("first_seen", "diverged", "evicted", "block_size", "salt", "not_read")
 """`radixcache.runtime.engine.explain` defines the first three; but here, "diverged" are only the
-tokens that both texts have in common again. `block_size`: computed before, but only whole blocks are
-cached. `salt`: computed under another `cache_salt` or adapter. `not_read`: the
+tokens that both texts have in common again. `block_size`: computed before, but only whole blocks
+are cached. `salt`: computed under another `cache_salt` or adapter. `not_read`: the
 request did not look, as with log-probabilities of the prompt."""
 
 _METRICS = {
