@@ -211,7 +211,9 @@ class Ingress:
             return False
         self._prompts.limit(found.max_context)
         self.replicas[name] = found
-        self.router.add(name, found.kv_tokens, found.max_num_seqs, found.lower_tokens)
+        folder = None if found.kv_dir is None else (found.node, found.kv_dir)
+        sizes = found.kv_tokens, found.max_num_seqs, found.lower_tokens
+        self.router.add(name, *sizes, folder)
         self._changed.set()
         return True
 

@@ -46,6 +46,7 @@ class Description:
         max_num_seqs: sequences that run at the same time.
         placement: where the model's layers run.
         node: name of the machine on which it is process `pid`.
+        kv_dir: its folder there, if it has one.
     """
 
     replica: str
@@ -56,6 +57,7 @@ class Description:
     placement: str
     node: str
     pid: int
+    kv_dir: str | None
 
 
 class Replica:
@@ -78,6 +80,7 @@ class Replica:
             from radixcache.runtime.kv_offload.files import free_folder
 
             engine = replace(engine, kv_dir=free_folder(Path(engine.kv_dir)))
+        self._kv_dir = engine.kv_dir
         self._llm = LLM(**vars(engine))
         self._app = create_app(self._llm, options)
         self._lifespan = self._app.router.lifespan_context(self._app)
@@ -115,6 +118,7 @@ class Replica:
             placement=model.placement,
             node=platform.node(),
             pid=os.getpid(),
+            kv_dir=None if self._kv_dir is None else str(Path(self._kv_dir).absolute()),
         )
 
     async def answer(self, name: str, scope: Scope, body: bytes) -> AsyncIterator[list[Message]]:

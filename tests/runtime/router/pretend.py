@@ -68,7 +68,7 @@ class World:
         """A replica begins to run, and the ingress hears of it."""
         empty(llm)
         replica: Any = _Replica.__new__(_Replica)
-        replica._name, replica._llm = name, llm
+        replica._name, replica._llm, replica._kv_dir = name, llm, None
         replica._app = create_replica(llm, self.options)
         await self._stack.enter_async_context(replica._app.router.lifespan_context(replica._app))
         self.replicas[name], self._ends[name] = replica, asyncio.Event()
