@@ -10,8 +10,8 @@ The router does not ask replicas what they have cached. It remembers that in one
 each, as large as the replica's KV memory, which evicts as the replica does. A prompt is remembered
 when it is booked, so that requests right after it find its prefix, and an answer when its request
 ends. A replica with a tier below its KV memory has a second index, of both sizes: tokens that only
-this one has are loaded, at a lower cost. It stays when the replica dies, for the next that finds the
-same files.
+this one has are loaded, at a lower cost. When the replica dies, its second index goes to the next
+one that finds the same files.
 
 One `Router` must decide for all requests of a deployment: several would each spread every prefix
 over replicas of their own.

@@ -86,10 +86,11 @@ class Load:
                     if not text and choice.delta.content:
                         self.waits.append(time.monotonic() - begin)
                     text += choice.delta.content or ""
-                if chunk.usage is not None:  # the last one
+                usage: Any = chunk.usage
+                if usage is not None:  # the last one
                     has_ended = True
-                    self.prompt_tokens += chunk.usage.prompt_tokens
-                    self.cached_tokens += chunk.usage.prompt_tokens_details.cached_tokens
+                    self.prompt_tokens += usage.prompt_tokens
+                    self.cached_tokens += usage.prompt_tokens_details.cached_tokens
         except APIConnectionError:
             pass
         except APIError as error:

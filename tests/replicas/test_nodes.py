@@ -6,14 +6,14 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from radixcache import LLM, SamplingParams
-from tests.replicas.conftest import KV_TOKENS, Deployment
+from tests.replicas.conftest import Deployment
 from tests.replicas.load import CHATS, TURNS, Load
 from tests.replicas.nodes import Nodes, cluster, node_of
 
@@ -78,13 +78,12 @@ def test_prompts_spread_over_the_nodes_and_return_to_where_their_stems_are(
 
 
 def test_who_replaces_a_replica_finds_its_folder_and_gets_its_prompts(three: Cluster, alone: LLM):
-    nodes, deployment = three
+    _, deployment = three
     asker = Asker(deployment, alone)
     name, _ = asker.ask(_stem(0))
     dying = deployment.replicas()[name]
     for number in range(100, 100 + 16):  # until no memory has it any more
         asker.ask(_stem(number, 80))
-    print(asker.ask(_stem(0)))
     node = node_of(dying)
     os.kill(dying["pid"], signal.SIGKILL)
     end = time.monotonic() + 60
@@ -94,8 +93,33 @@ def test_who_replaces_a_replica_finds_its_folder_and_gets_its_prompts(three: Clu
     (new,) = [replica for replica in found.values() if node_of(replica) == node]
     assert new["kv_dir"] == dying["kv_dir"]
     name, cached = asker.ask(f"{_stem(0)} And you?")
-    print(name, cached)
     assert name == new["replica"] and cached > 200
+
+
+def _kill_or_stop(deployment: Deployment, load: Load, befall: Callable[[Any], None]) -> None:
+    """Run the load, in the middle of which something befalls the busiest replica."""
+
+    async def strike() -> None:
+        while True:
+            await asyncio.sleep(0.02)
+            found = await asyncio.to_thread(deployment.replicas)
+            busiest = max(found.values(), key=lambda replica: replica["requests"])
+            if len(load.answered) > 20 and busiest["requests"] >= 3:
+                return await asyncio.to_thread(befall, busiest)
+
+    async def both() -> None:
+        await asyncio.gather(strike(), load.run())
+
+    asyncio.run(both())
+    print(f"{len(load.answered)} answered, {len(load.failed)} cut off, {max(load.waits)} s")
+
+
+def _check(load: Load, alone: LLM) -> None:
+    """All streams have ended; only what had begun was cut off; the others are right."""
+    assert not load.unended and all(text for _, text in load.failed)
+    assert len(load.answered) + len(load.failed) == CHATS * TURNS
+    for messages, text in load.answered:
+        assert text == alone.chat(messages, GREEDY)[0].outputs[0].text
 
 
 def test_a_node_that_dies_takes_only_what_had_begun_and_one_that_comes_gets_its_share(
@@ -103,26 +127,8 @@ def test_a_node_that_dies_takes_only_what_had_begun_and_one_that_comes_gets_its_
 ):
     nodes, deployment = three
     load, before = Load(deployment.client(), seed=2), deployment.replicas()
-
-    async def kill() -> None:
-        while True:
-            await asyncio.sleep(0.02)
-            found = await asyncio.to_thread(deployment.replicas)
-            busiest = max(found.values(), key=lambda replica: replica["requests"])
-            if len(load.answered) > 20 and busiest["requests"] >= 3:
-                await asyncio.to_thread(nodes.kill, node_of(busiest))
-                return
-
-    async def both() -> None:
-        await asyncio.gather(kill(), load.run())
-
-    asyncio.run(both())
-    print(f"{len(load.answered)} answered, {len(load.failed)} cut off")
-    assert not load.unended and all(text for _, text in load.failed)
-    assert len(load.answered) + len(load.failed) == CHATS * TURNS
-    for messages, text in load.answered:
-        assert text == alone.chat(messages, GREEDY)[0].outputs[0].text
-
+    _kill_or_stop(deployment, load, lambda replica: nodes.kill(node_of(replica)))
+    _check(load, alone)
     deployment.wait_for(2)
     came = nodes.add()
     (joined,) = deployment.wait_for(3).keys() - before.keys()
@@ -131,3 +137,48 @@ def test_a_node_that_dies_takes_only_what_had_begun_and_one_that_comes_gets_its_
     asyncio.run(load.run())
     assert len(load.answered) == CHATS * TURNS and load.cached_tokens > load.prompt_tokens / 2
     assert deployment.metric("radixcache_hit_tokens_total")[joined] > 1000
+
+
+def test_the_streams_of_a_replica_that_hangs_end(three: Cluster, alone: LLM):
+    """Long before Ray gives it up; and it joins again when it goes on."""
+    _, deployment = three
+    load, stopped = Load(deployment.client(), seed=4), []
+
+    def stop(replica: Any) -> None:
+        os.kill(replica["pid"], signal.SIGSTOP)
+        stopped.append(replica)
+
+    _kill_or_stop(deployment, load, stop)
+    os.kill(stopped[0]["pid"], signal.SIGCONT)
+    _check(load, alone)
+    deployment.wait_for(3)
+
+
+def test_a_silent_replica_may_be_asked_for_its_queue_for_a_while_only():
+    from ray.serve.request_router import PendingRequest
+
+    from radixcache.runtime.router.sender import PATIENCE, Sender
+
+    replicas: list[Any] = [
+        SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in "abc"
+    ]
+
+    async def ranks(name: str, age: float) -> list[str]:
+        request: Any = PendingRequest([name], {}, None, time.time() - age, None)
+        sender = Sender.__new__(Sender)
+        found = await sender.choose_replicas(replicas, request)
+        return ["".join(r.replica_id.unique_id for r in rank) for rank in found]
+
+    assert asyncio.run(ranks("b", 0)) == ["b"]
+    assert asyncio.run(ranks("b", PATIENCE + 0.1)) == ["b", "ac"]
+    assert asyncio.run(ranks("gone", 0)) == ["", "abc"]
+
+
+def test_a_replica_has_as_many_cores_as_all_find_on_the_nodes():
+    from radixcache.runtime.router.deploy import cores_each, room
+
+    unequal = [{"CPU": 8.0}, {"CPU": 8.0, "GPU": 4.0}, {"CPU": 4.0, "GPU": 1.0}, {}]
+    assert [cores_each(n, unequal) for n in (1, 2, 3, 5, 6, 10, 20, 30)] == [8, 8, 4, 4, 2, 2, 1, 1]
+    assert cores_each(2, []) == 1
+    assert room(unequal, {"num_cpus": 4, "num_gpus": 0}) == 5
+    assert room(unequal, {"num_cpus": 1, "num_gpus": 2}) == 2
