@@ -91,6 +91,8 @@ def bind(
     )(Replica)
     if engine.model is not None and Path(engine.model).exists():  # replicas run elsewhere
         engine = replace(engine, model=str(Path(engine.model).resolve()))
+    if engine.kv_dir is not None:
+        engine = replace(engine, kv_dir=Path(engine.kv_dir).expanduser().absolute())
     return deployment.bind(engine, replace(options, access_log=False), key)
 
 

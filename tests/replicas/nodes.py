@@ -9,9 +9,11 @@ from contextlib import contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 
-import psutil  # type: ignore[import-untyped]
+import pytest
 
 from tests.replicas.conftest import Deployment, deployed, environment
+
+psutil = pytest.importorskip("psutil")  # which Ray brings
 
 
 class Nodes:
@@ -65,17 +67,23 @@ def node_of(replica: dict[str, Any]) -> int:
 
 
 @contextmanager
-def cluster(count: int, *flags: str) -> Iterator[tuple[Nodes, Deployment]]:
-    """A server with a replica on each of `count` nodes."""
+def alive(count: int) -> Iterator[Nodes]:
+    """A cluster of `count` nodes beside its head."""
     with patch.dict(os.environ, environment()):
         nodes = Nodes()
         try:
             for _ in range(count):
                 nodes.add()
-            flags = ("--replicas", f"{count}", *flags)
-            with deployed(*flags, RAY_ADDRESS=nodes.address) as (deployment, process):
-                yield nodes, deployment
-                process.send_signal(signal.SIGTERM)
-                process.wait(60)
+            yield nodes
         finally:
             nodes.close()
+
+
+@contextmanager
+def cluster(count: int, *flags: str) -> Iterator[tuple[Nodes, Deployment]]:
+    """A server with a replica on each of `count` nodes."""
+    flags = ("--replicas", f"{count}", *flags)
+    with alive(count) as nodes, deployed(*flags, RAY_ADDRESS=nodes.address) as (found, process):
+        yield nodes, found
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,8 +27,8 @@ Cluster = tuple[Nodes, Deployment]
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp("kv")
-    with cluster(3, "--kv-dir", str(folder), "--kv-dir-size", "64MiB") as found:
+    folder = os.path.relpath(tmp_path_factory.mktemp("kv"))
+    with cluster(3, "--kv-dir", folder, "--kv-dir-size", "64MiB") as found:
         yield found
 
 
@@ -91,7 +92,7 @@ def test_who_replaces_a_replica_finds_its_folder_and_gets_its_prompts(three: Clu
         assert time.monotonic() < end
         time.sleep(0.1)
     (new,) = [replica for replica in found.values() if node_of(replica) == node]
-    assert new["kv_dir"] == dying["kv_dir"]
+    assert new["kv_dir"] == dying["kv_dir"] and Path(new["kv_dir"]).is_dir()
     name, cached = asker.ask(f"{_stem(0)} And you?")
     assert name == new["replica"] and cached > 200
 
