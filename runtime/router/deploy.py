@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from radixcache.errors import InvalidRequest, ModelError, first_sentence
@@ -122,7 +123,7 @@ def deployed(
     else:
         ray_options |= {"num_cpus": cores * most + 1, "include_dashboard": False}
     try:
-        ray.init(**ray_options)
+        _join(ray_options)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         if "RAY_ADDRESS" in os.environ:
             cores = cores_each(most, nodes)
@@ -178,6 +179,19 @@ def _check_address(address: str) -> None:
         raise InvalidRequest(
             f"RAY_ADDRESS must be HOST:PORT of a cluster, or auto, not {address}: "
             f"{first_sentence(error)}"
+        ) from None
+
+
+def _join(ray_options: dict[str, Any]) -> None:
+    """Start Ray, or join the cluster; `InvalidRequest` if that lets nobody in."""
+    try:
+        ray.init(**ray_options)
+    except (ConnectionError, RuntimeError, RayError) as error:
+        if "RAY_ADDRESS" not in os.environ:
+            raise
+        raise InvalidRequest(
+            f"the Ray cluster at {os.environ['RAY_ADDRESS']} cannot be joined: "
+            f"{first_sentence(error.__cause__ or error)}"
         ) from None
 
 

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from radixcache import LLM, SamplingParams
+from radixcache.errors import InvalidRequest
 from tests.replicas.conftest import Deployment
 from tests.replicas.load import CHATS, TURNS, Load
 from tests.replicas.nodes import Nodes, cluster, node_of
@@ -183,3 +185,12 @@ def test_a_replica_has_as_many_cores_as_all_find_on_the_nodes():
     assert cores_each(2, []) == 1
     assert room(unequal, {"num_cpus": 4, "num_gpus": 0}) == 5
     assert room(unequal, {"num_cpus": 1, "num_gpus": 2}) == 2
+
+
+def test_a_cluster_that_lets_nobody_in_is_told_of_in_one_sentence(monkeypatch: pytest.MonkeyPatch):
+    from radixcache.runtime.router import deploy
+
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    monkeypatch.setattr(deploy.ray, "init", Mock(side_effect=ConnectionError("no token. See docs")))
+    with pytest.raises(InvalidRequest, match="cannot be joined: no token"):
+        deploy._join({})
