@@ -191,6 +191,6 @@ def test_a_cluster_that_lets_nobody_in_is_told_of_in_one_sentence(monkeypatch: p
     from radixcache.runtime.router import deploy
 
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
-    monkeypatch.setattr(deploy.ray, "init", Mock(side_effect=ConnectionError("no token. See docs")))
+    monkeypatch.setattr("ray.init", Mock(side_effect=ConnectionError("no token. See docs")))
     with pytest.raises(InvalidRequest, match="cannot be joined: no token"):
         deploy._join({})

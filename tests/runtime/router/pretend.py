@@ -92,14 +92,13 @@ class World:
             await self.before(name, scope)
         stream: Any = self.replicas[name].answer(name, scope, body)
         end = asyncio.ensure_future(self._ends[name].wait())
+        batch: asyncio.Future[Any] = end
         message: Message = {"type": ""}
         try:
             while True:
                 batch = asyncio.ensure_future(anext(stream, None))
                 await asyncio.wait({end, batch}, return_when=asyncio.FIRST_COMPLETED)
                 if end.done():
-                    batch.cancel()
-                    await asyncio.wait({batch})
                     raise Gone(name, has_died=True)
                 for message in (found := batch.result()) or ():
                     yield message
@@ -107,6 +106,8 @@ class World:
                     break
         finally:
             end.cancel()
+            batch.cancel()
+            await asyncio.wait({batch})
             await stream.aclose()
         if message["type"] != "radixcache.end":
             raise Gone(name)
