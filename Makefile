@@ -51,7 +51,7 @@ test-gpu: $(VENV)/.stamp-dev $(GPU)/.stamp  ## the GPU path, on a CPU: FlashInfe
 test-clients: $(VENV)/.stamp-dev $(CLIENTS)/.stamp  ## LangChain, LlamaIndex and other clients against a live server (2 minutes)
 	@SERVER_PYTHON=$(BIN)/python $(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
 
-test-replicas: $(REPLICAS)/.stamp  ## three replicas on Ray Serve, one of which is killed (4 minutes)
+test-replicas: $(REPLICAS)/.stamp  ## replicas on Ray Serve, on one node and on three, some of which are killed (5 minutes)
 	@$(REPLICAS)/bin/python -m pytest tests/replicas $(ARGS)
 
 test-exhaustive: $(VENV)/.stamp-dev  ## more of the same: all combinations, more seeds, public data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -11,10 +12,15 @@ from ray.serve.exceptions import RayServeException
 from starlette.types import Message, Scope
 
 from radixcache.runtime.router.ingress import Gone
-from radixcache.runtime.router.replica import END, Description
+from radixcache.runtime.router.replica import END, HEARTBEAT, Description
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
+
+
+SILENCE = 4 * HEARTBEAT
+"""Seconds after which a replica that says nothing counts as gone. Ray alone takes a minute to give
+up a node that hangs."""
 
 
 class Calls:
@@ -36,11 +42,11 @@ class Calls:
         stream = self._handle.options(stream=True).answer.remote(name, scope, body)
         is_whole = False
         try:
-            async for batch in stream:
+            while (batch := await asyncio.wait_for(anext(stream, None), SILENCE)) is not None:
                 for message in batch:
                     is_whole = message["type"] == END
                     yield message
-        except (RayError, RayServeException) as error:
+        except (RayError, RayServeException, asyncio.TimeoutError) as error:
             raise _gone(name, error) from error
         finally:
             if not is_whole:

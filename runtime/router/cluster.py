@@ -1,7 +1,7 @@
 """An application for `serve deploy` and KubeRay, on a cluster that is managed elsewhere.
 
-Serve's proxies take the connections. The ingress is a deployment of one replica, since several
-would each know only a part of what is cached.
+Serve's proxies take the connections. The ingress is a deployment of one replica, on the head node,
+since several would each know only a part of what is cached.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from radixcache.runtime.server.settings import read_settings
 if TYPE_CHECKING:
     from ray.serve import Application
     from ray.serve.handle import DeploymentHandle
+
+_HEAD = "node:__internal_head__"
+"""A resource of Ray's head node. The ingress runs there, beside Serve's proxy and controller, so
+that no other node's death ends it."""
 
 _MEANINGLESS = {"host", "port", "config", "kv_events_config"}
 
@@ -44,7 +48,10 @@ def build(settings: dict[str, Any]) -> Application:
 
     ingress: Any = serve.ingress(make_app)(_Ingress)
     deployment = serve.deployment(
-        name="ingress", num_replicas=1, max_ongoing_requests=deploy.NO_LIMIT
+        name="ingress",
+        num_replicas=1,
+        max_ongoing_requests=deploy.NO_LIMIT,
+        ray_actor_options={"num_cpus": 0, "resources": {_HEAD: 0.001}},
     )
     return deployment(ingress).bind(replicas)
 

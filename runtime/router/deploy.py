@@ -7,7 +7,7 @@ import os
 import platform
 import secrets
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import inf
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from radixcache.errors import InvalidRequest, ModelError, first_sentence
@@ -46,6 +47,8 @@ _UPSCALE_SECONDS, _DOWNSCALE_SECONDS = 5.0, 300.0
 
 _HEALTH_SECONDS = 10.0
 """A replica that does not answer within this, three times in a row, is replaced."""
+
+_log = logging.getLogger("radixcache")
 
 
 def bind(
@@ -89,6 +92,8 @@ def bind(
     )(Replica)
     if engine.model is not None and Path(engine.model).exists():  # replicas run elsewhere
         engine = replace(engine, model=str(Path(engine.model).resolve()))
+    if engine.kv_dir is not None:
+        engine = replace(engine, kv_dir=Path(engine.kv_dir).expanduser().absolute())
     return deployment.bind(engine, replace(options, access_log=False), key)
 
 
@@ -104,7 +109,7 @@ def deployed(
     An application of that `name` on the cluster is replaced.
 
     Raises:
-        InvalidRequest: there is no cluster at that address.
+        InvalidRequest: there is no cluster at that address, or this machine has too few GPUs.
         ModelError: the replicas do not start.
     """
     for logger in ("ray", "ray.serve"):
@@ -118,9 +123,18 @@ def deployed(
     else:
         ray_options |= {"num_cpus": cores * most + 1, "include_dashboard": False}
     try:
-        ray.init(**ray_options)
-        on_gpu = engine.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
+        _join(ray_options)
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        if "RAY_ADDRESS" in os.environ:
+            cores = cores_each(most, nodes)
+        on_gpu = engine.device != "cpu" and any(node.get("GPU") for node in nodes)
         resources = resources_of(engine, cores, on_gpu)
+        if (found := room(nodes, resources)) < (low := (options.replicas or (1, 1))[0]):
+            each = f"{resources['num_gpus']} GPUs" if on_gpu else f"{cores} cores"
+            lacking = f"there is room for {found} of {low} replicas, each with {each}"
+            if "RAY_ADDRESS" not in os.environ:
+                raise InvalidRequest(lacking)
+            _log.warning("%s: waiting for more nodes", lacking)
         quiet = {"log_level": "WARNING", "enable_access_log": False}
         serve.start(proxy_location="Disabled", logging_config=quiet)
         application = bind(engine, options, resources, key)
@@ -142,6 +156,19 @@ def resources_of(engine: EngineArgs, cores: int, on_gpu: bool) -> dict[str, floa
     return {"num_cpus": 1 if on_gpu else cores, "num_gpus": gpus}
 
 
+def room(nodes: Sequence[Mapping[str, float]], resources: Mapping[str, float]) -> int:
+    """How many replicas nodes with these numbers of `CPU` and `GPU` have room for."""
+    each = {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"]}
+    return sum(min(int(node.get(kind, 0) // n) for kind, n in each.items() if n) for node in nodes)
+
+
+def cores_each(count: int, nodes: Sequence[Mapping[str, float]]) -> int:
+    """The most cores that each of `count` replicas can have; 1 if there is no room for all."""
+    most = int(max((node.get("CPU", 0) for node in nodes), default=0))
+    fits = (n for n in range(most, 1, -1) if room(nodes, {"num_cpus": n, "num_gpus": 0}) >= count)
+    return next(fits, 1)
+
+
 def _check_address(address: str) -> None:
     """`InvalidRequest` if nothing listens there; Ray would try for minutes."""
     host, _, port = address.rpartition(":")
@@ -152,6 +179,19 @@ def _check_address(address: str) -> None:
         raise InvalidRequest(
             f"RAY_ADDRESS must be HOST:PORT of a cluster, or auto, not {address}: "
             f"{first_sentence(error)}"
+        ) from None
+
+
+def _join(ray_options: dict[str, Any]) -> None:
+    """Start Ray, or join the cluster; `InvalidRequest` if that lets nobody in."""
+    try:
+        ray.init(**ray_options)
+    except (ConnectionError, RuntimeError, RayError) as error:
+        if "RAY_ADDRESS" not in os.environ:
+            raise
+        raise InvalidRequest(
+            f"the Ray cluster at {os.environ['RAY_ADDRESS']} cannot be joined: "
+            f"{first_sentence(error.__cause__ or error)}"
         ) from None
 
 

@@ -211,7 +211,9 @@ class Ingress:
             return False
         self._prompts.limit(found.max_context)
         self.replicas[name] = found
-        self.router.add(name, found.kv_tokens, found.max_num_seqs, found.lower_tokens)
+        folder = None if found.kv_dir is None else (found.node, found.kv_dir)
+        sizes = found.kv_tokens, found.max_num_seqs, found.lower_tokens
+        self.router.add(name, *sizes, folder)
         self._changed.set()
         return True
 
@@ -406,8 +408,25 @@ class Ingress:
         if not isinstance(before, str):
             return None, scope
         ask = {**with_salt(scope, fields), "method": "GET", "path": f"/v1/responses/{before}"}
-        answers = await self.ask_all(ask, b"")
-        return next((n for n, found in answers.items() if found[0]["status"] == 200), None), scope
+        return await self._first_to_have(ask), scope
+
+    async def _first_to_have(self, ask: Scope) -> str | None:
+        """The first replica to answer 200, without waiting for others, of which one may hang."""
+        tasks = {self._spawn(self._ask_one(name, ask, b"")): name for name in self.replicas}
+        waiting = {*tasks}
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    try:
+                        if task.result()[0]["status"] == 200:
+                            return tasks[task]
+                    except Gone as gone:
+                        self._lose(gone)
+            return None
+        finally:
+            for task in waiting:
+                task.cancel()
 
 
 def portable(scope: Scope) -> Scope:
@@ -423,7 +442,7 @@ def _expiry(answer: list[Message]) -> float | None:
 
 def _broken(path: str) -> bytes:
     """The end of a stream whose replica has died, in its API's format."""
-    error = ApiError(503, "the replica that was answering has died")
+    error = ApiError(503, "the replica that was answering has died, or hangs")
     if path == "/v1/responses":
         body = {"type": "error", "code": "server_error", "message": error.message, "param": None}
         return event(body).encode()

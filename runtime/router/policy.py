@@ -10,7 +10,8 @@ The router does not ask replicas what they have cached. It remembers that in one
 each, as large as the replica's KV memory, which evicts as the replica does. A prompt is remembered
 when it is booked, so that requests right after it find its prefix, and an answer when its request
 ends. A replica with a tier below its KV memory has a second index, of both sizes: tokens that only
-this one has are loaded, at a lower cost.
+this one has are loaded, at a lower cost. When the replica dies, its second index goes to the next
+one that finds the same files.
 
 One `Router` must decide for all requests of a deployment: several would each spread every prefix
 over replicas of their own.
@@ -45,6 +46,10 @@ SHORT = 4
 each of 64 requests takes as long as some 200 tokens of a prompt."""
 ANSWER = 512
 """Expected tokens of the first answers; high, since waiting for room takes longest."""
+
+
+MOST_LEFT = 16
+"""Folders without a replica whose indexes are kept."""
 
 
 class Standing(NamedTuple):
@@ -86,6 +91,7 @@ class _Replica:
     max_num_seqs: int
     with_lower: GhostIndex | None = None
     """The contents of KV memory and the tier below, of prompts without a salt."""
+    folder: Hashable = None
     queued_tokens: int = 0
     requests: int = 0
     last: int = 0
@@ -162,12 +168,18 @@ class Router:
 
     def __init__(self) -> None:
         self._replicas: dict[Hashable, _Replica] = {}
+        self._left: dict[Hashable, GhostIndex] = {}  # of folders that no replica uses
         self._bookings: dict[Hashable, _Booking] = {}
         self._count = 0
         self._answer: float = ANSWER  # moving average of ended answers' lengths
 
     def add(
-        self, replica: Hashable, kv_tokens: int, max_num_seqs: int = 64, lower_tokens: int = 0
+        self,
+        replica: Hashable,
+        kv_tokens: int,
+        max_num_seqs: int = 64,
+        lower_tokens: int = 0,
+        folder: Hashable = None,
     ) -> None:
         """A replica has joined, or lost its cache.
 
@@ -176,6 +188,7 @@ class Router:
                 routes better than one too small.
             max_num_seqs: requests that run there at the same time.
             lower_tokens: tokens that fit the tier below.
+            folder: names the files of that tier. A replica that takes over another's has its index.
 
         Raises:
             InvalidRequest: `kv_tokens` or `max_num_seqs` is below 1; nothing has changed.
@@ -185,11 +198,16 @@ class Router:
         ghost = GhostIndex(kv_tokens)  # which refuses bad sizes
         self.forget(replica)
         with_lower = GhostIndex(kv_tokens + lower_tokens) if lower_tokens else None
-        self._replicas[replica] = _Replica(replica, ghost, max_num_seqs, with_lower)
+        with_lower = self._left.pop(folder, with_lower)
+        self._replicas[replica] = _Replica(replica, ghost, max_num_seqs, with_lower, folder)
 
     def forget(self, replica: Hashable) -> None:
         """A replica has left, if it was there, and its bookings with it. O(requests in flight)."""
-        if self._replicas.pop(replica, None) is not None:
+        if (left := self._replicas.pop(replica, None)) is not None:
+            if left.folder is not None and left.with_lower is not None:
+                self._left[left.folder] = left.with_lower
+                for oldest in [*self._left][:-MOST_LEFT]:
+                    del self._left[oldest]
             for key in [k for k, b in self._bookings.items() if b.replica == replica]:
                 del self._bookings[key]
 

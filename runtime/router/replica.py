@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
+import time
 from collections.abc import AsyncIterator, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,6 +25,9 @@ if TYPE_CHECKING:  # imports torch
 
 POLL_SECONDS = 0.05
 """How late the router may learn that a prompt is computed, if its answer is not streamed."""
+
+HEARTBEAT = 5.0
+"""Seconds after which a replica without a message to send sends an empty batch."""
 
 STARTED = "radixcache.started"
 """A message among the app's: the prompt is computed."""
@@ -46,6 +50,7 @@ class Description:
         max_num_seqs: sequences that run at the same time.
         placement: where the model's layers run.
         node: name of the machine on which it is process `pid`.
+        kv_dir: its folder there, if it has one.
     """
 
     replica: str
@@ -56,6 +61,7 @@ class Description:
     placement: str
     node: str
     pid: int
+    kv_dir: str | None
 
 
 class Replica:
@@ -78,6 +84,7 @@ class Replica:
             from radixcache.runtime.kv_offload.files import free_folder
 
             engine = replace(engine, kv_dir=free_folder(Path(engine.kv_dir)))
+        self._kv_dir = engine.kv_dir
         self._llm = LLM(**vars(engine))
         self._app = create_app(self._llm, options)
         self._lifespan = self._app.router.lifespan_context(self._app)
@@ -115,10 +122,11 @@ class Replica:
             placement=model.placement,
             node=platform.node(),
             pid=os.getpid(),
+            kv_dir=None if self._kv_dir is None else str(Path(self._kv_dir).absolute()),
         )
 
     async def answer(self, name: str, scope: Scope, body: bytes) -> AsyncIterator[list[Message]]:
-        """The app's messages, in batches as they come.
+        """The app's messages, in batches as they come; an empty one each `HEARTBEAT` seconds.
 
         There are none for another replica's name, or if the engine has stopped; another replica is
         asked then. A caller that stops listening aborts the request, like a client that hangs up.
@@ -135,12 +143,12 @@ class Replica:
         app = self._app({**scope, "radixcache.jobs": jobs}, receive, messages.put)
         task = asyncio.ensure_future(app)
         task.add_done_callback(lambda _: messages.put_nowait(None))
-        has_started = False
+        has_started, last = False, time.monotonic()
         try:
             while True:
                 batch: list[Message | None] = []
                 with suppress(asyncio.TimeoutError):
-                    wait = None if has_started else POLL_SECONDS
+                    wait = HEARTBEAT if has_started else POLL_SECONDS
                     batch.append(await asyncio.wait_for(messages.get(), wait))
                 while not messages.empty():
                     batch.append(messages.get_nowait())
@@ -152,8 +160,9 @@ class Replica:
                 if batch and batch[-1] is None:
                     yield [*filter(None, batch), {"type": END, "computed": _computed(jobs)}]
                     return
-                if batch:
+                if batch or time.monotonic() - last >= HEARTBEAT:
                     yield [*filter(None, batch)]
+                    last = time.monotonic()
         finally:
             task.cancel()
             with suppress(asyncio.CancelledError, Exception):

@@ -80,13 +80,13 @@ def deployment() -> Iterator[Deployment]:
 
 
 @contextmanager
-def deployed(*flags: str) -> Iterator[tuple[Deployment, subprocess.Popen[bytes]]]:
-    """A server of these flags, and its process, which is killed in the end."""
+def deployed(*flags: str, **more: str) -> Iterator[tuple[Deployment, subprocess.Popen[bytes]]]:
+    """A server of these flags and settings, and its process, which is killed in the end."""
     port = free_port()
     command = [sys.executable, "-m", "radixcache", "serve", *flags, "--port", str(port)]
     command += ["--kv-cache-memory-bytes", str(KV_TOKENS * 4096)]
     command += ["--api-key", KEY, "--admin-key", ADMIN]
-    process = subprocess.Popen(command, env=environment())
+    process = subprocess.Popen(command, env={**environment(), **more})
     try:
         found = Deployment(f"http://127.0.0.1:{port}")
         end = time.monotonic() + 120

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from openai import APIError, AsyncOpenAI
+from openai import APIConnectionError, APIError, AsyncOpenAI
 
 from radixcache.bench.probes.people import FIELDS, make_table
 
@@ -30,13 +31,20 @@ class Load:
 
     Attributes:
         answered: each conversation with its answer.
-        failed: what the client raised, and how much text had come.
+        failed: the errors that came instead of an answer's end, and the text before them.
+        unended: texts whose stream broke off, or was silent for a minute.
+        waits: seconds until the first token of each answer.
+        prompt_tokens, cached_tokens: of all answers.
     """
 
     client: AsyncOpenAI
     seed: int
     answered: list[tuple[Messages, str]] = field(default_factory=list)
     failed: list[tuple[Exception, str]] = field(default_factory=list)
+    unended: list[str] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
     async def run(self) -> None:
         print(f"seed {self.seed}")
@@ -56,18 +64,38 @@ class Load:
         for _ in range(TURNS):
             question = f"What is the {rng.choice([*FIELDS])} of {rng.choice(people)}?"
             messages.append({"role": "user", "content": question})
-            text = ""
-            try:
-                async for chunk in await self._ask(messages):
-                    text += chunk.choices[0].delta.content or ""
-            except APIError as error:
-                self.failed.append((error, text))
+            if (text := await self._answer(messages)) is None:
                 messages.pop()
                 continue
             self.answered.append(([*messages], text))
             messages.append({"role": "assistant", "content": text})
 
-    async def _ask(self, messages: Any) -> Any:
-        return await self.client.chat.completions.create(
-            model="tabletalk", messages=messages, max_tokens=40, temperature=0, stream=True
-        )
+    async def _answer(self, messages: Any) -> str | None:
+        """The answer, or None if it has not come to its end."""
+        text, begin, has_ended = "", time.monotonic(), False
+        try:
+            async for chunk in await self.client.chat.completions.create(
+                model="tabletalk",
+                messages=messages,
+                max_tokens=40,
+                temperature=0,
+                stream=True,
+                stream_options={"include_usage": True},
+            ):
+                for choice in chunk.choices:
+                    if not text and choice.delta.content:
+                        self.waits.append(time.monotonic() - begin)
+                    text += choice.delta.content or ""
+                usage: Any = chunk.usage
+                if usage is not None:  # the last one
+                    has_ended = True
+                    self.prompt_tokens += usage.prompt_tokens
+                    self.cached_tokens += usage.prompt_tokens_details.cached_tokens
+        except APIConnectionError:
+            pass
+        except APIError as error:
+            self.failed.append((error, text))
+            return None
+        if not has_ended:
+            self.unended.append(text)
+        return text if has_ended else None

@@ -1,4 +1,5 @@
-"""The application of `docs/deploy/serve_config.yaml`, on one node and with the bundled model."""
+"""The application of `docs/deploy/serve_config.yaml`, with the bundled model, on two nodes that the
+replicas fill: there is room for the ingress on the head only."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import yaml  # type: ignore[import-untyped]
 
 from radixcache.errors import InvalidRequest
 from tests.replicas.conftest import KV_TOKENS, environment, free_port
+from tests.replicas.nodes import alive
 
 pytest.importorskip("ray")
 
@@ -21,7 +23,7 @@ import sys, ray, yaml, httpx2 as httpx
 from ray import serve
 from radixcache.runtime.router.cluster import build
 
-ray.init(num_cpus=4, include_dashboard=False)
+ray.init()
 serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
 serve.run(build(yaml.safe_load(sys.argv[2])), name="ours", route_prefix="/")
 url = f"http://127.0.0.1:{sys.argv[1]}"
@@ -46,7 +48,9 @@ def test_it_serves_behind_serves_proxy():
     args = {name: application["args"][name] for name in ("kv-cache-memory-bytes", "replicas")}
     args |= {"kv-cache-memory-bytes": KV_TOKENS * 4096, "replicas": 2, "device": "cpu"}
     command = [sys.executable, "-c", SCRIPT, str(free_port()), yaml.safe_dump(args)]
-    run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    with alive(2) as nodes:
+        env = {**environment(), "RAY_ADDRESS": nodes.address}
+        run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0 and "served" in run.stdout, run.stderr[-3000:]
 
 

@@ -68,7 +68,7 @@ class World:
         """A replica begins to run, and the ingress hears of it."""
         empty(llm)
         replica: Any = _Replica.__new__(_Replica)
-        replica._name, replica._llm = name, llm
+        replica._name, replica._llm, replica._kv_dir = name, llm, None
         replica._app = create_replica(llm, self.options)
         await self._stack.enter_async_context(replica._app.router.lifespan_context(replica._app))
         self.replicas[name], self._ends[name] = replica, asyncio.Event()
@@ -92,14 +92,13 @@ class World:
             await self.before(name, scope)
         stream: Any = self.replicas[name].answer(name, scope, body)
         end = asyncio.ensure_future(self._ends[name].wait())
+        batch: asyncio.Future[Any] = end
         message: Message = {"type": ""}
         try:
             while True:
                 batch = asyncio.ensure_future(anext(stream, None))
                 await asyncio.wait({end, batch}, return_when=asyncio.FIRST_COMPLETED)
                 if end.done():
-                    batch.cancel()
-                    await asyncio.wait({batch})
                     raise Gone(name, has_died=True)
                 for message in (found := batch.result()) or ():
                     yield message
@@ -107,6 +106,8 @@ class World:
                     break
         finally:
             end.cancel()
+            batch.cancel()
+            await asyncio.wait({batch})
             await stream.aclose()
         if message["type"] != "radixcache.end":
             raise Gone(name)

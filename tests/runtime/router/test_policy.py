@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from radixcache.errors import InvalidRequest
-from radixcache.runtime.router.policy import ANSWER, QUEUED, SHORT, Router, Standing, preference
+from radixcache.runtime.router.policy import (
+    ANSWER,
+    MOST_LEFT,
+    QUEUED,
+    SHORT,
+    Router,
+    Standing,
+    preference,
+)
 
 Prefix = tuple[Hashable, tuple[int, ...]]
 
@@ -228,3 +236,25 @@ def test_what_a_replica_can_load_attracts_and_what_is_salted_does_not() -> None:
         router.check()
     (standing, _) = router.standings([*text, 7])
     assert (standing.num_tokens, standing.cached_tokens) == (101, 0), "salted, it is not on disk"
+
+
+def test_who_takes_over_a_folder_attracts_what_is_in_it() -> None:
+    text = [*range(100)]
+    router = Router()
+    sizes = {"kv_tokens": 100, "lower_tokens": 200}
+    for name in "ab":
+        router.add(name, **sizes, folder=f"folder of {name}")
+    router.book("first", "b", text)
+    router.forget("b")
+    router.add("other", **sizes, folder="one more")
+    assert [s.cached_tokens for s in router.standings(text)] == [0, 0]
+    router.add("new", **sizes, folder="folder of b")
+    assert router.order(text)[0] == "new"
+    router.add("new", **sizes, folder="folder of b")  # it was silent for a while
+    assert router.order(text)[0] == "new"
+    assert [s.cached_tokens for s in router.standings(text)] == [0, 0, 94]
+    for number in range(2 * MOST_LEFT):
+        router.add(number, **sizes, folder=number)
+        router.forget(number)
+    router.check()
+    assert [*router._left] == [*range(MOST_LEFT, 2 * MOST_LEFT)]
