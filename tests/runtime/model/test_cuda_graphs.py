@@ -252,6 +252,24 @@ def test_the_device_goes_on_while_the_host_waits_for_tokens(
     assert graphs_of(made)
 
 
+def test_a_hit_of_64_tokens_is_a_graph_and_twelve_operations_beside_it(folders, gpu) -> None:
+    """From the schedule to the token, however many layers there are."""
+    made, rng = engines.make_engine(folders["llama"]), np.random.default_rng(7)
+    document, params = (
+        rng.integers(0, 256, 128).tolist(),
+        SamplingParams(temperature=0, max_tokens=1),
+    )
+    run(made, [document], params)
+    for _ in range(2):  # the first one captures
+        made.add_request(document + rng.integers(0, 256, 64).tolist(), params)
+        gpu.device.ops.clear()
+        made.step()
+        launched = [*gpu.device.ops]
+        engines.finish(made)
+    assert Shape(64, 2) in graphs_of(made)
+    assert len(launched) <= 12, launched
+
+
 @pytest.mark.parametrize("ends_first", [True, False])
 def test_logprobs_are_of_the_step_that_gave_the_token(folders, ends_first) -> None:
     """The next replay overwrites the logits, also if it is for others alone."""
