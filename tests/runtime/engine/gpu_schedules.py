@@ -81,6 +81,7 @@ def run_schedule(folders: dict[str, Path], seed: int, num_requests: int = 12) ->
         if texts and rng.random() < 0.8:
             stem = rng.choice(texts)
             prompt = (stem[: rng.randint(1, len(stem))] + prompt[: rng.randint(1, 9)])[:70]
+        prompt = prompt[: max(1, engine.max_model_len - 30)]  # the longest answer
         texts.append(prompt)
         options: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
         options |= {"max_tokens": rng.choice([1, 6, 30]), "n": rng.choice([1, 1, 2, 5])}
@@ -146,7 +147,11 @@ def main() -> int:
         folders = {family: tiny_model(family, Path(root, family)) for family in FAMILIES}
         with pretending():
             for seed in range(args.seed, args.seed + args.count):
-                seen += run_schedule(folders, seed)
+                try:
+                    seen += run_schedule(folders, seed)
+                except BaseException:
+                    print(f"seed {seed}", flush=True)
+                    raise
                 seen["schedules"] += 1
                 if seen["schedules"] % 50 == 0:
                     print(f"to seed {seed}: {dict(seen)}", flush=True)
