@@ -47,7 +47,7 @@ class MoE:
 
         *parallel, alltoall, latency, profile_ids, _, kind, workspace = rest
         assert parallel == [1, 0, 1, 0, 1, 0] and not alltoall and not latency
-        assert [quant_scales, profile_ids, workspace] == [[], [-1, -1], None]
+        assert [quant_scales, profile_ids, workspace] == [None, [-1, -1], None]
         assert {input_sf, relu2_limit, situ_beta, situ_linear_beta} == {None}
         name = ActivationType(kind).name
         own = {"input": x, "output": out, "fc1": fc1, "fc2": fc2}

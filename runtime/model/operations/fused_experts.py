@@ -61,7 +61,7 @@ class FusedExperts(GroupedExperts):
     def mixed(self, x: torch.Tensor, factors: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)
         self._kernel(
-            x, chosen.int().contiguous(), factors, self._fc1, self._fc2, x.dtype, [], output=out,
+            x, chosen.int().contiguous(), factors, self._fc1, self._fc2, x.dtype, None, output=out,
             **self._options,
         )  # fmt: skip
         return out
