@@ -59,7 +59,7 @@ class FusedOperations(Operations):
                 self._fuses_experts = False
                 reason = first_line(errors[0])
                 _log.warning("experts run as grouped products: FlashInfer: %s", reason)
-                del made  # its weights, before they are read again
+                del made, errors  # both hold its weights, which are stacked again
                 return super().experts(spec, weights)
             self._tried.add(spec)
         return made
