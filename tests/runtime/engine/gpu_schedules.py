@@ -3,9 +3,9 @@
     PYTHONPATH=.venv-gpu/flashinfer python -m tests.runtime.engine.gpu_schedules --seed 1
 
 Chunks, drafts, cascades, preemption, aborts, steps that fail, rows from which nothing can be drawn,
-resets, windows that are kept apart, and host memory below: every answer is what plain transformers
-say, without a cache. Each step in a CUDA graph gives the logits and the KV of the same step that is
-launched kernel by kernel.
+resets, experts, windows that are kept apart, and host memory below: every answer is what plain
+transformers say, without a cache. Each step in a CUDA graph gives the logits and the KV of the same
+step that is launched kernel by kernel.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ from radixcache.runtime.kv_offload.offload import Offload
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.request import Request
 from tests.helpers import engines
+from tests.helpers.decoders import DECODERS
 from tests.helpers.drafts import speculate
 from tests.helpers.engines import generated, is_greedy, make_engine
 from tests.helpers.models import tiny_model
 from tests.helpers.traffic import NOTHING_LEFT, Asked, play
 from tests.runtime.kv_offload.pinned import pinning_cuda
 
-FAMILIES = ("llama", "qwen3", "gemma2")
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {}, "qwen3": {}, "gemma2": {}, "gpt_oss": DECODERS["gpt_oss"],
+}  # fmt: skip
 NEAR = 2e-5
 """How far the logits of both ways may be apart, as a share of their range: products of other
 numbers of rows add in other orders."""
@@ -55,10 +58,16 @@ def pretending() -> Iterator[None]:
         yield
 
 
+def make_models(root: Path) -> dict[str, Path]:
+    return {
+        family: tiny_model(family, root / family, **options) for family, options in FAMILIES.items()
+    }
+
+
 def run_schedule(folders: dict[str, Path], seed: int, num_requests: int = 12) -> Counter[str]:
     """Play one of the schedules, within `pretending`; what it has seen."""
     rng = random.Random(seed)
-    family, page_size = rng.choice(FAMILIES), rng.choice([1, 4, 16])
+    family, page_size = rng.choice([*FAMILIES]), rng.choice([1, 4, 16])
     path, tokens = folders[family], rng.choice([101, 101, 130, 2000])
     kind = rng.choice(["radix", "radix", "radix", "hash-block", "none"])
     engine = make_engine(
@@ -144,7 +153,7 @@ def main() -> int:
     args = parser.parse_args()
     seen = Counter[str]()
     with tempfile.TemporaryDirectory() as root:
-        folders = {family: tiny_model(family, Path(root, family)) for family in FAMILIES}
+        folders = make_models(Path(root))
         with pretending():
             for seed in range(args.seed, args.seed + args.count):
                 try:

@@ -9,16 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.cover import seeds
-from tests.helpers.models import tiny_model
-from tests.runtime.engine.gpu_schedules import FAMILIES, pretending, run_schedule
+from tests.runtime.engine.gpu_schedules import make_models, pretending, run_schedule
 
 pytest.importorskip("flashinfer", reason="`make test-gpu` brings it")
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {family: tiny_model(family, root / family) for family in FAMILIES}
+    return make_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(autouse=True)
