@@ -283,7 +283,7 @@ class AttentionBackend(ABC):
             arrays: other arrays of the step, which go to the device in the same transfer.
 
         Raises:
-            ValueError: a sequence has more new tokens than its pages hold.
+            ValueError: a sequence has more new tokens than its pages hold, or shares its last page.
         """
         return self._plan_tables(batch, arrays, None)
 
@@ -311,6 +311,9 @@ class AttentionBackend(ABC):
     def _check_batch(self, batch: PagedBatch) -> None:
         if (batch.query_lens > batch.kv_lens).any():
             raise ValueError("a sequence has more new tokens than its pages hold")
+        for first, size, num_pages in batch.shared:
+            if batch.kv_lens[first : first + size].min() <= num_pages * batch.page_size:
+                raise ValueError("a shared prefix has the last page of a sequence")
 
     @abstractmethod
     def _plan(self, batch: PagedBatch, arrays: Arrays, fixed: FixedShape | None) -> AttentionPlan:

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 
 from radixcache.bench.gpu.kernels import attention_kernels, small_kernels
-from radixcache.bench.gpu.layers import LAYERS, MLA
+from radixcache.bench.gpu.layers import LAYERS, MLA, NARROW
+from radixcache.kernels.kv_format import FP8
 
 FLASHINFER = "flashinfer-python==0.7.2.post1"
 HEADERS = ("nvidia-curand==10.4.0.35", "nvidia-cublas==13.0.2.14")
@@ -160,7 +161,7 @@ def _specs() -> list[Any]:
     """FlashInfer's build recipes for all kernels that the backend may use for `LAYERS`."""
     from flashinfer.jit.attention import modules
 
-    found = small_kernels()
+    found = [*small_kernels(), *attention_kernels(NARROW, torch.bfloat16, FP8)]
     for dtype in (torch.bfloat16, torch.float16):
         for kind in (kind for kinds in LAYERS.values() for kind in kinds):
             found += attention_kernels(kind, dtype)

@@ -3,11 +3,13 @@
     python -m tests.mutants            # or with words of the names: python -m tests.mutants salt
 
 Each mutant of `mutants.yaml` is a copy of the project with one change; the tests that it stands
-under must fail on it. On the project as it is they pass, which `make test` shows.
+under must fail on it. On the project as it is they pass, which `make test` shows. Those named
+"gpu: ..." need what `make test-gpu` brings.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -55,11 +57,27 @@ def survives(mutant: Mutant) -> bool:
         path.write_text(changed(path.read_text(), mutant))
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
         done = subprocess.run(
-            [*command, *mutant.tests.split()], cwd=copy, capture_output=True, text=True, check=False
+            [*command, *mutant.tests.split()],
+            cwd=copy,
+            env=environment(mutant),
+            capture_output=True,
+            text=True,
+            check=False,
         )
     if done.returncode not in (0, 1):
         raise SystemExit(f"{mutant.name}: the tests did not run\n{done.stdout}{done.stderr}")
     return done.returncode == 0
+
+
+def environment(mutant: Mutant) -> dict[str, str]:
+    """With FlashInfer, or Triton's interpreter, for the tests that skip without."""
+    if not mutant.name.startswith("gpu:"):
+        return dict(os.environ)
+    interprets = "triton" in mutant.tests
+    found = ROOT / ".venv-gpu" / ("triton" if interprets else "flashinfer")
+    if not found.exists():
+        raise SystemExit(f"{mutant.name}: `make .venv-gpu/.stamp` brings what its tests need")
+    return {**os.environ, "PYTHONPATH": str(found), "TRITON_INTERPRET": str(int(interprets))}
 
 
 def changed(text: str, mutant: Mutant) -> str:

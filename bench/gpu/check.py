@@ -37,6 +37,7 @@ SECTIONS = {
     "environment": (1, 200),  # builds kernels if they are not packed
     "equality": (1, 85),
     "speed": (1, 200),
+    "formats": (2, 80),
     "triton": (2, 100),  # most of it compiling
     "layers": (2, 70),
     "families": (2, 90),

@@ -42,7 +42,7 @@ SHAPES: dict[str, tuple[Lens, int]] = {
 
 
 def run(place: Place, report: Report) -> None:
-    shapes = {name: _shrunk(place, *shape) for name, shape in SHAPES.items()}
+    shapes = {name: shrunk(place, *shape) for name, shape in SHAPES.items()}
     for page_size, dim, group in product((1, 16), place.sizes.head_dims, GROUPS):
         make = partial(make_step, place, page_size=page_size, heads=GROUPS[group], dim=dim)
         where = f"page {page_size}, head_dim {dim}, GQA {group}"
@@ -66,13 +66,13 @@ def run(place: Place, report: Report) -> None:
     report.check("copy-on-write beyond 2^31 elements", _copies, place, None)
     for rule in ({"window": 256}, {"softcap": 20.0}, {"window": 256, "softcap": 20.0}):
         for heads in ((8, 2), (8, 4)):  # with tensor cores, and without
-            lens, _ = _shrunk(place, [(1, 700), (64, 900)], 0)
+            lens, _ = shrunk(place, [(1, 700), (64, 900)], 0)
             with_rule = partial(make, 5, lens, heads=heads, **rule)
             name = " and ".join(rule)
             report.check(f"{name}, {heads[0]}/{heads[1]} heads", _eager, place, with_rule)
 
 
-def _shrunk(place: Place, lens: Lens, share: int) -> tuple[Lens, int]:
+def shrunk(place: Place, lens: Lens, share: int) -> tuple[Lens, int]:
     """Shorter lengths for a rehearsal; shared prefixes stay whole pages."""
     by = place.sizes.shrink
     return [(min(new, max(2, new // by)), cached // by) for new, cached in lens], share // by

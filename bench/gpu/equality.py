@@ -117,7 +117,7 @@ def _gaps(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 def compare(
     place: Place, model: PreTrainedModel, judge: Judge, prompts: list[Tokens],
-    cache: Cache = RadixCache, page_size: int = 16,
+    cache: Cache = RadixCache, page_size: int = 16, windows: bool = False,
 ) -> str:  # fmt: skip
     """Run all prompts at once, then again, now cached; says what the judge finds."""
     total = sum(len(prompt) + place.sizes.answer for prompt in prompts)
@@ -125,7 +125,7 @@ def compare(
     # Lowered, as so small a model would never share enough bytes for a cascade.
     with patch.object(model_runner, "MIN_SAVED", 0), engine_on(
         place, model, num_tokens=2 * total, cache=cache, page_size=page_size,
-        max_num_batched_tokens=512, max_num_seqs=16,
+        max_num_batched_tokens=512, max_num_seqs=16, windows=windows,
     ) as engine:  # fmt: skip
         for turn in ("cold", "warm"):
             found = generated(run_all(engine, prompts, place.sizes.answer))

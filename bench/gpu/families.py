@@ -39,10 +39,11 @@ _MARGIN = 1.5  # over the largest error of transformers' own choices
 
 def run(place: Place, report: Report) -> None:
     for family in FAMILIES:
-        report.check(f"{family} = plain transformers", _family, place, family)
+        report.check(f"{family} = plain transformers", check_family, place, family)
 
 
-def _family(place: Place, family: str) -> str:
+def check_family(place: Place, family: str, windows: bool = False) -> str:
+    """Compare a random model of a family, perhaps with windows that are kept apart."""
     settings = {**place.sizes.small, "tie_word_embeddings": False, **FAMILIES[family]}
     if "layer_types" in settings:
         settings["layer_types"] = settings["layer_types"][: settings["num_hidden_layers"]]
@@ -53,7 +54,8 @@ def _family(place: Place, family: str) -> str:
     judge = Judge(copy.deepcopy(model).float(), NEAR)
     judge.near = max(NEAR, _MARGIN * judge.worst_choice(model, prompts))
     try:
-        return f"{compare(place, model, judge, prompts)}, up to {judge.near:.1%} counts as tied"
+        found = compare(place, model, judge, prompts, windows=windows)
+        return f"{found}, up to {judge.near:.1%} counts as tied"
     finally:
         del model, judge
         free_memory()

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from radixcache.bench.gpu.layers import LAYERS
+from radixcache.bench.gpu.layers import LAYERS, NARROW
 from radixcache.bench.gpu.place import Place
 from radixcache.bench.gpu.report import Row, figure
 from radixcache.kernels.attention import LayerKind
+from radixcache.kernels.kv_format import FP8
 
 _TENSOR_CORE_GROUP = 4  # as in the backend, which cannot be imported without FlashInfer
 
@@ -29,12 +30,14 @@ def small_kernels() -> list[Any]:
     ]  # fmt: skip
 
 
-def attention_kernels(kind: LayerKind, dtype: torch.dtype) -> list[Any]:
+def attention_kernels(
+    kind: LayerKind, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+) -> list[Any]:
     """The build recipes for a kind of layer: prefill, and decode if without tensor cores."""
     from flashinfer.jit.attention import modules
 
     rules = (kind.window is not None, kind.softcap is not None)
-    rest = (dtype, dtype, dtype, torch.int32, kind.head_dim, kind.head_dim, 0, *rules)
+    rest = (dtype, kv_dtype or dtype, dtype, torch.int32, kind.head_dim, kind.head_dim, 0, *rules)
     found = [modules._gen_batch_prefill_primary_module("fa2", *rest, False)]
     if kind.query_heads // kind.kv_heads < _TENSOR_CORE_GROUP:
         found.append(modules.gen_batch_decode_module(*rest))
@@ -51,6 +54,7 @@ def build(place: Place) -> Iterator[Row]:
 
     found = [spec for spec in small_kernels() if "sampling" not in spec.name]
     found += [s for kind in LAYERS["llama"] for s in attention_kernels(kind, place.dtype)]
+    found += attention_kernels(NARROW, place.dtype, FP8)
     missing = {spec.name: spec for spec in found if not spec.is_compiled}
     if not missing:
         return

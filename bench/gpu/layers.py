@@ -36,6 +36,9 @@ LAYERS = {
 }
 """Kinds of layers in published checkpoints, by model type."""
 
+NARROW = LayerKind(8, 2, 128, 128, 128**-0.5)
+"""Layers whose pages are tried in 8 bits."""
+
 MLA = LayerKind(16, 1, 512, 64, 192**-0.5, mla=True)
 """The layers of DeepSeek-V2-Lite, which attend over latents."""
 

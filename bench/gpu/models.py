@@ -16,16 +16,20 @@ from radixcache import HashBlockCache, NoCache, PagePool, RadixCache, SamplingPa
 from radixcache.base import PrefixCache, Tokens
 from radixcache.bench.gpu.place import Place, Work
 from radixcache.bench.gpu.report import NotRun
+from radixcache.runtime.engine.checkpoint_planner import NO_CHECKPOINTS, Planner
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.logits_cache import PromptLogitsCache
 from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.engine.window_planner import WindowPlanner
 from radixcache.runtime.model.checkpoint import Checkpoint
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.families.describe import describe
 from radixcache.runtime.model.generation import GenerationDefaults
+from radixcache.runtime.model.kv_pool import choose_windows
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.weights import CheckpointWeights
 from radixcache.runtime.request import Request
+from radixcache.windows import WindowIndex
 
 Cache = type[RadixCache] | type[HashBlockCache] | type[NoCache]
 
@@ -111,19 +115,30 @@ def engine_on(
     page_size: int = 16,
     max_num_batched_tokens: int = 8192,
     max_num_seqs: int = 256,
+    windows: bool = False,
 ) -> Iterator[Engine]:
-    """An engine with noise in its KV pool and its own attention backend, freed at the end."""
+    """An engine with noise in its KV pool and its own attention backend, freed at the end; with
+    `windows`, these are kept apart."""
     on_pages = paged(model)
     if place.with_flashinfer and on_pages.placement.count("FlashInfer") != 2:
         raise RuntimeError(f"something fell back to torch, the log says why: {on_pages.placement}")
     num_pages = -(-num_tokens // page_size) + 2 * max_num_seqs
     index: PrefixCache = cache(PagePool(num_pages, page_size))
-    pool = on_pages.allocate(num_pages, page_size)
+    planner: Planner = NO_CHECKPOINTS
+    apart = None
+    if windows:
+        apart = choose_windows(on_pages.shapes, on_pages.windows, page_size)
+        assert apart is not None, "its windows cannot be kept apart"
+        kept_apart = WindowIndex(index, apart.window, apart.page_size, sum(apart.layers))
+        planner = WindowPlanner(kept_apart, index.caches)
+    pool = on_pages.allocate(num_pages, page_size, 0, apart)
     for pages in pool.layers:
         for side in pages:
             side.normal_()
     kept = PromptLogitsCache(on_pages.vocab_size) if index.full_prompt_hits else None
-    scheduler = Scheduler(index, max_num_batched_tokens, max_num_seqs, logits_cache=kept)
+    scheduler = Scheduler(
+        index, max_num_batched_tokens, max_num_seqs, planner=planner, logits_cache=kept
+    )
     engine = Engine(on_pages, pool, index, scheduler)
     try:
         yield engine

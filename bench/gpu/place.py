@@ -72,6 +72,7 @@ class Sizes(NamedTuple):
     rows: tuple[int, ...] = (4, 8, 16, 64)
     shared: tuple[int, ...] = (256, 512, 1024, 2048, 8192)
     own: int = 128
+    experts: tuple[int, ...] = (128, 8, 2048, 768)  # count, active, hidden and inner: Qwen3-30B-A3B
     beyond_l2: int = 200 << 20  # bytes of pages in all layers together
 
 
@@ -93,10 +94,12 @@ class Place:
     make_triton: Callable[..., AttentionBackend] = make_triton
     bandwidth: float = 0.0
 
-    def make_backend(self, *kinds: LayerKind, dtype: torch.dtype | None = None) -> AttentionBackend:
+    def make_backend(
+        self, *kinds: LayerKind, dtype: torch.dtype | None = None, **kv_dtype: torch.dtype
+    ) -> AttentionBackend:
         if not self.with_flashinfer:
             raise NotRun("FlashInfer does not run here")
-        return make_flashinfer(self.device, dtype or self.dtype, kinds)
+        return make_flashinfer(self.device, dtype or self.dtype, kinds, **kv_dtype)
 
     def randn(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         return torch.randn(*shape, dtype=self.dtype, device=self.device).mul_(scale)

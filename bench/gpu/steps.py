@@ -14,12 +14,14 @@ import torch
 from radixcache.bench.gpu.place import Place
 from radixcache.kernels.attention import (
     AttentionBackend,
+    Fp8Pages,
     LayerInputs,
     LayerKind,
     LayerPages,
     PagedBatch,
     SharedPrefix,
 )
+from radixcache.kernels.kv_format import FP8, encode
 from radixcache.kernels.torch_backend import TorchBackend
 
 TOLERANCE = 2e-2
@@ -116,10 +118,19 @@ def make_step(
 
 @torch.inference_mode()
 def seconds_of_decodes(
-    place: Place, heads: tuple[int, int], lens: Lens, share: int, ways: Sequence[Way]
+    place: Place,
+    heads: tuple[int, int],
+    lens: Lens,
+    share: int,
+    ways: Sequence[Way],
+    dtypes: Sequence[torch.dtype] = (),
 ) -> list[float]:
     """Seconds of one planned layer in each of `ways`, over so many layers that no pages stay in the
-    L2 cache."""
+    L2 cache.
+
+    Args:
+        dtypes: of the pages, for each way; the place's by default.
+    """  # fmt: skip
     dim, rows = place.sizes.head_dim, len(lens)
     kind = LayerKind(*heads, dim, dim, dim**-0.5)
     batch = make_batch(np.random.default_rng(rows), lens, 16, share)
@@ -130,13 +141,21 @@ def seconds_of_decodes(
     count = min(256, max(2, -(-place.sizes.beyond_l2 // in_use)))
     layers = [LayerPages(place.randn(*shape), place.randn(*shape)) for _ in range(count)]
     seconds = []
-    for make, shares in ways:
+    for (make, shares), dtype in zip(ways, dtypes or [place.dtype] * len(ways), strict=True):
         backend = make(kind)
         backend.allocate_fixed(rows, len(batch.kv_indices) + rows)
         plan = backend.plan_fixed(batch if shares else replace(batch, shared=()))
-        works = [partial(plan.run, LayerInputs(query, key, value, pages, kind)) for pages in layers]
+        stored = [stored_in(pages, dtype) for pages in layers]
+        works = [partial(plan.run, LayerInputs(query, key, value, pages, kind)) for pages in stored]
         seconds.append(place.gpu_seconds(works, place.sizes.repeat))
     return seconds
+
+
+def stored_in(pages: LayerPages, dtype: torch.dtype) -> LayerPages:
+    """The same in pages of another dtype, as `kv_format` says."""
+    if dtype == pages.k.dtype:
+        return pages
+    return (Fp8Pages if dtype == FP8 else LayerPages)(*(encode(side, dtype) for side in pages))
 
 
 def _cached_slots(batch: PagedBatch) -> np.ndarray:

@@ -24,19 +24,19 @@ CONTEXT = 4096
 def run(place: Place, report: Report) -> None:
     for rows in place.sizes.decode_batches:
         report.measure(f"decode, {rows} rows", _decode, place, rows)
-    make = partial(_backend, place)
+    make = partial(backend, place)
     for kind in [*dict.fromkeys(k for kinds in LAYERS.values() for k in kinds), WIDE]:
         name = f"{kind.query_heads}/{kind.kv_heads} x {kind.head_dim}, window {kind.window}"
         report.check(f"{name}, softcap {kind.softcap}", try_layer, place, make, place.dtype, kind)
 
 
-def _backend(place: Place, kind: LayerKind, dtype: torch.dtype | None = None) -> AttentionBackend:
+def backend(place: Place, kind: LayerKind, dtype: torch.dtype | None = None) -> AttentionBackend:
     return place.make_triton(place.device, dtype or place.dtype, [kind])
 
 
 def _decode(place: Place, rows: int) -> Iterator[Row]:
     context = CONTEXT // place.sizes.shrink
-    ways: list[Way] = [(partial(_backend, place), True), (place.make_backend, True)]
+    ways: list[Way] = [(partial(backend, place), True), (place.make_backend, True)]
     found = seconds_of_decodes(place, place.sizes.heads[0], [(1, context)] * rows, 0, ways)
     ours, theirs = (1e6 * seconds for seconds in found)
     note = f"{ours:.1f} against {theirs:.1f} µs a layer, {context} tokens each"

@@ -66,7 +66,7 @@ int32_t forward(const Model& model, const Batch& batch, const Batch& window, con
 extern "C" {
 void* radixcache_float32[] = {KERNELS(float)};
 void* radixcache_bfloat16[] = {KERNELS(bf16)};
-int32_t radixcache_panel = N, radixcache_rounds_fast = DOT || W > 4;
+int32_t radixcache_panel = N, radixcache_rounds_fast = ROUNDS_FAST;
 
 int32_t radixcache_pack(const uint8_t* data, int64_t stride, int size, int64_t rows, int64_t depth,
                         uint32_t* panels, int threads) {

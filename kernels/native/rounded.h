@@ -77,6 +77,13 @@ inline void add(ivec&, svec& half, uvec w, ivec x) {
 }
 #endif
 
+// Whether there are instructions for these products, so that they take less time than floats'.
+#if defined(__AVX512BW__) || !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__)
+constexpr bool ROUNDS_FAST = true;
+#else
+constexpr bool ROUNDS_FAST = DOT;
+#endif
+
 inline void settle(ivec& sum, svec half) {
     if constexpr (DOT) return;
 #if defined(__AVX512BW__)

@@ -91,7 +91,10 @@ class ModelRunner:
         shared: tuple[SharedPrefix, ...] = ()
         if self._model.attention.reads_shared_once:
             min_saved = MIN_SAVED * len(self._pool.layers) // self._pool.page_bytes
-            order, shared = group_by_prefix(tables[: len(decodes)], min_saved)
+            # Without the last page of any row: that of the first one, if there are drafts.
+            ends = [-(-(chunk.end - chunk.num_new + 1) // page_size) for chunk in decodes]
+            shortest = [table[:end] for table, end in zip(tables, ends, strict=False)]
+            order, shared = group_by_prefix(shortest, min_saved)
             chunks = [chunks[i] for i in order] + chunks[len(decodes) :]
             tables = [tables[i] for i in order] + tables[len(decodes) :]
         if max(counts) > 1:

@@ -5,13 +5,20 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 from radixcache import SamplingParams
 from radixcache.runtime.engine.checkpoint_planner import CheckpointPlanner
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.request import Request
 from tests.helpers.engines import assert_no_page_is_lost, generated
+
+NOTHING_LEFT: dict[str, Any] = {
+    "stop_token_ids": [5], "allowed_token_ids": [5], "min_tokens": 1, "max_tokens": 9,
+}  # fmt: skip
+"""Options of a request that fails: until its one token comes, it is forbidden."""
 
 Asked = tuple[list[int], SamplingParams, str | None]
 """A prompt, what is asked of it, and its namespace."""
@@ -35,25 +42,29 @@ def play(
         verify: asserts that a finished request has got its answer.
         arrivals: the chance that one request comes before a step, or five at once; one of five of
             such steps aborts a request.
-        failures: the chance that a step fails, before the model has run or after.
+        failures: the chance that a step fails, before the model or its graph has run or after.
         resets: the chance that the cache is reset while nobody runs.
     """
     live: list[Request] = []
     texts: list[list[int]] = []
     seen: Counter[str] = Counter()
-    forward = engine.model.forward
 
-    def flaky(*args: Any) -> Any:
-        fails = rng.random() < failures
-        if fails and rng.random() < 0.5:  # nothing is written
-            raise RuntimeError("device lost")
-        logits = forward(*args)
-        if fails:
-            raise RuntimeError("device lost")
-        return logits
+    def flaky(run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            fails = rng.random() < failures
+            if fails and rng.random() < 0.5:  # nothing is written
+                raise RuntimeError("device lost")
+            logits = run(*args)
+            if fails:
+                raise RuntimeError("device lost")
+            return logits
 
-    engine.model.forward = flaky  # type: ignore[method-assign, assignment]
-    try:
+        return call
+
+    with ExitStack() as stack:
+        for owner, name in ((engine.model, "forward"), (engine.runner.graphs, "run")):
+            if owner is not None:
+                stack.enter_context(patch.object(owner, name, flaky(getattr(owner, name))))
         while seen["asked"] < num_requests or live:
             if rng.random() < arrivals:
                 for _ in range(min(rng.choice([1, 1, 5]), num_requests - seen["asked"])):
@@ -73,13 +84,15 @@ def play(
             engine.check()
             for request in [request for request in live if request.finished]:
                 live.remove(request)
+                seen["finished"] += 1
+                if request.params.allowed_token_ids == request.params.stop_token_ids == [5]:
+                    assert request.error is not None
+                    seen["nothing left"] += 1
+                    continue
                 assert request.error is None, request.error
                 verify(request)
-                seen["finished"] += 1
                 seen["hits"] += request.output().num_cached_tokens > 0
                 texts = [*texts, request.sequences[0].tokens.tolist()][-12:]
-    finally:
-        engine.model.forward = forward  # type: ignore[method-assign]
     seen["preempted"] = engine.scheduler.num_preemptions
     assert_no_page_is_lost(engine)
     return seen

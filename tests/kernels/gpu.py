@@ -27,6 +27,7 @@ import pytest
 import torch
 
 from tests.helpers.pretend_cuda import Copies, Device, DeviceTensor, pretend_cuda
+from tests.kernels.moe import MoE
 
 NUM_SMS = 132
 DTYPES = (torch.float16, torch.bfloat16)
@@ -50,7 +51,7 @@ def pretend_gpu(any_dtype: bool = True, index: int = 0) -> Iterator[Gpu]:
     kernels do not have."""
     flashinfer = pytest.importorskip("flashinfer", reason="`make test-gpu` brings it")
     backend = importlib.import_module("radixcache.kernels.flashinfer_backend")
-    names = "prefill decode page cascade norm rope activation sampling utils".split()
+    names = "prefill decode page cascade norm rope activation sampling utils fused_moe.core".split()
     parts = {name: importlib.import_module(f"flashinfer.{name}") for name in [*names, FA2_MLA]}
     mla_backend = importlib.import_module("radixcache.kernels.flashinfer_mla")
     staged = importlib.import_module("flashinfer.jit.attention.modules")._BatchMLAModuleProxy
@@ -69,6 +70,7 @@ def pretend_gpu(any_dtype: bool = True, index: int = 0) -> Iterator[Gpu]:
             ("rope", "get_rope_module", lambda: kernels),
             ("activation", "get_act_and_mul_module", lambda _: kernels),
             ("sampling", "get_sampling_module", lambda: kernels),
+            ("fused_moe.core", "gen_cutlass_fused_moe_sm90_module", lambda *_: kernels.moe),
             ("utils", "_cache_buf", {}),
             *((p, "device_support_pdl", lambda _: True) for p in parts),
         ):
@@ -77,6 +79,9 @@ def pretend_gpu(any_dtype: bool = True, index: int = 0) -> Iterator[Gpu]:
         if any_dtype:
             stack.enter_context(patch.object(backend, "DTYPES", (*DTYPES, torch.float32)))
             stack.enter_context(patch.object(backend, "HEAD_DIMS", (16, *HEAD_DIMS)))
+        loaded = parts["fused_moe.core"].get_cutlass_fused_moe_module  # once in a process
+        loaded.cache_clear()
+        stack.callback(loaded.cache_clear)
         # Tests take either away, to see what happens.
         both = {one.__name__: one for one in (flashinfer, backend, mla_backend)}
         stack.enter_context(patch.dict(sys.modules, both))
@@ -97,6 +102,7 @@ class Kernels:
         self.device, self.any_dtype = device, any_dtype
         self.calls: Counter[str] = Counter()
         self.kv_tokens_read = 0
+        self.moe = MoE(self)
         self.copies: dict[int, Copies] = {}
         self.frozen: dict[int, tuple[Any, ...]] = {}
 

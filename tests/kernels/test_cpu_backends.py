@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from radixcache.kernels.attention import AttentionBackend, PagedBatch
+from radixcache.kernels.attention import AttentionBackend, PagedBatch, SharedPrefix
 from radixcache.kernels.native.attention import NativeBackend
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.torch_backend import TorchBackend
@@ -83,5 +83,7 @@ def test_misuse_is_refused(backend) -> None:
     short = PagedBatch(
         batch.qo_indptr, batch.kv_indptr, batch.kv_indices, np.array([2], np.int32), 16
     )
+    with pytest.raises(ValueError, match="the last page of a sequence"):
+        backend.plan(replace(batch, shared=(SharedPrefix(0, 1, 1),)))
     with pytest.raises(ValueError, match="more new tokens"):
         backend.plan(short)

@@ -3,6 +3,9 @@ the number of rows or threads. As each processor has to give them, all have the 
 
 from __future__ import annotations
 
+import platform
+import shutil
+import subprocess
 from collections.abc import Iterator
 from ctypes import c_int32
 
@@ -14,6 +17,7 @@ from numpy.typing import NDArray
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.native.linear import PackedLinear
 from radixcache.kernels.quantized import Quantized
+from tests.helpers.sources import ROOT
 from tests.kernels.test_native import bits
 from tests.kernels.test_native_linear import COUNTS, FORMATS, make
 
@@ -114,3 +118,26 @@ def test_rows_are_rounded_only_while_they_shall_be_and_before_quantized_weights_
         assert torch.equal(product(x), plain(x))
         flag.value = 1
         assert torch.equal(product(x), plain(x)) == isinstance(weight, torch.Tensor)
+
+
+X86 = "-march=x86-64"
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="flags of x86-64")
+@pytest.mark.parametrize(
+    ("flags", "fast"),
+    [
+        ([X86], False),
+        ([f"{X86}-v2", "-mavx"], False),
+        ([f"{X86}-v3"], True),
+        ([f"{X86}-v3", "-mavx512f"], False),  # Xeon Phi: words of 32 bits alone
+        ([f"{X86}-v4"], True),
+    ],
+    ids=str,
+)
+def test_a_processor_without_instructions_for_bytes_does_not_count_as_fast(flags, fast) -> None:
+    """What "auto" asks for. No such processor need be here: nothing runs."""
+    source = f'#include "rounded.h"\nstatic_assert(ROUNDS_FAST == {str(fast).lower()});\n'
+    command = ["g++", "-std=c++17", "-fsyntax-only", "-w", "-I", str(ROOT / "kernels/native")]
+    subprocess.run([*command, *flags, "-x", "c++", "-"], input=source, text=True, check=True)

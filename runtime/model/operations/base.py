@@ -115,6 +115,10 @@ class Operations:
         """At load: the products that `gated` takes."""
         return self.product(gate), self.product(up)
 
+    def experts(self, spec: Experts, weights: Weights) -> GroupedExperts:
+        """At load: the experts of a layer with these weights."""
+        return GroupedExperts(spec, weights, self._dtype)
+
     def norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """At load: a norm's weight; float32 if 1 was added to it, which bfloat16 would round."""
         return weight if self.architecture.norm_offset else weight.to(self._dtype)
@@ -151,7 +155,7 @@ class Operations:
             loaded.gate_up = self.gate_up(part("gate"), up) if spec.mlp.gated else self.product(up)
             loaded.down = self.product(part("down"))
         elif isinstance(spec.mlp, Experts):
-            loaded.experts = GroupedExperts(spec.mlp, weights, self._dtype)
+            loaded.experts = self.experts(spec.mlp, weights)
         if spec.layer_scale:
             loaded.scale = weights["layer_scale"].to(self._dtype)
         self.layers.append(loaded)

@@ -26,16 +26,16 @@ class GroupedExperts:
         self._router_bias, self._correction = weights.get("router.bias"), weights.get("correction")
 
         def stacked(*names: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-            """[count, in, out] and [count, out] of all experts, parts side by side."""
+            """[count, out, in] and [count, out] of all experts, parts one below the other."""
             each = zip(*(weights[f"experts.{name}"] for name in names), strict=True)
             found = [torch.cat([dense(w).to(dtype) for w in parts]) for parts in each]
             bias = None
             if spec.each.bias:
                 rows = zip(*(weights[f"experts.{name}.bias"] for name in names), strict=True)
                 bias = torch.stack([torch.cat(parts).to(dtype) for parts in rows])
-            return torch.stack(found).transpose(1, 2), bias
+            return torch.stack(found), bias
 
-        self._up = stacked(*["gate"] * spec.each.gated, "up")
+        self._up = stacked("up", *["gate"] * spec.each.gated)  # FlashInfer's order
         self._down = stacked("down")
         self._shared = {
             name.removeprefix("shared."): dense(weight).to(dtype)
@@ -48,6 +48,12 @@ class GroupedExperts:
         factors, chosen = choose(
             spec, F.linear(x.float(), self._router, self._router_bias), self._correction
         )
+        out = self.mixed(x, factors, chosen)
+        return out if spec.shared is None else out.add_(self._of_shared(x))
+
+    def mixed(self, x: torch.Tensor, factors: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """The sum of the chosen experts [T, active], by their factors."""
+        spec = self._spec
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
         experts = torch.arange(spec.count, device=x.device)
@@ -56,15 +62,14 @@ class GroupedExperts:
         sorted_by = flat[order]
         both = _grouped(rows, *self._up, ends, sorted_by)
         if spec.each.gated:
-            gate, up = both.chunk(2, -1)
+            up, gate = both.chunk(2, -1)
             inner = activate(spec.each.activation, gate, up)
         else:
             inner = activate(spec.each.activation, both)
         found = torch.empty_like(rows)
         found.index_copy_(0, order, _grouped(inner, *self._down, ends, sorted_by))
         found = found.view(*chosen.shape, -1).float()
-        out = (found * factors[..., None]).sum(1).to(x.dtype)
-        return out if spec.shared is None else out.add_(self._of_shared(x))
+        return (found * factors[..., None]).sum(1).to(x.dtype)
 
     def _of_shared(self, x: torch.Tensor) -> torch.Tensor:
         spec, weights = self._spec.shared, self._shared
@@ -125,12 +130,13 @@ def _grouped(
     ends: torch.Tensor,
     experts: torch.Tensor,
 ) -> torch.Tensor:
-    """x [N, in], sorted by expert, times each row's expert of `weight` [count, in, out].
+    """x [N, in], sorted by expert, times each row's expert of `weight` [count, out, in].
 
     Args:
         ends: [count] int32, where the rows of each expert end.
         experts: [N] the rows' experts.
     """
+    weight = weight.transpose(1, 2)
     if x.dtype == torch.bfloat16 or x.is_cpu:  # else it has no kernel
         out = F.grouped_mm(x, weight, offs=ends)
     elif len(x) * weight[0].numel() <= _GATHERED:

@@ -7,13 +7,20 @@ FlashInfer has no kernel, torch's operations stay.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
+from radixcache.errors import first_line
+from radixcache.kernels.fallback import first_that_runs
 from radixcache.kernels.load_flashinfer import load_flashinfer
-from radixcache.runtime.model.description import MLP, Architecture, Attention
+from radixcache.runtime.model.description import MLP, Architecture, Attention, Experts, Weights
 from radixcache.runtime.model.operations.base import LoadedLayer, Operations, Part
+from radixcache.runtime.model.operations.experts import GroupedExperts
+from radixcache.runtime.model.operations.fused_experts import FusedExperts
+
+_log = logging.getLogger("radixcache")
 
 _ACTIVATIONS = {"silu": "silu_and_mul", "gelu_tanh": "gelu_tanh_and_mul", "gelu": "gelu_and_mul"}
 
@@ -35,9 +42,27 @@ class FusedOperations(Operations):
             angles = at[:, None] * rope.frequencies
             table = torch.cat([angles.cos(), angles.sin()], -1)  # float32, as the kernel wants it
             self._tables.append(table.mul_(rope.scale))
+        self._fuses_experts = True
+        self._tried: set[Experts] = set()
 
     def gate_up(self, gate: Part, up: Part) -> Any:
         return self.product(gate, up)
+
+    def experts(self, spec: Experts, weights: Weights) -> GroupedExperts:
+        """By one kernel, which the first layer of each kind tries; else by grouped products."""
+        if not self._fuses_experts or not FusedExperts.takes(self.architecture, spec):
+            return super().experts(spec, weights)
+        made = FusedExperts(spec, weights, self._dtype)
+        if spec not in self._tried:
+            _, errors = first_that_runs(made.compare)
+            if errors:
+                self._fuses_experts = False
+                reason = first_line(errors[0])
+                _log.warning("experts run as grouped products: FlashInfer: %s", reason)
+                del made, errors  # both hold its weights, which are stacked again
+                return super().experts(spec, weights)
+            self._tried.add(spec)
+        return made
 
     def norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
         return (weight - self.architecture.norm_offset).to(self._dtype)

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import torch
 
+from radixcache.bench.gpu.layers import NARROW
 from radixcache.bench.gpu.place import Place, Sizes, llama
 from radixcache.bench.gpu.triton import WIDE
 from radixcache.kernels.attention import AttentionBackend
@@ -50,6 +51,7 @@ SMALL = Sizes(
     rows=(4,),
     shared=(32, 64),
     own=8,
+    experts=(8, 2, 64, 32),
     beyond_l2=1 << 12,
 )
 
@@ -70,7 +72,9 @@ def rehearsal_place(out: Path) -> Iterator[Place]:
         ):
 
             def stand_for_triton(*args: Any) -> AttentionBackend:  # which takes any head
-                return TorchBackend(CUDA) if args[2] == [WIDE] else make_flashinfer(*args)
+                return (
+                    TorchBackend(CUDA) if args[2][0] in (WIDE, NARROW) else make_flashinfer(*args)
+                )
 
             yield Place(CUDA, torch.float32, SMALL, out, True, stand_for_triton)
     finally:

@@ -133,6 +133,23 @@ def test_sharers_are_attended_in_two_levels_with_the_same_tokens(folders, gpu, m
     assert Shape(16, 16, True) in graphs_of(made)  # eleven rows, filled up
 
 
+def test_drafts_from_the_end_of_a_shared_page_keep_it_as_their_first_rows_last(
+    folders, gpu, monkeypatch
+) -> None:
+    """The prompt's last token is computed again in each completion, and the draft behind it is in
+    the next page: a cascade may not take the page that the first of these rows ends in."""
+    group = cascade.group_by_prefix
+    monkeypatch.setattr(model_runner, "group_by_prefix", lambda tables, least: group(tables, 1, 4))
+    made, prompt = engines.make_engine(folders["llama"], page_size=4), [*range(12)]
+    made.scheduler.logits_cache = None
+    proposer = speculate(made)
+    wanted = plain_greedy_all(folders["llama"], prompt)
+    for n in (1, 6):
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, n=n)
+        assert generated(run(made, [prompt], params)) == [[wanted] * n]
+    assert proposer.num_accepted_tokens["tree"] > 20 and gpu.kernels.calls["merge"]
+
+
 def test_without_a_graph_decodes_run_all_the_same(folders, gpu, monkeypatch, caplog) -> None:
     """A capture that fails, for want of memory say, is told once and not tried again."""
     tries: list[int] = []
@@ -250,6 +267,24 @@ def test_the_device_goes_on_while_the_host_waits_for_tokens(
             assert len(gpu.device.waits) <= 2
             assert all(gpu.device.waits) or made._ahead is None
     assert graphs_of(made)
+
+
+def test_a_hit_of_64_tokens_is_a_graph_and_twelve_operations_beside_it(folders, gpu) -> None:
+    """From the schedule to the token, however many layers there are."""
+    made, rng = engines.make_engine(folders["llama"]), np.random.default_rng(7)
+    document, params = (
+        rng.integers(0, 256, 128).tolist(),
+        SamplingParams(temperature=0, max_tokens=1),
+    )
+    run(made, [document], params)
+    for _ in range(2):  # the first one captures
+        made.add_request(document + rng.integers(0, 256, 64).tolist(), params)
+        gpu.device.ops.clear()
+        made.step()
+        launched = [*gpu.device.ops]
+        engines.finish(made)
+    assert Shape(64, 2) in graphs_of(made)
+    assert len(launched) <= 12, launched
 
 
 @pytest.mark.parametrize("ends_first", [True, False])
