@@ -115,8 +115,8 @@ class Engine:
         self.cache = cache
         self.scheduler = scheduler
         with on_device(model.device):
-            takes_graphs = model.max_graph_rows and not model.state_shapes
-            graphs = CudaGraphRunner(model, kv_pool, scheduler.max_rows) if takes_graphs else None
+            most = scheduler.max_rows
+            graphs = CudaGraphRunner(model, kv_pool, most) if model.max_graph_rows else None
         self.runner = ModelRunner(model, kv_pool, graphs)
         self._decode = decode
         self._encode = encode

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from radixcache.errors import ModelError
 from radixcache.kernels.attention import AttentionBackend, AttentionPlan, PagedBatch
@@ -111,6 +112,11 @@ class Decoder(PagedModel):
     def threads(self) -> AbstractContextManager[None]:
         return quiet_torch() if isinstance(self.attention, NativeBackend) else nullcontext()
 
+    def step_arrays(
+        self, batch: PagedBatch, states: Sequence[SequenceStates], spare: int | None = None
+    ) -> list[NDArray[np.integer]] | None:
+        return self._operations.arrays(batch, states, spare)
+
     def _logits(
         self, pool: KVPool, plan: AttentionPlan, states: Sequence[SequenceStates]
     ) -> torch.Tensor:
@@ -125,10 +131,11 @@ class Decoder(PagedModel):
     ) -> None:
         """Compare the logits of a sequence in chunks, the last of one token, at the `checked`
         places of the vocabulary."""
-        pool, pages = self.allocate(4, 4, 1), np.array([2, 0, 1], np.int32)
-        got, done = [], 0
+        pool, pages = self.allocate(4, 4, 2), np.array([2, 0, 1], np.int32)
+        got, done = list[torch.Tensor](), 0
         for count in (len(tokens) - 3, 2, 1):
-            states = [SequenceStates(0 if done else -1, 0)] if self.state_shapes else []
+            slot = len(got) % 2
+            states = [SequenceStates(1 - slot if done else -1, slot)] if self.state_shapes else []
             done += count
             batch = PagedBatch.of([pages], [count], [done], 4)
             chunk = tokens[done - count : done].cpu().numpy()

@@ -18,6 +18,7 @@ import torch
 
 from radixcache.kernels.attention import LayerKind
 from radixcache.kernels.quantized import Quantized
+from radixcache.kernels.recurrence import Heads
 from radixcache.runtime.model.state_pool import StateName, StateShapes
 
 Shapes = dict[str, tuple[int, ...]]
@@ -116,6 +117,10 @@ class DeltaNet:
     value: int
 
     @property
+    def sizes(self) -> Heads:
+        return Heads(self.key_heads, self.heads, self.key, self.value, True)
+
+    @property
     def channels(self) -> int:
         return 2 * self.key_heads * self.key + self.heads * self.value
 
@@ -145,6 +150,10 @@ class Mamba2:
     most: float = float("inf")
 
     @property
+    def sizes(self) -> Heads:
+        return Heads(self.groups, self.heads, self.state, self.value, False)
+
+    @property
     def channels(self) -> int:
         return self.heads * self.value + 2 * self.groups * self.state
 
@@ -153,7 +162,8 @@ class Mamba2:
         return self.heads * self.value
 
 
-Mixer = Attention | ShortConv | DeltaNet | Mamba2
+RECURRENT = ShortConv | DeltaNet | Mamba2
+Mixer = Attention | RECURRENT
 
 
 @dataclass(frozen=True)
@@ -266,7 +276,12 @@ class Architecture:
 
     @property
     def is_recurrent(self) -> bool:
-        return any(isinstance(x.mixer, ShortConv | DeltaNet | Mamba2) for x in self.layers)
+        return bool(self.conv_widths)
+
+    @property
+    def conv_widths(self) -> set[int]:
+        """The taps of the convolutions of recurrent layers."""
+        return {x.mixer.width for x in self.layers if isinstance(x.mixer, RECURRENT)}
 
     @property
     def state_shapes(self) -> StateShapes:
@@ -279,9 +294,8 @@ class Architecture:
                 continue
             shapes["conv", number, 0] = (mixer.width - 1, mixer.channels), torch.float32
             if not isinstance(mixer, ShortConv):
-                rows = mixer.key if isinstance(mixer, DeltaNet) else mixer.state
-                shape = (mixer.heads, rows, mixer.value)
-                shapes["recurrent", number, 0] = shape, torch.float32
+                _, *shape, _ = mixer.sizes
+                shapes["recurrent", number, 0] = tuple(shape), torch.float32
         return shapes
 
     def layer_shapes(self, number: int) -> Shapes:

@@ -242,11 +242,20 @@ class PagedModel(ABC):
         Returns:
             [R, vocab_size] float32, on the model's device.
         """
-        plan = self.attention.plan(batch, token_ids, batch.positions(), logit_rows)
+        arrays = self.step_arrays(batch, states) or []
+        plan = self.attention.plan(batch, token_ids, batch.positions(), logit_rows, *arrays)
         if unread is not None:
             unread.write(plan.arrays[0])
         with self._step(batch, pool, states):
             return self.compute(pool, plan, states=states)
+
+    def step_arrays(
+        self, batch: PagedBatch, states: Sequence[SequenceStates], spare: int | None = None
+    ) -> list[NDArray[np.integer]] | None:
+        """What else a plan takes to the device, in the order of `_logits`: for a recurrent model,
+        where its states are. With a `spare` slot, arrays of fixed lengths, or None if the states to
+        be kept are too many for them."""
+        return []
 
     def _step(
         self, batch: PagedBatch, pool: KVPool, states: Sequence[SequenceStates]
@@ -261,8 +270,8 @@ class PagedModel(ABC):
         out: torch.Tensor | None = None,
         states: Sequence[SequenceStates] = (),
     ) -> torch.Tensor:
-        """`forward` of a planned step, whose arrays are token ids, positions and logit rows; the
-        logits go into `out` if it is given."""
+        """`forward` of a planned step, whose arrays are token ids, positions, logit rows and those
+        of `step_arrays`; the logits go into `out` if it is given."""
         logits = self._logits(pool, plan, states)
         return logits.float() if out is None else out.copy_(logits)
 

@@ -14,12 +14,13 @@ StateShapes = Mapping[StateName, tuple[tuple[int, ...], torch.dtype]]
 
 
 class StatePool:
-    """The state tensors of all slots, [num_slots, ...] each."""
+    """The state tensors of all slots, [num_slots, ...] each, on a GPU with one slot more: the last,
+    `num_slots`, for rows that only pad a batch."""
 
     def __init__(self, shapes: StateShapes, num_slots: int, device: torch.device) -> None:
-        self.num_slots = num_slots
+        self.num_slots, count = num_slots, num_slots + (device.type != "cpu")
         self.tensors = {
-            name: torch.zeros(num_slots, *shape, dtype=dtype, device=device)
+            name: torch.zeros(count, *shape, dtype=dtype, device=device)
             for name, (shape, dtype) in shapes.items()
         }
         self.of_layer: dict[int, dict[StateName, torch.Tensor]] = {}

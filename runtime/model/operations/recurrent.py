@@ -1,0 +1,189 @@
+"""Recurrent layers of the decoder loop in torch: short convolutions, delta nets and Mamba 2.
+
+They compute what `kernels/native/recurrent.h` does, over the flat step and the slots of its
+sequences. Nothing waits for the device, so that CUDA graphs can capture it; the recurrence itself
+is a kernel (`kernels/triton_recurrence.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional as F
+
+from radixcache.kernels.attention import PagedBatch
+from radixcache.kernels.recurrence import Recurrence, Slots, Tokens
+from radixcache.runtime.model.description import DeltaNet, Mamba2, ShortConv, Weights
+from radixcache.runtime.model.state_pool import StateName
+from radixcache.states import SequenceStates
+
+_VECTORS = ("conv", "conv.bias", "rate", "rate_bias", "skip", "mixer_norm")
+
+_GATHERED = 1 << 24
+"""Inputs of a convolution that are gathered at once."""
+
+
+def slot_arrays(
+    batch: PagedBatch, states: Sequence[SequenceStates], spare: int | None = None
+) -> list[NDArray[np.integer]] | None:
+    """The arrays of a step for `StepStates`.
+
+    Args:
+        states: of each sequence of `batch`.
+        spare: a slot that nobody reads. If it is given, the arrays are as long for all batches of
+            as many sequences and rows, or None if more states are kept than there are sequences.
+    """
+    count, starts = len(states), batch.qo_indptr
+    pairs = [
+        (end - 1, state.write)
+        for state, end, length in zip(states, starts[1:], batch.query_lens, strict=True)
+        if length
+    ]
+    kept = [
+        (start + n - 1, slot)
+        for state, start in zip(states, starts[:-1], strict=True)
+        for n, slot in state.keeps
+    ]
+    keeps = np.full(starts[-1], -1, np.int32)
+    for row, slot in kept:
+        keeps[row] = slot
+    pairs += kept
+    if spare is not None:
+        if len(pairs) > 2 * count:
+            return None
+        pairs += [(0, spare)] * (2 * count - len(pairs))
+    rows, slots = np.array(pairs, np.int32).T
+    read = np.array([state.read for state in states], np.int32)
+    write = np.array([state.write for state in states], np.int32)
+    owners = np.repeat(np.arange(count, dtype=np.int32), batch.query_lens)
+    return [starts, read, write, keeps, owners, rows, slots]
+
+
+class StepStates(NamedTuple):
+    """Where a step's sequences have their states, on the device.
+
+    Attributes:
+        slots: for the recurrence.
+        read: [B] int64 the slots to read; any for a sequence that has no state yet.
+        is_new: [B, 1, 1] whether it has none.
+        saved: [N] int64 the slots that get the inputs of a convolution up to a row.
+        taps: by a convolution's width: [T, width] the places of each row's inputs in those that
+            the states hold, sequence by sequence, and the rows behind them.
+        saved_taps: likewise [N, width - 1], of what is saved.
+    """
+
+    slots: Slots
+    read: torch.Tensor
+    is_new: torch.Tensor
+    saved: torch.Tensor
+    taps: dict[int, torch.Tensor]
+    saved_taps: dict[int, torch.Tensor]
+
+    @classmethod
+    def of(cls, arrays: Sequence[torch.Tensor], widths: set[int]) -> StepStates:
+        """Make it from `slot_arrays` on the device."""
+        starts, read, write, keeps, owners, rows, saved = arrays
+        at = torch.arange(len(owners), device=owners.device)
+        since = at - starts.index_select(0, owners)
+        taps, saved_taps = {}, {}
+        for width in widths:
+            back = torch.arange(width - 1, -1, -1, device=owners.device)
+            new = (at + len(read) * (width - 1))[:, None] - back
+            held = (owners * (width - 1) + since)[:, None] + (width - 1 - back)
+            taps[width] = torch.where(since[:, None] >= back, new, held)
+            saved_taps[width] = taps[width].index_select(0, rows)[:, 1:]
+        return cls(
+            Slots(starts, read, write, keeps), read.clamp(min=0).long(),
+            (read < 0)[:, None, None], saved.long(), taps, saved_taps,
+        )  # fmt: skip
+
+
+class RecurrentMixer:
+    """A recurrent layer up to its last product.
+
+    Args:
+        product: makes one product of weights side by side.
+        eps: of the norm of its output.
+    """
+
+    def __init__(
+        self,
+        spec: ShortConv | DeltaNet | Mamba2,
+        weights: Weights,
+        product: Callable[..., Any],
+        recur: Recurrence | None,
+        eps: float,
+    ) -> None:
+        self._spec, self._recur, self._eps = spec, cast(Recurrence, recur), eps
+        names = ["in", "z", "ba"] if isinstance(spec, DeltaNet) else ["in"]
+        self._inputs = product(*((weights[n], weights.get(f"{n}.bias")) for n in names))
+        self._w = {name: weights[name] for name in _VECTORS if name in weights}
+
+    def __call__(
+        self, x: torch.Tensor, states: Mapping[StateName, torch.Tensor], step: StepStates
+    ) -> torch.Tensor:
+        """[T, out_width] of rows [T, hidden], which move the states of the layer on."""
+        conv, *state = states.values()
+        spec, found = self._spec, self._inputs(x)
+        if isinstance(spec, ShortConv):
+            before, after, values = found.float().chunk(3, 1)
+            return (after * self._convolve(before * values, conv, step)).to(x.dtype)
+        mix = self._delta_net if isinstance(spec, DeltaNet) else self._mamba
+        return mix(found, conv, state[0], step).to(x.dtype)
+
+    def _delta_net(
+        self, found: torch.Tensor, conv: torch.Tensor, state: torch.Tensor, step: StepStates
+    ) -> torch.Tensor:
+        net, w = self._spec, self._w
+        assert isinstance(net, DeltaNet)
+        rows, z, beta, alpha = found.split([net.channels, net.out_width, net.heads, net.heads], 1)
+        keys = net.key_heads * net.key
+        mixed = self._convolve(rows, conv, step)
+        *pair, value = F.silu(mixed, inplace=True).split([keys, keys, net.out_width], 1)
+        query, key = (t.unflatten(1, (net.key_heads, net.key)) for t in pair)
+        query, key = (t * (t.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for t in (query, key))
+        fade = (w["rate"] * F.softplus(alpha.float() + w["rate_bias"])).exp()
+        value = value.unflatten(1, (net.heads, net.value))
+        tokens = Tokens(query * net.key**-0.5, key, value, fade, beta.float().sigmoid(), True)
+        out = self._normed(self._recur(state, tokens, step.slots)) * w["mixer_norm"]
+        return out.flatten(1) * F.silu(z.float())
+
+    def _mamba(
+        self, found: torch.Tensor, conv: torch.Tensor, state: torch.Tensor, step: StepStates
+    ) -> torch.Tensor:
+        mamba, w = self._spec, self._w
+        assert isinstance(mamba, Mamba2)
+        z, rows, dt = found.split([mamba.out_width, mamba.channels, mamba.heads], 1)
+        keys = mamba.groups * mamba.state
+        mixed = self._convolve(rows, conv, step)
+        value, *pair = F.silu(mixed, inplace=True).split([mamba.out_width, keys, keys], 1)
+        key, query = (t.unflatten(1, (mamba.groups, mamba.state)) for t in pair)
+        value = value.unflatten(1, (mamba.heads, mamba.value))
+        gain = F.softplus(dt.float() + w["rate_bias"]).clamp(mamba.least, mamba.most)
+        tokens = Tokens(query, key, value, (w["rate"] * gain).exp(), gain, False)
+        out = self._recur(state, tokens, step.slots) + w["skip"][:, None] * value
+        gated = out.flatten(1) * F.silu(z.float())
+        normed = self._normed(gated.unflatten(1, (mamba.norm_groups, -1)))
+        return normed.flatten(1) * w["mixer_norm"]
+
+    def _normed(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + self._eps).rsqrt()
+
+    def _convolve(self, x: torch.Tensor, conv: torch.Tensor, step: StepStates) -> torch.Tensor:
+        """[T, channels] float32: each channel's last taps; the states get the last inputs."""
+        taps, weight = step.taps[self._spec.width], self._w["conv"]
+        held = conv.index_select(0, step.read).masked_fill_(step.is_new, 0)
+        inputs = torch.cat([held.flatten(0, 1).to(x.dtype), x])
+        saved = step.saved_taps[self._spec.width]
+        last = inputs.index_select(0, saved.flatten()).view(*saved.shape, -1)
+        conv.index_copy_(0, step.saved, last.float())
+        found = []
+        for part in taps.split(max(1, _GATHERED // weight.numel())):
+            gathered = inputs.index_select(0, part.flatten()).view(*part.shape, -1)
+            found.append((gathered * weight).sum(1))
+        out = found[0] if len(found) == 1 else torch.cat(found)
+        return out + self._w["conv.bias"] if "conv.bias" in self._w else out
