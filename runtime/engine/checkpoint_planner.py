@@ -41,6 +41,9 @@ class Plan(Generic[H]):
         found: the checkpoint from which the first chunk resumes.
         marks: positions at which to keep a checkpoint, descending, and why.
         slot: the sequence's own state in a recurrent model; -1 before it has one.
+        other: of a sequence whose tokens are computed before they are read, the slot with the state
+            before the last of them: it may be one too many.
+        is_ahead: whether the last token that was planned was not read.
         begun: whether a chunk was planned; later chunks read the sequence's own slot.
         keys: checkpoints that the sequence resumed from, or left.
     """
@@ -48,6 +51,8 @@ class Plan(Generic[H]):
     found: Checkpoint[H] | None
     marks: list[tuple[int, Kind]]
     slot: int = -1
+    other: int = -1
+    is_ahead: bool = False
     begun: bool = False
     keys: list[Key] = field(default_factory=list)
 
@@ -76,6 +81,17 @@ class Planner:
     def plan(self, sequence: Sequence, start: int, end: int) -> SequenceStates | None:
         """Plan the step that computes tokens [start, end) of a sequence; returns the slots that it
         reads and writes, if the model is recurrent."""
+        return None
+
+    def take_ahead(self, sequence: Sequence) -> None:
+        """Take what `plan_ahead` needs.
+
+        Raises:
+            OutOfPages: there is too little; nothing has changed.
+        """
+
+    def plan_ahead(self, sequence: Sequence) -> SequenceStates | None:
+        """`plan` of a token that is not read yet, which may be one too many."""
         return None
 
     def leave(self, sequence: Sequence) -> None:

@@ -127,8 +127,7 @@ class Engine:
         self._before_flushes = CacheStats()
         self._next_id = 0
         self._ahead: _Step | None = None
-        # Of a recurrent model, one token too many would be in the state.
-        self.overlap = overlap and model.can_overlap and not model.state_shapes
+        self.overlap = overlap and model.can_overlap
         self._thread: int | None = None
         self._cut_off = False
         """A call is under way, or was cut off before it recovered."""

@@ -151,12 +151,14 @@ class Scheduler:
         try:
             for sequence in going_on:
                 self.reserve_decode(sequence)
+                self.planner.take_ahead(sequence)
         except OutOfPages:
             return []
         self.loads.begin_step()
         for sequence in going_on:
             sequence.num_computed += 1
-        chunks = [Chunk(sequence, 1, is_unread=True) for sequence in going_on]
+        plan = self.planner.plan_ahead
+        chunks = [Chunk(sequence, 1, plan(sequence), is_unread=True) for sequence in going_on]
         self._fill(chunks, sampled)
         return chunks
 

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from radixcache import SamplingParams
 from radixcache.runtime.engine.checkpoint_planner import CheckpointPlanner
 from radixcache.runtime.engine.engine import Engine
@@ -41,19 +43,23 @@ def play(
     live: list[Request] = []
     texts: list[list[int]] = []
     seen: Counter[str] = Counter()
-    forward = engine.model.forward
 
-    def flaky(*args: Any) -> Any:
-        fails = rng.random() < failures
-        if fails and rng.random() < 0.5:  # nothing is written
-            raise RuntimeError("device lost")
-        logits = forward(*args)
-        if fails:
-            raise RuntimeError("device lost")
-        return logits
+    def flaky(run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            fails = rng.random() < failures
+            if fails and rng.random() < 0.5:  # nothing is written
+                raise RuntimeError("device lost")
+            result = run(*args)
+            if fails and result is not None:
+                raise RuntimeError("device lost")
+            return result
 
-    engine.model.forward = flaky  # type: ignore[method-assign, assignment]
-    try:
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.model, "forward", flaky(engine.model.forward))
+        if (graphs := engine.runner.graphs) is not None:
+            patch.setattr(graphs, "run", flaky(graphs.run))
         while seen["asked"] < num_requests or live:
             if rng.random() < arrivals:
                 for _ in range(min(rng.choice([1, 1, 5]), num_requests - seen["asked"])):
@@ -66,6 +72,7 @@ def play(
                 engine.cache.evict(rng.randrange(5))
             if not engine.has_work and rng.random() < resets:
                 engine.reset_cache()
+            seen["ahead"] += engine._ahead is not None
             try:
                 engine.step()
             except RuntimeError:
@@ -78,8 +85,6 @@ def play(
                 seen["finished"] += 1
                 seen["hits"] += request.output().num_cached_tokens > 0
                 texts = [*texts, request.sequences[0].tokens.tolist()][-12:]
-    finally:
-        engine.model.forward = forward  # type: ignore[method-assign]
     seen["preempted"] = engine.scheduler.num_preemptions
     assert_no_page_is_lost(engine)
     return seen

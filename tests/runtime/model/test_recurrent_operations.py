@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from radixcache.kernels.attention import PagedBatch
 from radixcache.kernels.native.library import problem
@@ -23,12 +24,15 @@ from radixcache.runtime.model.operations.recurrent import slot_arrays
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.transformers_model import TransformersModel
 from radixcache.states import SequenceStates
+from tests.helpers import engines
 from tests.helpers.cover import seeds
 from tests.helpers.decoders import DECODERS
 from tests.helpers.models import HYBRIDS, VOCAB_SIZE, tiny_model
+from tests.helpers.traffic import serve
 from tests.kernels.gpu import pretend_gpu
 from tests.kernels.recurrence import loop
 
+EVERY_RUN = ("lfm2", "qwen3_5_text", "bamba")
 FAMILIES = [family for family in DECODERS if family in HYBRIDS]
 CPU = torch.device("cpu")
 
@@ -169,11 +173,47 @@ def test_a_step_in_a_graph_has_the_bits_of_the_eager_one(folder, family, seed) -
             assert torch.equal(one[:-1].cpu(), other[:-1].cpu())
 
 
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family in EVERY_RUN else pytest.mark.exhaustive)
+        for family in FAMILIES
+    ],
+)
+@seeds(3, 5)
+def test_random_schedules_on_a_gpu_get_the_tokens_of_transformers(
+    folder, family, seed, monkeypatch
+) -> None:
+    """In graphs, launched ahead: chunks, preemption, aborts, steps that fail, resets."""
+    path, rng = folder(family), random.Random(seed)
+    monkeypatch.setattr(engines, "paged_model", lambda *_: load_model(path, device="cuda"))
+    running, page_size = rng.choice([2, 4]), rng.choice([1, 4, 16])
+
+    def is_right(prompt: list[int], tokens: list[int], count: int) -> bool:
+        with _disable_current_modes():
+            return engines.is_greedy(path, prompt, tokens)
+
+    with pretend_gpu():
+        engine = engines.make_engine(
+            path,
+            page_size=page_size,
+            num_pages=-(-rng.choice([250, 500]) // page_size) + 2,
+            max_num_batched_tokens=rng.choice([30, 64]),
+            max_num_seqs=running,
+            num_states=2 * running + rng.choice([1, 20]),
+        )
+        seen = serve(engine, rng, 8, is_right, 250, arrivals=0.15)
+        graphs = engine.runner.graphs
+        assert graphs is not None and len(graphs._replays) > 1 and seen["ahead"] > 5
+
+
 def test_more_kept_states_than_a_graph_has_room_for_run_without_one() -> None:
     batch = PagedBatch.of([np.arange(9, dtype=np.int32)] * 2, [5, 1], [5, 6], 1)
     some = [SequenceStates(-1, 0, ((1, 2), (5, 3))), SequenceStates(4, 4)]
     *_, rows, slots = slot_arrays(batch, some, 9) or []
     assert (rows.tolist(), slots.tolist()) == ([4, 5, 0, 4], [0, 4, 2, 3])
+    *_, rows, slots = slot_arrays(batch, [SequenceStates(-1, 0), some[1]], 9) or []
+    assert (rows.tolist(), slots.tolist()) == ([4, 5, 0, 0], [0, 4, 9, 9])
     many = [some[0]._replace(keeps=tuple((n, n) for n in (1, 2, 3))), some[1]]
     assert slot_arrays(batch, many, 9) is None and slot_arrays(batch, many) is not None
 
