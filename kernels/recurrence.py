@@ -50,13 +50,3 @@ class Tokens(NamedTuple):
 Recurrence = Callable[[torch.Tensor, Tokens, Slots], torch.Tensor]
 """Moves the states [slots, heads, key, value] float32 on; returns [T, heads, value], what the
 queries read."""
-
-
-class Heads(NamedTuple):
-    """The sizes of a layer's states."""
-
-    groups: int
-    heads: int
-    key: int
-    value: int
-    delta: bool

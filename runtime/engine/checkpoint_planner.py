@@ -41,9 +41,9 @@ class Plan(Generic[H]):
         found: the checkpoint from which the first chunk resumes.
         marks: positions at which to keep a checkpoint, descending, and why.
         slot: the sequence's own state in a recurrent model; -1 before it has one.
-        other: of a sequence whose tokens are computed before they are read, the slot with the state
-            before the last of them: it may be one too many.
-        is_ahead: whether the last token that was planned was not read.
+        other: the slot with the state before a token that was not read yet when it was planned, and
+            may be one too many; -1 before the first such token.
+        is_ahead: whether the last token that was planned was one.
         begun: whether a chunk was planned; later chunks read the sequence's own slot.
         keys: checkpoints that the sequence resumed from, or left.
     """
@@ -68,7 +68,8 @@ class Planner:
         return match
 
     def take(self, sequence: Sequence, num_tokens: int) -> None:
-        """Take what the sequence needs besides KV to compute up to `num_tokens` tokens.
+        """Take what the sequence needs besides KV to compute up to `num_tokens` tokens, of which
+        the last may be one that is not read yet.
 
         Raises:
             OutOfPages: there is too little; nothing has changed.
@@ -79,19 +80,8 @@ class Planner:
         return 0
 
     def plan(self, sequence: Sequence, start: int, end: int) -> SequenceStates | None:
-        """Plan the step that computes tokens [start, end) of a sequence; returns the slots that it
-        reads and writes, if the model is recurrent."""
-        return None
-
-    def take_ahead(self, sequence: Sequence) -> None:
-        """Take what `plan_ahead` needs.
-
-        Raises:
-            OutOfPages: there is too little; nothing has changed.
-        """
-
-    def plan_ahead(self, sequence: Sequence) -> SequenceStates | None:
-        """`plan` of a token that is not read yet, which may be one too many."""
+        """Plan the step that computes tokens [start, end) of a sequence, as `take`; returns the
+        slots that it reads and writes, if the model is recurrent."""
         return None
 
     def leave(self, sequence: Sequence) -> None:

@@ -151,14 +151,15 @@ class Scheduler:
         try:
             for sequence in going_on:
                 self.reserve_decode(sequence)
-                self.planner.take_ahead(sequence)
         except OutOfPages:
             return []
         self.loads.begin_step()
+        chunks = []
         for sequence in going_on:
-            sequence.num_computed += 1
-        plan = self.planner.plan_ahead
-        chunks = [Chunk(sequence, 1, plan(sequence), is_unread=True) for sequence in going_on]
+            start = sequence.num_computed
+            sequence.num_computed = end = start + 1
+            states = self.planner.plan(sequence, start, end)
+            chunks.append(Chunk(sequence, 1, states, is_unread=True))
         self._fill(chunks, sampled)
         return chunks
 

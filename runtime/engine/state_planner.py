@@ -24,6 +24,8 @@ class StatePlanner(CheckpointPlanner[int]):
         plan = self._plans[sequence]
         if plan.slot < 0:
             plan.slot = self.index.take()
+        if plan.other < 0 and num_tokens > len(sequence):
+            plan.other = self.index.take()
 
     def plan(self, sequence: Sequence, start: int, end: int) -> SequenceStates:
         plan, keeps = self._plans[sequence], []
@@ -34,18 +36,10 @@ class StatePlanner(CheckpointPlanner[int]):
                 keeps.append((position - start, checkpoint.held))
                 plan.keys.append(checkpoint.key)
         read = plan.slot if plan.begun else -1 if plan.found is None else plan.found.held
-        plan.begun, plan.is_ahead = True, False
+        plan.begun, plan.is_ahead = True, end > len(sequence)
+        if plan.is_ahead:
+            plan.slot, plan.other = plan.other, plan.slot
         return SequenceStates(read, plan.slot, tuple(keeps))
-
-    def take_ahead(self, sequence: Sequence) -> None:
-        plan = self._plans[sequence]
-        if plan.other < 0:
-            plan.other = self.index.take()
-
-    def plan_ahead(self, sequence: Sequence) -> SequenceStates:
-        plan = self._plans[sequence]
-        plan.slot, plan.other, plan.is_ahead = plan.other, plan.slot, True
-        return SequenceStates(plan.other, plan.slot)
 
     def leave(self, sequence: Sequence) -> None:
         plan = self._plans[sequence]

@@ -27,6 +27,7 @@ from radixcache.kernels.attention import AttentionBackend, AttentionPlan, PagedB
 from radixcache.kernels.cascade import MIN_ROWS
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel, Unread
+from radixcache.runtime.model.state_pool import slot_arrays
 from radixcache.states import SequenceStates
 
 _log = logging.getLogger("radixcache")
@@ -40,8 +41,8 @@ PREFILL_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512)
 PREFILL_SEQUENCES = (2, 8, 24, 64)
 """Sizes in sequences of the graphs with prefill; at least one sequence is padding."""
 
-_STATE_ARRAYS = 9
-"""int32s for where a recurrent model's states are, for each row or sequence of a step at most."""
+_SLOT_ARRAYS = 9 * (PREFILL_TOKENS[-1] + 8)
+"""int32s of `slot_arrays` at most."""
 
 _SAMPLING_COPIES = 6  # of the logits: noise, probabilities, what filters take
 _GRAPH_BYTES = 8 << 20  # a guess: nodes, and what the pool of all graphs cannot use twice
@@ -81,11 +82,7 @@ class CudaGraphRunner:
         self._sizes, self._prefills, most = _limits(model, pool.page_size, max_rows)
         most = min(most, self._sizes[-1] * pool.num_pages)
         self._max_indices = most + _spare_indices(self._prefills, pool.page_size)
-        more = 0
-        if pool.states is not None:
-            largest = max([self._sizes[-1], *(shape.tokens for shape in self._prefills)])
-            more = _STATE_ARRAYS * (largest + 8)
-        model.attention.allocate_fixed(self._sizes[-1], self._max_indices + more)
+        model.attention.allocate_fixed(self._sizes[-1], self._max_indices + _SLOT_ARRAYS)
         self._capture = _Capture(model.device)
         self._replays: dict[Shape, Compute | None] = {}  # None: cannot be captured
         rows = max([self._sizes[-1], *(shape.sequences for shape in self._prefills)])
@@ -223,7 +220,7 @@ class CudaGraphRunner:
         if self._pool.states is not None:
             spare = self._pool.states.num_slots
             padding = [SequenceStates(-1, spare)] * (shape.sequences - len(states))
-            found = self._model.step_arrays(batch, [*states, *padding], spare)
+            found = slot_arrays(batch, [*states, *padding], spare)
             if found is None:
                 return None
             arrays = found

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from radixcache.errors import ModelError
 from radixcache.kernels.attention import AttentionBackend, AttentionPlan, PagedBatch
@@ -87,6 +86,9 @@ class Decoder(PagedModel):
             exact,
         )
         self.state_shapes = architecture.state_shapes
+        self.plans_slots = architecture.is_recurrent and not isinstance(
+            self.attention, NativeBackend
+        )
         self._operations = choose_operations(architecture, self.attention, dtype, device)
         self.layers_by = f"radixcache with {self._operations.name}"
         embedding, head = weights.embedding(), weights.head()
@@ -111,11 +113,6 @@ class Decoder(PagedModel):
 
     def threads(self) -> AbstractContextManager[None]:
         return quiet_torch() if isinstance(self.attention, NativeBackend) else nullcontext()
-
-    def step_arrays(
-        self, batch: PagedBatch, states: Sequence[SequenceStates], spare: int | None = None
-    ) -> list[NDArray[np.integer]] | None:
-        return self._operations.arrays(batch, states, spare)
 
     def _logits(
         self, pool: KVPool, plan: AttentionPlan, states: Sequence[SequenceStates]

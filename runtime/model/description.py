@@ -18,7 +18,6 @@ import torch
 
 from radixcache.kernels.attention import LayerKind
 from radixcache.kernels.quantized import Quantized
-from radixcache.kernels.recurrence import Heads
 from radixcache.runtime.model.state_pool import StateName, StateShapes
 
 Shapes = dict[str, tuple[int, ...]]
@@ -117,10 +116,6 @@ class DeltaNet:
     value: int
 
     @property
-    def sizes(self) -> Heads:
-        return Heads(self.key_heads, self.heads, self.key, self.value, True)
-
-    @property
     def channels(self) -> int:
         return 2 * self.key_heads * self.key + self.heads * self.value
 
@@ -148,10 +143,6 @@ class Mamba2:
     bias: bool = False
     least: float = 0.0
     most: float = float("inf")
-
-    @property
-    def sizes(self) -> Heads:
-        return Heads(self.groups, self.heads, self.state, self.value, False)
 
     @property
     def channels(self) -> int:
@@ -294,8 +285,9 @@ class Architecture:
                 continue
             shapes["conv", number, 0] = (mixer.width - 1, mixer.channels), torch.float32
             if not isinstance(mixer, ShortConv):
-                _, *shape, _ = mixer.sizes
-                shapes["recurrent", number, 0] = tuple(shape), torch.float32
+                rows = mixer.key if isinstance(mixer, DeltaNet) else mixer.state
+                shape = (mixer.heads, rows, mixer.value)
+                shapes["recurrent", number, 0] = shape, torch.float32
         return shapes
 
     def layer_shapes(self, number: int) -> Shapes:

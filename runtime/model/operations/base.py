@@ -11,12 +11,10 @@ from ctypes import c_int32
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn import functional as F
 
-from radixcache.kernels.attention import AttentionPlan, LayerInputs, LayerPages, PagedBatch
+from radixcache.kernels.attention import AttentionPlan, LayerInputs, LayerPages
 from radixcache.kernels.quantized import dense
 from radixcache.kernels.recurrence import Recurrence
 from radixcache.runtime.model.description import (
@@ -30,7 +28,7 @@ from radixcache.runtime.model.description import (
 )
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.operations.experts import GroupedExperts, activate
-from radixcache.runtime.model.operations.recurrent import RecurrentMixer, StepStates, slot_arrays
+from radixcache.runtime.model.operations.recurrent import RecurrentMixer, StepStates
 from radixcache.states import SequenceStates
 
 _MLP_ROWS = 512
@@ -170,18 +168,11 @@ class Operations:
         """At load: take the norm before the output layer, once all layers are read."""
         self.last_norm = self.norm_weight(last_norm)
 
-    def arrays(
-        self, batch: PagedBatch, states: Sequence[SequenceStates], spare: int | None = None
-    ) -> list[NDArray[np.integer]] | None:
-        """Arrays that `run` needs on the device besides token ids, positions and logit rows: see
-        `slot_arrays`."""
-        return slot_arrays(batch, states, spare) if self.architecture.is_recurrent else []
-
     def run(
         self, pool: KVPool, plan: AttentionPlan, states: Sequence[SequenceStates] = ()
     ) -> torch.Tensor:
         """Logits [R, vocab_size] of a planned step, whose arrays are token ids, positions, logit
-        rows, and those of `arrays`.
+        rows, and of a recurrent model those of `slot_arrays`.
 
         Args:
             states: of a recurrent model, for each sequence of the step; here the arrays have them.

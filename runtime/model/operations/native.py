@@ -8,11 +8,9 @@ from ctypes import c_int32
 from itertools import groupby
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from radixcache.kernels.attention import AttentionPlan, PagedBatch, TablesPlan
+from radixcache.kernels.attention import AttentionPlan, TablesPlan
 from radixcache.kernels.native import model as native
 from radixcache.kernels.native.activations import ACTIVATIONS
 from radixcache.kernels.native.attention import NativeBackend, NativePlan, heads_of
@@ -95,11 +93,6 @@ class NativeOperations(Operations):
             logit_softcap=a.logit_softcap or 0.0,
         )
         use_huge_pages(packed.block for packed in self._packed)
-
-    def arrays(
-        self, batch: PagedBatch, states: Sequence[SequenceStates], spare: int | None = None
-    ) -> list[NDArray[np.integer]] | None:
-        return []
 
     def run(
         self, pool: KVPool, plan: AttentionPlan, states: Sequence[SequenceStates] = ()

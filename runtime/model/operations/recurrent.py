@@ -10,57 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn import functional as F
 
-from radixcache.kernels.attention import PagedBatch
 from radixcache.kernels.recurrence import Recurrence, Slots, Tokens
 from radixcache.runtime.model.description import DeltaNet, Mamba2, ShortConv, Weights
 from radixcache.runtime.model.state_pool import StateName
-from radixcache.states import SequenceStates
 
 _VECTORS = ("conv", "conv.bias", "rate", "rate_bias", "skip", "mixer_norm")
 
 _GATHERED = 1 << 24
 """Inputs of a convolution that are gathered at once."""
-
-
-def slot_arrays(
-    batch: PagedBatch, states: Sequence[SequenceStates], spare: int | None = None
-) -> list[NDArray[np.integer]] | None:
-    """The arrays of a step for `StepStates`.
-
-    Args:
-        states: of each sequence of `batch`.
-        spare: a slot that nobody reads. If it is given, the arrays are as long for all batches of
-            as many sequences and rows, or None if more states are kept than there are sequences.
-    """
-    count, starts = len(states), batch.qo_indptr
-    pairs = [
-        (end - 1, state.write)
-        for state, end, length in zip(states, starts[1:], batch.query_lens, strict=True)
-        if length
-    ]
-    kept = [
-        (start + n - 1, slot)
-        for state, start in zip(states, starts[:-1], strict=True)
-        for n, slot in state.keeps
-    ]
-    keeps = np.full(starts[-1], -1, np.int32)
-    for row, slot in kept:
-        keeps[row] = slot
-    pairs += kept
-    if spare is not None:
-        if len(pairs) > 2 * count:
-            return None
-        pairs += [(0, spare)] * (2 * count - len(pairs))
-    rows, slots = np.array(pairs, np.int32).T
-    read = np.array([state.read for state in states], np.int32)
-    write = np.array([state.write for state in states], np.int32)
-    owners = np.repeat(np.arange(count, dtype=np.int32), batch.query_lens)
-    return [starts, read, write, keeps, owners, rows, slots]
 
 
 class StepStates(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -12,8 +11,8 @@ from radixcache.errors import first_line
 from radixcache.kernels.attention import AttentionBackend
 from radixcache.kernels.fallback import first_that_runs
 from radixcache.kernels.native.attention import NativeBackend
-from radixcache.kernels.recurrence import Heads, Recurrence, Slots, Tokens
-from radixcache.runtime.model.description import Architecture, DeltaNet, Mamba2, Unknown
+from radixcache.kernels.recurrence import Recurrence, Slots, Tokens
+from radixcache.runtime.model.description import Architecture, Unknown
 from radixcache.runtime.model.operations.base import Operations
 from radixcache.runtime.model.operations.fused import tried
 from radixcache.runtime.model.operations.native import NativeOperations
@@ -48,19 +47,18 @@ def choose_operations(
 
 
 def find_recurrence(architecture: Architecture, device: torch.device) -> Recurrence | None:
-    """The kernel for the model's delta nets and Mamba 2, after it has run once for each kind, which
-    compiles it; None for a model without them.
+    """The kernel for the model's delta nets and Mamba 2, after it has run once; None for a model
+    without them.
 
     Raises:
         Unknown: there is none. torch's operations would be launched token by token, where
             transformers' layers take a prompt in chunks.
     """
-    kinds = {x.mixer.sizes for x in architecture.layers if isinstance(x.mixer, DeltaNet | Mamba2)}
-    if not kinds:
+    if all(kind == "conv" for kind, *_ in architecture.state_shapes):
         return None
     if device.type == "cpu":
         raise Unknown("its recurrent layers need the native kernels")
-    found, errors = first_that_runs(partial(_tried_recurrence, kinds, device))
+    found, errors = first_that_runs(partial(_tried_recurrence, device))
     if found is None:
         reason = f"its recurrent layers need Triton: {first_line(errors[0])}"
         _log.warning("transformers' layers run this model, without graphs: %s", reason)
@@ -69,18 +67,13 @@ def find_recurrence(architecture: Architecture, device: torch.device) -> Recurre
 
 
 @torch.inference_mode()
-def _tried_recurrence(kinds: Iterable[Heads], device: torch.device) -> Recurrence:
+def _tried_recurrence(device: torch.device) -> Recurrence:
     from radixcache.kernels.triton_recurrence import recur
 
-    def zeros(*shape: int) -> torch.Tensor:
-        return torch.zeros(2, *shape, device=device)
-
-    numbers = torch.arange(3, dtype=torch.int32, device=device)
-    none = torch.full_like(numbers[:2], -1)
-    for groups, heads, key, value, delta in kinds:
-        rows = (groups, key), (groups, key), (heads, value), (heads,), (heads,)
-        tokens = Tokens(*(zeros(*shape) for shape in rows), delta=delta)  # type: ignore[misc, arg-type]
-        out = recur(zeros(heads, key, value), tokens, Slots(numbers, none, numbers[:2], none))
-        if out.any():  # copies to the host: a failed launch shows
-            raise RuntimeError("its kernel gives wrong results")
+    numbers = torch.arange(2, dtype=torch.int32, device=device)
+    row = torch.zeros(1, 1, 8, device=device)
+    tokens = Tokens(row, row, row, row[0, :, :1], row[0, :, :1], delta=True)
+    slots = Slots(numbers, numbers[1:] - 2, numbers[:1], numbers[1:] - 2)
+    if recur(torch.zeros(1, 1, 8, 8, device=device), tokens, slots).any():
+        raise RuntimeError("its kernel gives wrong results")  # a failed launch shows here
     return recur

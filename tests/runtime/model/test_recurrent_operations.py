@@ -20,8 +20,8 @@ from radixcache.runtime.model.cuda_graphs import CudaGraphRunner, pad
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.operations import selector
-from radixcache.runtime.model.operations.recurrent import slot_arrays
 from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.model.state_pool import slot_arrays
 from radixcache.runtime.model.transformers_model import TransformersModel
 from radixcache.states import SequenceStates
 from tests.helpers import engines
