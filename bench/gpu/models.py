@@ -16,9 +16,11 @@ from radixcache import HashBlockCache, NoCache, PagePool, RadixCache, SamplingPa
 from radixcache.base import PrefixCache, Tokens
 from radixcache.bench.gpu.place import Place, Work
 from radixcache.bench.gpu.report import NotRun
+from radixcache.runtime.engine.checkpoint_planner import NO_CHECKPOINTS
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.logits_cache import PromptLogitsCache
 from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.engine.state_planner import StatePlanner
 from radixcache.runtime.model.checkpoint import Checkpoint
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.families.describe import describe
@@ -26,6 +28,7 @@ from radixcache.runtime.model.generation import GenerationDefaults
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.weights import CheckpointWeights
 from radixcache.runtime.request import Request
+from radixcache.states import StateIndex
 
 Cache = type[RadixCache] | type[HashBlockCache] | type[NoCache]
 
@@ -118,12 +121,20 @@ def engine_on(
         raise RuntimeError(f"something fell back to torch, the log says why: {on_pages.placement}")
     num_pages = -(-num_tokens // page_size) + 2 * max_num_seqs
     index: PrefixCache = cache(PagePool(num_pages, page_size))
-    pool = on_pages.allocate(num_pages, page_size)
+    num_states = 4 * max_num_seqs if on_pages.state_shapes else 0
+    pool = on_pages.allocate(num_pages, page_size, num_states)
     for pages in pool.layers:
         for side in pages:
             side.normal_()
-    kept = PromptLogitsCache(on_pages.vocab_size) if index.full_prompt_hits else None
-    scheduler = Scheduler(index, max_num_batched_tokens, max_num_seqs, logits_cache=kept)
+    planner = StatePlanner(StateIndex(num_states), index.caches) if num_states else NO_CHECKPOINTS
+    keeps = index.full_prompt_hits and not num_states
+    scheduler = Scheduler(
+        index,
+        max_num_batched_tokens,
+        max_num_seqs,
+        planner=planner,
+        logits_cache=PromptLogitsCache(on_pages.vocab_size) if keeps else None,
+    )
     engine = Engine(on_pages, pool, index, scheduler)
     try:
         yield engine
