@@ -9,7 +9,18 @@ import pytest
 import torch
 
 from radixcache.kernels.recurrence import Slots, Tokens
+from radixcache.kernels.torch_backend import TorchBackend
+from radixcache.runtime.model.decoder import Decoder
+from radixcache.runtime.model.load import load_model
+from radixcache.runtime.model.operations import selector
+from tests.helpers.models import tiny_model
 from tests.kernels.recurrence import loop
+from tests.runtime.model.test_paged_model import (
+    plain_logits,
+    random_sequences,
+    relative_error,
+    run_steps,
+)
 
 triton = pytest.importorskip("triton", reason="`make test-gpu` brings it")
 triton_backend = pytest.importorskip("radixcache.kernels.triton_backend")
@@ -76,3 +87,14 @@ def test_a_row_has_the_same_bits_whatever_else_is_in_the_batch() -> None:
         read = slots.read[2:] if rows.start == first else slots.write[2:]
         alone = Slots(count, read, slots.write[2:], slots.keeps[rows])
         assert torch.equal(triton_recurrence.recur(held, part, alone), together[rows])
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "bamba"])
+def test_a_model_gives_the_logits_of_plain_transformers(family, tmp_path, monkeypatch) -> None:
+    folder = tiny_model(family, tmp_path, tokenizer=False)
+    sequences = [tokens[:14] for tokens in random_sequences()]
+    monkeypatch.setattr(selector, "find_recurrence", lambda *_: triton_recurrence.recur)
+    model = load_model(folder, device="cpu", dtype="float32", attention=TorchBackend())
+    assert isinstance(model, Decoder)
+    found = run_steps(model, sequences, [(6, 0, 1), (1, 14, 0), (7, 0, 13)], 4)
+    assert relative_error(found, plain_logits(folder, sequences)) < 1e-4
