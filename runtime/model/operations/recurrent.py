@@ -33,7 +33,7 @@ class StepStates(NamedTuple):
         saved: [N] int64 the slots that get the inputs of a convolution up to a row.
         taps: by a convolution's width: [T, width] the places of each row's inputs in those that
             the states hold, sequence by sequence, and the rows behind them.
-        saved_taps: likewise [N, width - 1], of what is saved.
+        saved_taps: likewise [N * (width - 1)], of what is saved.
     """
 
     slots: Slots
@@ -55,7 +55,7 @@ class StepStates(NamedTuple):
             new = (at + len(read) * (width - 1))[:, None] - back
             held = (owners * (width - 1) + since)[:, None] + (width - 1 - back)
             taps[width] = torch.where(since[:, None] >= back, new, held)
-            saved_taps[width] = taps[width].index_select(0, rows)[:, 1:]
+            saved_taps[width] = taps[width].index_select(0, rows)[:, 1:].flatten()
         return cls(
             Slots(starts, read, write, keeps), read.clamp(min=0).long(),
             (read < 0)[:, None, None], saved.long(), taps, saved_taps,
@@ -82,6 +82,9 @@ class RecurrentMixer:
         names = ["in", "z", "ba"] if isinstance(spec, DeltaNet) else ["in"]
         self._inputs = product(*((weights[n], weights.get(f"{n}.bias")) for n in names))
         self._w = {name: weights[name] for name in _VECTORS if name in weights}
+        if isinstance(spec, DeltaNet):  # queries and keys are normed to these root mean squares
+            each = weights["rate"].new_tensor([[spec.key**-1.0], [spec.key**-0.5]])
+            self._lengths = each.repeat_interleave(spec.key_heads, 0)
 
     def __call__(
         self, x: torch.Tensor, states: Mapping[StateName, torch.Tensor], step: StepStates
@@ -103,13 +106,15 @@ class RecurrentMixer:
         rows, z, beta, alpha = found.split([net.channels, net.out_width, net.heads, net.heads], 1)
         keys = net.key_heads * net.key
         mixed = self._convolve(rows, conv, step)
-        *pair, value = F.silu(mixed, inplace=True).split([keys, keys, net.out_width], 1)
-        query, key = (t.unflatten(1, (net.key_heads, net.key)) for t in pair)
-        query, key = (t * (t.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for t in (query, key))
+        both, value = F.silu(mixed, inplace=True).split([2 * keys, net.out_width], 1)
+        both = both.unflatten(1, (2 * net.key_heads, net.key))
+        both = F.rms_norm(both, both.shape[2:], eps=1e-6 / net.key) * self._lengths
+        query, key = both.split(net.key_heads, 1)
         fade = (w["rate"] * F.softplus(alpha.float() + w["rate_bias"])).exp()
         value = value.unflatten(1, (net.heads, net.value))
-        tokens = Tokens(query * net.key**-0.5, key, value, fade, beta.float().sigmoid(), True)
-        out = self._normed(self._recur(state, tokens, step.slots)) * w["mixer_norm"]
+        tokens = Tokens(query, key, value, fade, beta.float().sigmoid(), True)
+        out = self._recur(state, tokens, step.slots)
+        out = F.rms_norm(out, out.shape[2:], w["mixer_norm"], self._eps)
         return out.flatten(1) * F.silu(z.float())
 
     def _mamba(
@@ -127,20 +132,16 @@ class RecurrentMixer:
         tokens = Tokens(query, key, value, (w["rate"] * gain).exp(), gain, False)
         out = self._recur(state, tokens, step.slots) + w["skip"][:, None] * value
         gated = out.flatten(1) * F.silu(z.float())
-        normed = self._normed(gated.unflatten(1, (mamba.norm_groups, -1)))
-        return normed.flatten(1) * w["mixer_norm"]
-
-    def _normed(self, x: torch.Tensor) -> torch.Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + self._eps).rsqrt()
+        parts = gated.unflatten(1, (mamba.norm_groups, -1))
+        return F.rms_norm(parts, parts.shape[2:], eps=self._eps).flatten(1) * w["mixer_norm"]
 
     def _convolve(self, x: torch.Tensor, conv: torch.Tensor, step: StepStates) -> torch.Tensor:
         """[T, channels] float32: each channel's last taps; the states get the last inputs."""
         taps, weight = step.taps[self._spec.width], self._w["conv"]
         held = conv.index_select(0, step.read).masked_fill_(step.is_new, 0)
         inputs = torch.cat([held.flatten(0, 1).to(x.dtype), x])
-        saved = step.saved_taps[self._spec.width]
-        last = inputs.index_select(0, saved.flatten()).view(*saved.shape, -1)
-        conv.index_copy_(0, step.saved, last.float())
+        last = inputs.index_select(0, step.saved_taps[self._spec.width])
+        conv.index_copy_(0, step.saved, last.float().view(-1, *conv.shape[1:]))
         found = []
         for part in taps.split(max(1, _GATHERED // weight.numel())):
             gathered = inputs.index_select(0, part.flatten()).view(*part.shape, -1)
