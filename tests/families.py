@@ -51,8 +51,8 @@ def tried(family: str, folder: Path) -> tuple[int, str]:
             right += output.outputs[0].token_ids == answer and output.num_cached_tokens >= cut
     if not looped:
         return right, "transformers' layers"
-    kind = "loop, native" if model.state_shapes else "loop, native and GPU"
-    return right, f"{kind}, exact" + ("" if family in IN_GGUF else "; no GGUF")
+    kind = "loop, native and GPU, exact" + " (recurrent)" * bool(model.state_shapes)
+    return right, kind + ("" if family in IN_GGUF else "; no GGUF")
 
 
 IN_GGUF = {row.family for row in ROWS.values()} | {"mistral", "mixtral", "olmo3"}

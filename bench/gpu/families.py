@@ -31,8 +31,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
         "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
     },
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_value_heads": 8,
+        "linear_num_key_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+        "head_dim": 128,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 16, "mamba_d_head": "auto",
+        "mamba_d_state": 64, "mamba_expand": 2, "mamba_chunk_size": 64, "num_local_experts": 0,
+        "shared_intermediate_size": 512,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
 }  # fmt: skip
-"""Settings besides the sizes of `equality`'s model: norms, windows, gates, experts of all kinds."""
+"""Settings besides the sizes of `equality`'s model: norms, windows, gates, experts of all kinds,
+recurrent layers."""
 
 _MARGIN = 1.5  # over the largest error of transformers' own choices
 

@@ -133,7 +133,8 @@ def build_engine(args: EngineArgs) -> Built:
             planner = WindowPlanner(index, args.cache != "none", mark)
         elif num_states:
             planner = StatePlanner(StateIndex(num_states), args.cache != "none", mark)
-            max_num_seqs = min(max_num_seqs, num_states - 1)
+            each = 1 + model.can_overlap  # states of a running sequence
+            max_num_seqs = min(max_num_seqs, max(1, (num_states - 1) // each))
             _log.info(
                 "%s recurrent states of %s bytes; %s sequences run at the same time",
                 f"{num_states:,}", f"{model.bytes_per_state:,}", max_num_seqs,
@@ -214,7 +215,8 @@ def _share_memory(args: EngineArgs, model: PagedModel) -> tuple[int, int, Window
     if size := model.bytes_per_state:
         memory, asked = num_pages * page_bytes, args.state_memory
         share = memory // 4 if asked is None else parse_memory(asked)
-        num_states = min(share // size, max_num_seqs + _MOST_CHECKPOINTS)
+        running = max_num_seqs * (1 + model.can_overlap)
+        num_states = min(share // size, running + _MOST_CHECKPOINTS)
         num_pages -= -(-num_states * size // page_bytes)
         if num_states < 2 or num_pages < 1:
             raise InvalidRequest(

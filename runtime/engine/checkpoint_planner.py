@@ -41,6 +41,9 @@ class Plan(Generic[H]):
         found: the checkpoint from which the first chunk resumes.
         marks: positions at which to keep a checkpoint, descending, and why.
         slot: the sequence's own state in a recurrent model; -1 before it has one.
+        other: the slot with the state before a token that was not read yet when it was planned, and
+            may be one too many; -1 before the first such token.
+        is_ahead: whether the last token that was planned was one.
         begun: whether a chunk was planned; later chunks read the sequence's own slot.
         keys: checkpoints that the sequence resumed from, or left.
     """
@@ -48,6 +51,8 @@ class Plan(Generic[H]):
     found: Checkpoint[H] | None
     marks: list[tuple[int, Kind]]
     slot: int = -1
+    other: int = -1
+    is_ahead: bool = False
     begun: bool = False
     keys: list[Key] = field(default_factory=list)
 
@@ -63,7 +68,8 @@ class Planner:
         return match
 
     def take(self, sequence: Sequence, num_tokens: int) -> None:
-        """Take what the sequence needs besides KV to compute up to `num_tokens` tokens.
+        """Take what the sequence needs besides KV to compute up to `num_tokens` tokens, of which
+        the last may be one that is not read yet.
 
         Raises:
             OutOfPages: there is too little; nothing has changed.
@@ -74,8 +80,8 @@ class Planner:
         return 0
 
     def plan(self, sequence: Sequence, start: int, end: int) -> SequenceStates | None:
-        """Plan the step that computes tokens [start, end) of a sequence; returns the slots that it
-        reads and writes, if the model is recurrent."""
+        """Plan the step that computes tokens [start, end) of a sequence, as `take`; returns the
+        slots that it reads and writes, if the model is recurrent."""
         return None
 
     def leave(self, sequence: Sequence) -> None:

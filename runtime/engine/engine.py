@@ -115,8 +115,8 @@ class Engine:
         self.cache = cache
         self.scheduler = scheduler
         with on_device(model.device):
-            takes_graphs = model.max_graph_rows and not model.state_shapes
-            graphs = CudaGraphRunner(model, kv_pool, scheduler.max_rows) if takes_graphs else None
+            most = scheduler.max_rows
+            graphs = CudaGraphRunner(model, kv_pool, most) if model.max_graph_rows else None
         self.runner = ModelRunner(model, kv_pool, graphs)
         self._decode = decode
         self._encode = encode
@@ -127,8 +127,7 @@ class Engine:
         self._before_flushes = CacheStats()
         self._next_id = 0
         self._ahead: _Step | None = None
-        # Of a recurrent model, one token too many would be in the state.
-        self.overlap = overlap and model.can_overlap and not model.state_shapes
+        self.overlap = overlap and model.can_overlap
         self._thread: int | None = None
         self._cut_off = False
         """A call is under way, or was cut off before it recovered."""

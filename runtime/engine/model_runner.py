@@ -162,9 +162,9 @@ class ModelRunner:
         window_copies = [copy for lease in leases if lease for copy in lease.take_window_copies()]
         if copies or window_copies:
             self._pool.copy(copies, window_copies)
+        states = [chunk.states for chunk in chunks if chunk.states is not None]
         if self.graphs is not None:
-            logits = self.graphs.run(tokens, batch, rows, unread)
+            logits = self.graphs.run(tokens, batch, rows, unread, states)
             if logits is not None:
                 return logits
-        states = [chunk.states for chunk in chunks if chunk.states is not None]
         return self._model.forward(tokens, batch, rows, self._pool, states, unread)

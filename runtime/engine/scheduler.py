@@ -154,9 +154,12 @@ class Scheduler:
         except OutOfPages:
             return []
         self.loads.begin_step()
+        chunks = []
         for sequence in going_on:
-            sequence.num_computed += 1
-        chunks = [Chunk(sequence, 1, is_unread=True) for sequence in going_on]
+            start = sequence.num_computed
+            sequence.num_computed = end = start + 1
+            states = self.planner.plan(sequence, start, end)
+            chunks.append(Chunk(sequence, 1, states, is_unread=True))
         self._fill(chunks, sampled)
         return chunks
 

@@ -24,6 +24,8 @@ class StatePlanner(CheckpointPlanner[int]):
         plan = self._plans[sequence]
         if plan.slot < 0:
             plan.slot = self.index.take()
+        if plan.other < 0 and num_tokens > len(sequence):
+            plan.other = self.index.take()
 
     def plan(self, sequence: Sequence, start: int, end: int) -> SequenceStates:
         plan, keeps = self._plans[sequence], []
@@ -34,20 +36,25 @@ class StatePlanner(CheckpointPlanner[int]):
                 keeps.append((position - start, checkpoint.held))
                 plan.keys.append(checkpoint.key)
         read = plan.slot if plan.begun else -1 if plan.found is None else plan.found.held
-        plan.begun = True
+        plan.begun, plan.is_ahead = True, end > len(sequence)
+        if plan.is_ahead:
+            plan.slot, plan.other = plan.other, plan.slot
         return SequenceStates(read, plan.slot, tuple(keeps))
 
     def leave(self, sequence: Sequence) -> None:
         plan = self._plans[sequence]
         if plan.begun and self._keeps:
-            done, slot = sequence.tokens[: sequence.num_computed], plan.slot
-            plan.slot = -1
-            self.index.keep(slot, done, sequence.request.namespace, plan.keys)
+            end = sequence.num_computed
+            if plan.is_ahead and end >= len(sequence):  # the last token, or one that never came
+                plan.slot, plan.other, end = plan.other, plan.slot, end - 1
+            slot, plan.slot = plan.slot, -1
+            self.index.keep(slot, sequence.tokens[:end], sequence.request.namespace, plan.keys)
 
     def release(self, sequence: Sequence) -> None:
-        slot = self._plans[sequence].slot
-        if slot >= 0:
-            self.index.drop(slot)
+        plan = self._plans[sequence]
+        for slot in (plan.slot, plan.other):
+            if slot >= 0:
+                self.index.drop(slot)
         super().release(sequence)
 
     def reset(self) -> None:
@@ -60,4 +67,5 @@ class StatePlanner(CheckpointPlanner[int]):
     def check(self, running: Iterable[Sequence]) -> None:
         """As in `Planner`, and that each slot belongs to a sequence or a checkpoint."""
         super().check(running)
-        self.index.check(plan.slot for plan in self._plans.values() if plan.slot >= 0)
+        plans = self._plans.values()
+        self.index.check(slot for plan in plans for slot in (plan.slot, plan.other) if slot >= 0)

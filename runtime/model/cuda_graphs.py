@@ -2,8 +2,8 @@
 
 A step is hundreds of small kernels, which Python launches more slowly than a GPU runs them. A graph
 replays them in one launch, for one batch shape and fixed addresses. So a few shapes have graphs, a
-batch is padded to the next shape with rows on the pool's spare page, and the attention backend
-plans into buffers at fixed addresses. All graphs share one memory pool.
+batch is padded to the next shape with rows on the pool's spare page and spare state, and the
+attention backend plans into buffers at fixed addresses. All graphs share one memory pool.
 
 vLLM and SGLang also capture prefills (full and piecewise graphs).
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -27,6 +27,8 @@ from radixcache.kernels.attention import AttentionBackend, AttentionPlan, PagedB
 from radixcache.kernels.cascade import MIN_ROWS
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel, Unread
+from radixcache.runtime.model.state_pool import slot_arrays
+from radixcache.states import SequenceStates
 
 _log = logging.getLogger("radixcache")
 
@@ -38,6 +40,9 @@ PREFILL_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512)
 
 PREFILL_SEQUENCES = (2, 8, 24, 64)
 """Sizes in sequences of the graphs with prefill; at least one sequence is padding."""
+
+_SLOT_ARRAYS = 9 * (PREFILL_TOKENS[-1] + 8)
+"""int32s of `slot_arrays` at most."""
 
 _SAMPLING_COPIES = 6  # of the logits: noise, probabilities, what filters take
 _GRAPH_BYTES = 8 << 20  # a guess: nodes, and what the pool of all graphs cannot use twice
@@ -77,7 +82,7 @@ class CudaGraphRunner:
         self._sizes, self._prefills, most = _limits(model, pool.page_size, max_rows)
         most = min(most, self._sizes[-1] * pool.num_pages)
         self._max_indices = most + _spare_indices(self._prefills, pool.page_size)
-        model.attention.allocate_fixed(self._sizes[-1], self._max_indices)
+        model.attention.allocate_fixed(self._sizes[-1], self._max_indices + _SLOT_ARRAYS)
         self._capture = _Capture(model.device)
         self._replays: dict[Shape, Compute | None] = {}  # None: cannot be captured
         rows = max([self._sizes[-1], *(shape.sequences for shape in self._prefills)])
@@ -99,8 +104,7 @@ class CudaGraphRunner:
             for cascade in (False, True)[: 1 + self._takes_cascade(size)]
         ]
         for shape in [*reversed(self._prefills), *decodes]:
-            none = np.empty(0, np.int32)
-            self._run(shape, none, self._spare_batch(shape), none)
+            self._capture_shape(shape)
         count = sum(replay is not None for replay in self._replays.values())
         _log.info(
             "captured %d CUDA graphs in %.1f s; they take %.0f MiB", count,
@@ -134,6 +138,7 @@ class CudaGraphRunner:
         batch: PagedBatch,
         logit_rows: NDArray[np.integer],
         unread: Unread | None = None,
+        states: Sequence[SequenceStates] = (),
     ) -> torch.Tensor | None:
         """Logits [R, vocab_size], float32, valid until the next call; None if no graph fits.
 
@@ -142,6 +147,7 @@ class CudaGraphRunner:
             batch: the step's page tables.
             logit_rows: [R] rows of the flat batch that give logits.
             unread: those of `token_ids` that only the device knows.
+            states: of a recurrent model, for each sequence of `batch`.
         """
         shape = self._shape(len(token_ids), batch, len(logit_rows))
         if batch.write_indices is not None:  # has more page numbers than there are buffers for
@@ -152,7 +158,9 @@ class CudaGraphRunner:
         tables = [table for table in (padded, padded.window) if table is not None]
         if max(len(table.kv_indices) for table in tables) > self._max_indices:
             return None
-        return self._run(shape, token_ids, padded, logit_rows, unread)
+        if shape not in self._replays:
+            self._capture_shape(shape)
+        return self._run(shape, token_ids, padded, logit_rows, unread, states)
 
     def _shape(self, tokens: int, batch: PagedBatch, rows: int) -> Shape | None:
         """The smallest shape that holds a step."""
@@ -168,28 +176,55 @@ class CudaGraphRunner:
         return None
 
     @torch.inference_mode()
+    def _capture_shape(self, shape: Shape) -> None:
+        """Capture a step of padding alone: it runs once before, which would move states on."""
+        none = np.empty(0, np.int32)
+        plan = self._plan(shape, none, self._spare_batch(shape), none, ())
+        assert plan is not None
+        self._replays[shape] = self._try_capture(partial(self._compute, shape, plan))
+
+    @torch.inference_mode()
     def _run(
         self,
         shape: Shape,
         token_ids: Tokens,
         batch: PagedBatch,
         logit_rows: NDArray[np.integer],
-        unread: Unread | None = None,
+        unread: Unread | None,
+        states: Sequence[SequenceStates],
     ) -> torch.Tensor | None:
         """`run` for a batch that is padded to `shape`."""
-        count = len(token_ids)
+        replay = self._replays[shape]
+        plan = replay and self._plan(shape, token_ids, batch, logit_rows, states)
+        if replay is None or plan is None:
+            return None
+        if unread is not None:
+            unread.write(plan.arrays[0])
+        return replay()[: len(logit_rows)]
+
+    def _plan(
+        self,
+        shape: Shape,
+        token_ids: Tokens,
+        batch: PagedBatch,
+        logit_rows: NDArray[np.integer],
+        states: Sequence[SequenceStates],
+    ) -> AttentionPlan | None:
+        """A plan at the addresses that a graph reads; None if it keeps too many states."""
+        count, arrays = len(token_ids), list[NDArray[np.integer]]()
         ids, rows = np.zeros(shape.tokens, np.int32), np.zeros(shape.sequences, np.int32)
         rows[: len(logit_rows)] = logit_rows
         # All padding is one token at one position, so that all of it writes the same K/V.
         positions = np.where(np.arange(shape.tokens) < count, batch.positions(), 0)
         ids[:count] = token_ids
-        plan = self._model.attention.plan_fixed(batch, ids, positions, rows)
-        if unread is not None:
-            unread.write(plan.arrays[0])
-        if shape not in self._replays:
-            self._replays[shape] = self._try_capture(partial(self._compute, shape, plan))
-        replay = self._replays[shape]
-        return None if replay is None else replay()[: len(logit_rows)]
+        if self._pool.states is not None:
+            spare = self._pool.states.num_slots
+            padding = [SequenceStates(-1, spare)] * (shape.sequences - len(states))
+            found = slot_arrays(batch, [*states, *padding], spare)
+            if found is None:
+                return None
+            arrays = found
+        return self._model.attention.plan_fixed(batch, ids, positions, rows, *arrays)
 
     @torch.inference_mode()
     def _compute(self, shape: Shape, plan: AttentionPlan) -> torch.Tensor:
@@ -216,6 +251,7 @@ def bytes_beside_pages(model: PagedModel, page_size: int, max_rows: int) -> int:
         sizes, prefills, most = _limits(model, page_size, max_rows)
         count += model.attention.fixed_bytes(sizes, most + _spare_indices(prefills, page_size))
         count += (2 * len(sizes) + len(prefills)) * _GRAPH_BYTES + model.dtype.itemsize * logits
+        count += model.bytes_per_state  # the spare slot
     return count
 
 

@@ -86,6 +86,9 @@ class Decoder(PagedModel):
             exact,
         )
         self.state_shapes = architecture.state_shapes
+        self.plans_slots = architecture.is_recurrent and not isinstance(
+            self.attention, NativeBackend
+        )
         self._operations = choose_operations(architecture, self.attention, dtype, device)
         self.layers_by = f"radixcache with {self._operations.name}"
         embedding, head = weights.embedding(), weights.head()
@@ -125,10 +128,11 @@ class Decoder(PagedModel):
     ) -> None:
         """Compare the logits of a sequence in chunks, the last of one token, at the `checked`
         places of the vocabulary."""
-        pool, pages = self.allocate(4, 4, 1), np.array([2, 0, 1], np.int32)
-        got, done = [], 0
+        pool, pages = self.allocate(4, 4, 2), np.array([2, 0, 1], np.int32)
+        got, done = list[torch.Tensor](), 0
         for count in (len(tokens) - 3, 2, 1):
-            states = [SequenceStates(0 if done else -1, 0)] if self.state_shapes else []
+            slot = len(got) % 2
+            states = [SequenceStates(1 - slot if done else -1, slot)] if self.state_shapes else []
             done += count
             batch = PagedBatch.of([pages], [count], [done], 4)
             chunk = tokens[done - count : done].cpu().numpy()

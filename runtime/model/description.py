@@ -153,7 +153,8 @@ class Mamba2:
         return self.heads * self.value
 
 
-Mixer = Attention | ShortConv | DeltaNet | Mamba2
+RECURRENT = ShortConv | DeltaNet | Mamba2
+Mixer = Attention | RECURRENT
 
 
 @dataclass(frozen=True)
@@ -266,7 +267,12 @@ class Architecture:
 
     @property
     def is_recurrent(self) -> bool:
-        return any(isinstance(x.mixer, ShortConv | DeltaNet | Mamba2) for x in self.layers)
+        return bool(self.conv_widths)
+
+    @property
+    def conv_widths(self) -> set[int]:
+        """The taps of the convolutions of recurrent layers."""
+        return {x.mixer.width for x in self.layers if isinstance(x.mixer, RECURRENT)}
 
     @property
     def state_shapes(self) -> StateShapes:

@@ -37,7 +37,12 @@ from radixcache.runtime.model.kv_pool import (
     bytes_per_page,
     bytes_per_token,
 )
-from radixcache.runtime.model.state_pool import StatePool, StateShapes, bytes_per_state
+from radixcache.runtime.model.state_pool import (
+    StatePool,
+    StateShapes,
+    bytes_per_state,
+    slot_arrays,
+)
 
 if TYPE_CHECKING:
     from radixcache.states import SequenceStates
@@ -86,6 +91,9 @@ class PagedModel(ABC):
 
     state_shapes: StateShapes = MappingProxyType({})
     """The states of a sequence, if the model is recurrent."""
+
+    plans_slots = False
+    """Whether a plan takes `slot_arrays` to the device."""
 
     layers_by: str
     """The library whose code computes the layers, for `placement`."""
@@ -242,7 +250,8 @@ class PagedModel(ABC):
         Returns:
             [R, vocab_size] float32, on the model's device.
         """
-        plan = self.attention.plan(batch, token_ids, batch.positions(), logit_rows)
+        arrays = (self.plans_slots and slot_arrays(batch, states)) or []
+        plan = self.attention.plan(batch, token_ids, batch.positions(), logit_rows, *arrays)
         if unread is not None:
             unread.write(plan.arrays[0])
         with self._step(batch, pool, states):
@@ -261,8 +270,8 @@ class PagedModel(ABC):
         out: torch.Tensor | None = None,
         states: Sequence[SequenceStates] = (),
     ) -> torch.Tensor:
-        """`forward` of a planned step, whose arrays are token ids, positions and logit rows; the
-        logits go into `out` if it is given."""
+        """`forward` of a planned step, whose arrays are token ids, positions, logit rows and
+        perhaps `slot_arrays`; the logits go into `out` if it is given."""
         logits = self._logits(pool, plan, states)
         return logits.float() if out is None else out.copy_(logits)
 

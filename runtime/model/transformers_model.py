@@ -146,6 +146,11 @@ class TransformersModel(PagedModel):
             attention,
         )
 
+    @property
+    def max_graph_rows(self) -> int:
+        """None for recurrent layers, which run sequence by sequence."""
+        return 0 if self.state_shapes else super().max_graph_rows
+
     def threads(self) -> AbstractContextManager[None]:
         """Recurrent layers are torch operations, which need all threads in a prefill."""
         is_packed = isinstance(self.attention, NativeBackend) and not self.bytes_per_state

@@ -54,10 +54,10 @@ def play(
             fails = rng.random() < failures
             if fails and rng.random() < 0.5:  # nothing is written
                 raise RuntimeError("device lost")
-            logits = run(*args)
-            if fails:
+            result = run(*args)
+            if fails and result is not None:
                 raise RuntimeError("device lost")
-            return logits
+            return result
 
         return call
 
@@ -77,6 +77,7 @@ def play(
                 engine.cache.evict(rng.randrange(5))
             if not engine.has_work and rng.random() < resets:
                 engine.reset_cache()
+            seen["ahead"] += engine._ahead is not None
             try:
                 engine.step()
             except RuntimeError:

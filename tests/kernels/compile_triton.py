@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from radixcache.kernels import triton_backend
+from radixcache.kernels import triton_backend, triton_recurrence
 from radixcache.kernels.triton_backend import block_of
 
 DTYPES = {
@@ -62,19 +62,40 @@ def compile_one(name: str, rows: int, target: str, dtype: str, dim: int) -> None
 
     signature = {argument: kind(argument) for argument in kernel.arg_names}
     values = {name: value for name, value in known.items() if name in signature}
+    compile_for(target, kernel, signature, values, f"{dtype} {dim} {name}")
+
+
+def compile_recurrence(target: str, delta: bool, key: int, value: int) -> None:
+    kernel = triton_recurrence._recur
+    known = {
+        "HEADS": 32, "GROUP": 2, "KEY": key, "KEY_2": key, "VALUE": value, "DELTA": delta,
+        "COLUMNS": triton_recurrence.columns_of(key),
+    }  # fmt: skip
+    kinds = dict.fromkeys(kernel.arg_names, "*fp32") | dict.fromkeys(known, "constexpr")
+    kinds |= dict.fromkeys(("starts", "read", "write", "keeps"), "*i32")
+    kinds |= dict.fromkeys(("query_row", "key_row", "value_row"), "i32")
+    compile_for(target, kernel, kinds, known, f"{key} x {value} _recur", num_warps=1)
+
+
+def compile_for(
+    target: str, kernel: Any, signature: dict[str, str], values: Any, what: str, **options: int
+) -> None:
     gpu, limit = TARGETS[target]
     # As at a launch, where addresses and strides are multiples of 16: then loads are pipelined.
     names = list(signature)
     aligned = [n for n in names if signature[n] != "constexpr" and n not in COUNTS]
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attrs)
-    made = triton.compile(source, target=gpu)
+    made = triton.compile(source, target=gpu, options=options)
     shared = made.metadata.shared
-    print(f"{target} {dtype} {dim} {name}: {shared} bytes of shared memory", flush=True)
+    print(f"{target} {what}: {shared} bytes of shared memory", flush=True)
     assert shared <= limit, f"{target} has {limit}"
 
 
 if __name__ == "__main__":
+    for target in TARGETS:
+        compile_recurrence(target, True, 128, 128)
+        compile_recurrence(target, False, 128, 64)
     for dtype in sys.argv[1:] or DTYPES:
         for target, dim in product(TARGETS, (64, 128, 256, 512)):
             if (target, dtype, dim) == ("gfx942", "fp32", 512):

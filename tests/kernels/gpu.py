@@ -26,8 +26,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from radixcache.kernels.recurrence import Slots, Tokens
 from tests.helpers.pretend_cuda import Copies, Device, DeviceTensor, pretend_cuda
 from tests.kernels.moe import MoE
+from tests.kernels.recurrence import loop
 
 NUM_SMS = 132
 DTYPES = (torch.float16, torch.bfloat16)
@@ -84,6 +86,8 @@ def pretend_gpu(any_dtype: bool = True, index: int = 0) -> Iterator[Gpu]:
         stack.callback(loaded.cache_clear)
         # Tests take either away, to see what happens.
         both = {one.__name__: one for one in (flashinfer, backend, mla_backend)}
+        recurrence = SimpleNamespace(recur=kernels.recur)  # in place of Triton's
+        both["radixcache.kernels.triton_recurrence"] = recurrence
         stack.enter_context(patch.dict(sys.modules, both))
         # Zeroing more takes long.
         stack.enter_context(patch.object(backend, "_WORKSPACE", 17 << 20))
@@ -170,6 +174,28 @@ class Kernels:
                 same = torch.allclose(rows[row].float(), rows[other].float(), 0.02, 0.02)
                 assert same, f"two rows with other K/V go to slot {slot}"
             k_pages[slot], v_pages[slot] = key[row], value[row]
+
+    def recur(self, states: Any, tokens: Tokens, slots: Slots) -> Any:
+        """`triton_recurrence.recur`, which gets addresses and the strides of rows."""
+        self.check(states=states, **slots._asdict())
+        for rows in tokens[:5]:
+            assert rows.dtype == states.dtype == torch.float32 and rows.stride(-1) == 1
+            assert rows.ndim == 2 or rows.stride(1) == rows.shape[2], "heads lie side by side"
+        assert all(numbers.dtype == torch.int32 for numbers in slots)
+        return self.device.launch(self.move_on, states, *tokens, *slots)
+
+    def move_on(self, states: Any, *inputs: Any) -> Any:
+        self.calls["recur"] += 1
+        tokens, slots = Tokens(*inputs[:6]), Slots(*inputs[6:])
+        starts, read, write, keeps = (numbers.tolist() for numbers in slots)
+        assert starts[-1] == len(keeps) == len(tokens.value), "rows of nobody"
+        spare = len(states) - 1
+        written = [slot for slot in write + keeps if slot not in (-1, spare)]
+        assert len(written) == len({*written}), f"two states go to one of the slots {written}"
+        for before, after in zip(read, write, strict=True):
+            assert before != spare, "the spare slot is read"
+            assert before < 0 or before == after or before not in written, f"{before} is a race"
+        return loop(states, tokens, slots)
 
     def merge_state_in_place(self, v: Any, s: Any, v_other: Any, s_other: Any, mask: Any) -> None:
         self.check(v=v, s=s, v_other=v_other, s_other=s_other)  # cascade.cu

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from radixcache.kernels.attention import AttentionPlan, LayerInputs, LayerPages
 from radixcache.kernels.quantized import dense
+from radixcache.kernels.recurrence import Recurrence
 from radixcache.runtime.model.description import (
     MLP,
     Architecture,
@@ -27,6 +28,7 @@ from radixcache.runtime.model.description import (
 )
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.operations.experts import GroupedExperts, activate
+from radixcache.runtime.model.operations.recurrent import RecurrentMixer, StepStates
 from radixcache.states import SequenceStates
 
 _MLP_ROWS = 512
@@ -60,7 +62,8 @@ class LoadedLayer:
     Attributes:
         norms: by the names of `Layer.norms`, and those of queries, keys and values.
         qkv: queries, keys and values side by side, then the gates of the output, if it has them.
-        out: the output of attention.
+        recurrent: in place of attention.
+        out: the output of attention, or of a recurrent layer.
         gate_up, down: of the MLP; `gated` takes the first.
         experts: in place of an MLP.
         sinks: [heads], or None.
@@ -70,6 +73,7 @@ class LoadedLayer:
     spec: Layer
     norms: dict[str, torch.Tensor] = field(default_factory=dict)
     qkv: Any = None
+    recurrent: RecurrentMixer | None = None
     out: Any = None
     gate_up: Any = None
     down: Any = None
@@ -83,10 +87,10 @@ class LoadedLayer:
 
 
 class Operations:
-    """The operations on the T rows of a step of a model without recurrent layers; hidden states are
-    [T, hidden_size].
+    """The operations on the T rows of a step; hidden states are [T, hidden_size].
 
     Attributes:
+        recur: the recurrence of delta nets and Mamba 2.
         rounds: not 0 while the products of quantized weights round their rows to 8 bits; None if no
             product can.
     """
@@ -99,6 +103,7 @@ class Operations:
         self.architecture, self._dtype = architecture, dtype
         self.layers: list[LoadedLayer] = []
         self.eps = architecture.eps
+        self.recur: Recurrence | None = None
 
     def product(self, *parts: Part) -> Any:
         """At load: one product of the rows of all parts."""
@@ -150,6 +155,9 @@ class Operations:
             if mixer.value_norm:
                 ones = torch.ones(mixer.kind.value_dim, device=self.table.device)
                 loaded.norms["value_norm"] = ones.to(self._dtype)
+        elif mixer is not None:
+            loaded.recurrent = RecurrentMixer(mixer, weights, self.product, self.recur, self.eps)
+            loaded.out = self.product(part("o"))
         if isinstance(spec.mlp, MLP):
             up = part("up")
             loaded.gate_up = self.gate_up(part("gate"), up) if spec.mlp.gated else self.product(up)
@@ -167,13 +175,14 @@ class Operations:
     def run(
         self, pool: KVPool, plan: AttentionPlan, states: Sequence[SequenceStates] = ()
     ) -> torch.Tensor:
-        """Logits [R, vocab_size] of a planned step, whose arrays are token ids, positions and logit
-        rows.
+        """Logits [R, vocab_size] of a planned step, whose arrays are token ids, positions, logit
+        rows, and of a recurrent model those of `slot_arrays`.
 
         Args:
-            states: of a recurrent model, for each sequence of the step.
+            states: of a recurrent model, for each sequence of the step; here the arrays have them.
         """
-        token_ids, positions, logit_rows = plan.arrays
+        token_ids, positions, logit_rows, *slots = plan.arrays
+        step = StepStates.of(slots, self.architecture.conv_widths) if slots else None
         residual = F.embedding(token_ids, self.table).to(self._dtype)
         if self.architecture.embed_scale != 1:
             residual = residual * self.architecture.embed_scale
@@ -182,11 +191,14 @@ class Operations:
         next_norms = [layer.first_norm for layer in self.layers[1:]] + [self.last_norm]
         first = self.layers[0].first_norm
         x = residual if first is None else self.norm(residual, first)
-        for layer, next_norm in zip(self.layers, next_norms, strict=True):
+        for number, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
             spec = layer.spec
             if isinstance(spec.mixer, Attention):
                 rotation = None if spec.mixer.rope is None else rotations[spec.mixer.rope]
                 y = self.attend(x, rotation, positions, layer, next(pages), plan)
+            elif layer.recurrent is not None:
+                assert step is not None and pool.states is not None
+                y = layer.recurrent(x, pool.states.of_layer[number], step)
             if layer is self.layers[-1]:  # all K/V are written: the rest is for the logits alone
                 if spec.mixer is not None:
                     y = y.index_select(0, logit_rows)

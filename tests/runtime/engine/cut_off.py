@@ -129,7 +129,7 @@ class Run:
         if tiers and rng.random() < 0.5:
             attach(self.engine, MemoryStore(self.engine.kv_pool), rng.choice([9, 200]))
         self.model: Any = self.engine.model
-        self.engine.overlap = not states and rng.random() < 0.5
+        self.engine.overlap = rng.random() < 0.5
         if states or rng.random() < 0.3:
             explainer = Explainer(self.engine.cache, 400)
             self.engine.scheduler.on_publish = lambda s, n: explainer.remember(s.tokens[:n])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.helpers.engines import CACHES, assert_no_page_is_lost, finish
 from tests.helpers.hash_model import (
     VOCAB,
     HashModel,
+    RecurrentHashModel,
     assert_cached_is_computed,
     greedy,
     hash_engine,
@@ -119,26 +121,39 @@ class DeviceHashModel(HashModel):
         return super().forward(*step).to(CUDA)
 
 
-def fuzz(seed: int, num_requests: int) -> Counter[str]:
+class DeviceRecurrentModel(RecurrentHashModel):
+    """The same with states: one of a token too many, or of one that never came, is a wrong one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device, self.fails_at = CUDA, 17
+
+    def forward(self, *step: Any) -> Any:
+        return super().forward(*step).to(CUDA)
+
+
+def fuzz(seed: int, num_requests: int, recurrent: bool = False) -> Counter[str]:
     """Requests of every kind on a pretended GPU, of which a tenth fail; each cached slot is
     compared with its path after each failure, and every answer with the model's."""
     rng, seen = random.Random(seed), Counter[str]()
     with pretend_cuda():
-        model: Any = DeviceHashModel()
+        model: Any = DeviceRecurrentModel() if recurrent else DeviceHashModel()
         page_size = rng.choice([1, 2, 4, 16])
         num_pages = rng.choice([90, 300]) // page_size + 4
         kind, running = rng.choice(["radix", "radix", "hash-block", "none"]), rng.choice([2, 12])
+        states = (running + rng.choice([1, running, 60])) * recurrent
         engine = hash_engine(
-            kind, page_size, num_pages, rng.choice([9, 60, 200]), running, model=model
+            kind, page_size, num_pages, rng.choice([9, 60, 200]), running, states, model
         )
         assert engine.overlap
-        if rng.random() < 0.3:
+        if rng.random() < 0.3 and not recurrent:
             speculate(engine, 400)
         texts, live = [[0, 1, 2]], list[Any]()
         while seen["asked"] < num_requests or live:
             if seen["asked"] < num_requests and rng.random() < 0.4:
                 stem = rng.choice(texts)
-                prompt = stem[: rng.randrange(len(stem) + 1)][:40]
+                cut = rng.choice([rng.randrange(len(stem) + 1), len(stem)])
+                prompt = stem[:cut][: 60 if recurrent else 40]
                 prompt = [*prompt, *rng.choices(range(VOCAB - 1), k=rng.randint(1, 6))]
                 options: dict[str, Any] = {"temperature": 0, "max_tokens": rng.choice([1, 6, 25])}
                 if rng.random() < 0.1:  # until that comes, nothing is left
@@ -150,6 +165,7 @@ def fuzz(seed: int, num_requests: int) -> Counter[str]:
             if live and rng.random() < 0.02:
                 engine.abort(live.pop(rng.randrange(len(live))))
             before = engine._ahead is not None
+            engine.overlap = not recurrent or rng.random() < 0.7  # as where pages are short
             engine.step()
             seen["ahead"] += before
             engine.check()
@@ -163,12 +179,66 @@ def fuzz(seed: int, num_requests: int) -> Counter[str]:
                     failed = sequence.finish_reason == "error"
                     seen["failed"] += failed
                     seen["failed ahead"] += failed and engine._ahead is not None
+                    seen["hits"] += sequence.cached_tokens > 0
                     texts = [*texts, sequence.tokens.tolist()][-12:]
                 if request.error or rng.random() < 0.1:
                     assert_cached_is_computed(engine)
+            if not engine.has_work and rng.random() < 0.1:
+                engine.reset_cache()
         assert not model.unwritten, "a slot was read before it was written"
+        assert not recurrent or not model.wrong_states
         assert_no_page_is_lost(engine)
     return seen
+
+
+@seeds(20_261_127, 41)
+def test_states_are_of_the_tokens_that_came(seed) -> None:
+    seen = Counter[str]()
+    for run in range(4):
+        seen += fuzz(100 * seed + run, 60, recurrent=True)
+    assert seen["ahead"] > 20 and seen["failed"] > 10 and seen["failed ahead"], seen
+    assert seen["hits"] > 20 or seed != 20_261_127, seen  # others may draw no cache four times
+
+
+def test_an_answer_leaves_the_state_before_its_last_token_ahead_as_without() -> None:
+    """A stop token may be in no later prompt; the state after it would serve none."""
+    found, prompts = [], ([first, *range(19)] for first in range(VOCAB))
+    prompt, answer = next((p, a) for p in prompts if len({*(a := greedy(p, 6))}) == 6)
+    for overlap, max_tokens in product((False, True), (5, 20)):  # 5: none is computed ahead of it
+        engine = hash_engine(num_states=8, max_num_seqs=2)
+        engine.overlap = overlap
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, stop_token_ids=answer[4:5])
+        engine.add_request(prompt, params)
+        finish(engine)
+        text = [*prompt, *answer[:4]]
+        assert engine.cache.cached_length([*text, answer[4]]) >= len(text)
+        again = engine.add_request([*text, (answer[4] + 1) % VOCAB], params)
+        engine.step()
+        found.append(again.sequences[0].cached_tokens)
+        finish(engine)
+        assert engine.scheduler.planner.index.counts["running"] == 0  # type: ignore[attr-defined]
+    assert found == [24] * 4
+
+
+@pytest.mark.parametrize("ahead", range(5))
+def test_the_state_of_a_sequence_that_fails_is_of_its_tokens(ahead) -> None:
+    """So many steps run ahead, and two do not, before it fails."""
+    model: Any = RecurrentHashModel()
+    engine = hash_engine(num_states=8, model=model)
+    engine.overlap = True
+    prompt = [*range(20)]
+    model.fails = lambda tokens: len(tokens) == 22 + ahead
+    request = engine.add_request(prompt, SamplingParams(max_tokens=20, ignore_eos=True))
+    for _ in range(ahead):
+        engine.step()
+    engine.overlap = False
+    finish(engine)
+    text = request.sequences[0].tokens.tolist()
+    assert request.error and len(text) == 22 + ahead
+    model.fails = lambda tokens: False
+    engine.add_request([*text, 3], SamplingParams(temperature=0, max_tokens=4))
+    finish(engine)
+    assert not model.wrong_states
 
 
 @seeds(20_261_127, 41)

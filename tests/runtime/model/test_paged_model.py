@@ -25,6 +25,7 @@ from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime.model import load, transformers_loading
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.load import load_model
+from radixcache.runtime.model.operations import selector
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.transformers_loading import load_transformers
 from radixcache.runtime.model.transformers_model import TransformersModel
@@ -35,12 +36,12 @@ from tests.helpers.cover import covering_of
 from tests.helpers.decoders import DECODERS
 from tests.helpers.models import (
     FAMILIES,
-    HYBRIDS,
     MULTIMODAL,
     NUM_LAYERS,
     VOCAB_SIZE,
     tiny_model,
 )
+from tests.kernels.recurrence import loop
 
 LENS = (70, 33, 50)
 # New tokens of each sequence in each step: fresh, suffix, chunked, decode and mixed batches.
@@ -137,7 +138,9 @@ def load_layers(folder: Path, layers: str, dtype: torch.dtype = torch.float32) -
         assert isinstance(model, TransformersModel)
         return model
     attention = TorchBackend(cpu) if layers == "torch" else None
-    model = load_model(folder, device=cpu, dtype=dtype, attention=attention)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selector, "find_recurrence", lambda *_: loop)
+        model = load_model(folder, device=cpu, dtype=dtype, attention=attention)
     assert isinstance(model, Decoder) and f"by radixcache with {layers}" in model.placement
     return model
 
@@ -145,7 +148,7 @@ def load_layers(folder: Path, layers: str, dtype: torch.dtype = torch.float32) -
 KINDS = [
     *((family, "stock") for family in FAMILIES),
     *((family, layers) for family in LOOPED for layers in OPERATIONS),
-    *((family, "torch") for family in OTHER_DECODERS if family not in HYBRIDS),
+    *((family, "torch") for family in OTHER_DECODERS),
     *((family, "native kernels") for family in OTHER_DECODERS if len(OPERATIONS) > 1),
 ]
 
