@@ -156,9 +156,8 @@ class Scheduler:
         self.loads.begin_step()
         chunks = []
         for sequence in going_on:
-            start = sequence.num_computed
-            sequence.num_computed = end = start + 1
-            states = self.planner.plan(sequence, start, end)
+            start, sequence.num_computed = sequence.num_computed, sequence.num_computed + 1
+            states = self.planner.plan(sequence, start, start + 1)
             chunks.append(Chunk(sequence, 1, states, is_unread=True))
         self._fill(chunks, sampled)
         return chunks
