@@ -1,7 +1,7 @@
 """The recurrence of gated delta nets and of Mamba 2, as a kernel computes it over state slots.
 
-A head's state [key, value] fades with each token, key times value is added to it, and the query
-reads it.
+Each token multiplies a head's state [key, value] by a decay (`fade`), adds key times value to it,
+and reads it with its query.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Slots(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What T tokens give to a layer's states, float32.
+    """The inputs of T tokens to a layer's recurrence, float32.
 
     Attributes:
         query, key: [T, groups, key]; each group serves as many heads.
         value: [T, heads, value].
-        fade: [T, heads] the factor on the state.
-        gain: [T, heads] the factor on what is added.
-        delta: whether what the faded state already gives for the key is taken off the value.
+        fade: [T, heads] the decay, a factor on the state.
+        gain: [T, heads] the factor on the update.
+        delta: the delta rule: the value is reduced by what the decayed state reads for the key.
     """
 
     query: torch.Tensor
@@ -48,5 +48,5 @@ class Tokens(NamedTuple):
 
 
 Recurrence = Callable[[torch.Tensor, Tokens, Slots], torch.Tensor]
-"""Moves the states [slots, heads, key, value] float32 on; returns [T, heads, value], what the
-queries read."""
+"""Updates the states [slots, heads, key, value] float32; returns [T, heads, value], the results of
+the queries."""

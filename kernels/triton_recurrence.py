@@ -1,8 +1,8 @@
 """The recurrence of gated delta nets and of Mamba 2 in Triton, which comes with torch for GPUs.
 
-A program is some columns of a head's state in one sequence, which stay in registers over all its
-new tokens. FlashInfer's kernels for delta nets want heads of 128 and SM90, update states in place
-and keep them at multiples of 64 tokens alone; here a state is read in one slot, written to another,
+A program holds some columns of a head's state in registers over all new tokens of a sequence.
+FlashInfer's kernels for delta nets need heads of 128 and SM90, update states in place and keep them
+only at multiples of 64 tokens; here a state is read in one slot, written to another,
 and kept after any token. A row's result does not depend on the rest of the batch.
 
 It has run in Triton's interpreter and was compiled ahead (`make test-gpu`), never on a GPU.
@@ -21,7 +21,7 @@ STATE = 2048  # numbers of a program: with one warp, 64 registers of each thread
 
 @torch.inference_mode()
 def recur(states: torch.Tensor, tokens: Tokens, slots: Slots) -> torch.Tensor:
-    """A `Recurrence`."""
+    """The recurrence, as `Recurrence` describes it."""
     query, key, value, fade, gain, delta = tokens
     _, heads, size = value.shape
     out = torch.empty_like(value, memory_format=torch.contiguous_format)
@@ -38,7 +38,7 @@ def recur(states: torch.Tensor, tokens: Tokens, slots: Slots) -> torch.Tensor:
 
 
 def columns_of(key: int) -> int:
-    """Columns of a program."""
+    """How many columns a program holds."""
     return max(1, min(16, STATE // triton.next_power_of_2(key)))
 
 
@@ -48,7 +48,7 @@ def _recur(
     value_row, HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, KEY_2: tl.constexpr,
     VALUE: tl.constexpr, COLUMNS: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
-    """Columns of a head's state, over the new tokens of a sequence."""
+    """Update columns of a head's state over the new tokens of a sequence."""
     head, sequence = tl.program_id(1), tl.program_id(2)
     k, v = tl.arange(0, KEY_2), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     in_k, in_v = k < KEY, v < VALUE
@@ -58,7 +58,7 @@ def _recur(
     state = tl.load(place + slot * HEADS * KEY * VALUE, mask=inside & (slot >= 0), other=0.0)
     group = head // GROUP * KEY + k
     first = tl.load(starts + sequence)
-    at = first.to(tl.int64)  # the loop's own number is one of Python in the interpreter
+    at = first.to(tl.int64)  # not the loop's: Triton's interpreter makes that a Python int
     for _ in range(first, tl.load(starts + sequence + 1)):
         q = tl.load(query + at * query_row + group, mask=in_k, other=0.0)
         key_ = tl.load(key + at * key_row + group, mask=in_k, other=0.0)

@@ -75,7 +75,8 @@ def main(chosen: list[str]) -> int:
             found[by].append(family)
         else:
             failed.append(f"{family}: {count} of {CUTS}, by {by}")
-    print(f"| run by | {CUTS} of {CUTS} hits gave transformers' tokens |\n|---|---|")
+    head = f"each `model_type` whose {CUTS} of {CUTS} hits gave transformers' tokens"
+    print(f"| run by | {head} |\n|---|---|")
     for by, families in sorted(found.items()):
         print(f"| {by} | {', '.join(sorted(families))} |")
     print(*failed, sep="\n")

@@ -1,8 +1,8 @@
 """Checks the engine's greedy tokens on a GPU, with and without a cache, against transformers'.
 
 Kernels that add in another order may choose another token where two are nearly tied in bfloat16. So
-a float32 copy of the model, in plain transformers, judges every token after those before it: that
-must be the best one, or tied with the best; anything else is a FAIL.
+a float32 copy of the model, in plain transformers, judges every token in its context: it must be
+the best one, or tied with the best; anything else is a FAIL.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Judge:
 
     @torch.inference_mode()
     def worst_choice(self, model: PreTrainedModel, prompts: Sequence[Tokens]) -> float:
-        """The largest gap, judged here, of the greedy choices of `model` (transformers in another
-        dtype) after each token of the prompts."""
+        """The largest gap to the best logit here, over all tokens of the prompts, of the greedy
+        choices of `model` (transformers in another dtype)."""
         worst = 0.0
         for prompt in prompts:
             ids = torch.from_numpy(prompt)[None].long().to(self._model.device)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from radixcache.bench.gpu.models import decoding, random_llama
 from radixcache.bench.gpu.place import Place, Work
 from radixcache.bench.gpu.report import Report, Row, figure
-from radixcache.bench.gpu.speed import asking
+from radixcache.bench.gpu.speed import document_questions
 
 LONGEST = 12
 """How many kernels a row lists."""
@@ -36,7 +36,7 @@ def _decode(place: Place, model: PreTrainedModel, batch: int) -> Iterator[Row]:
 
 
 def _question(place: Place, model: PreTrainedModel, cached: int) -> Iterator[Row]:
-    with asking(place, model, cached) as (_, ask):
+    with document_questions(place, model, cached) as (_, ask):
         question = partial(ask, place.sizes.questions[-2])
         question()
         yield _profile(place, f"question on {cached} cached", question)

@@ -88,7 +88,7 @@ def _decode(place: Place, model: PreTrainedModel, batch: int, page_size: int) ->
 
 
 @contextmanager
-def asking(
+def document_questions(
     place: Place, model: PreTrainedModel, cached: int, page_size: int = 16
 ) -> Iterator[tuple[Engine, Callable[[int], float]]]:
     """An engine, and a function that asks n new tokens about one document; returns seconds."""
@@ -112,7 +112,7 @@ def asking(
 
 def _ttft(place: Place, model: PreTrainedModel, cached: int, page_size: int) -> Iterator[Row]:
     """Time the first token of questions about a cached document, against its floor and cold."""
-    with asking(place, model, cached, page_size) as (engine, ask):
+    with document_questions(place, model, cached, page_size) as (engine, ask):
         if (cached, page_size) == (place.sizes.cached[0], 16):
             yield from _captured(place, engine)
         engine.cache.reset()

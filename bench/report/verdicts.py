@@ -14,7 +14,7 @@ TIE = 0.02
 """Two schemes tie if their prefilled tokens differ by less than this share."""
 
 ENOUGH = 20
-"""Requests that hit anything; of fewer, one or two more could turn a verdict round."""
+"""Requests with a hit that a verdict needs; with fewer, one or two more could reverse it."""
 
 
 def headline(workload: WorkloadReport) -> str:
@@ -33,8 +33,8 @@ def headline(workload: WorkloadReport) -> str:
 def _verdict(rows: list[Figures]) -> str:
     """Compare, in one memory, the best block scheme and the best tree that refused nothing.
 
-    A scheme that hits nothing is compared only where all of its side hit nothing, and one with a
-    tier, which has more memory, never.
+    A scheme without hits is compared only if its whole side has none, and a scheme with a tier,
+    which has more memory, never.
     """
     served = [row for row in rows if not row.refused and "+" not in row.scheme]
     sides = [[r for r in served if r.scheme.startswith(kind)] for kind in ("hash-", "radix-")]
@@ -97,7 +97,7 @@ def _reasons(workload: WorkloadReport, rows: list[Figures]) -> Iterator[str]:
             f"whole pages, and at least two of the largest."
         )
     if tiers := [row.scheme for row in rows if "+" in row.scheme]:
-        yield f"{', '.join(tiers)} has more memory, below it, from which loads take no time."
+        yield f"{', '.join(tiers)} has more memory in a tier, and loads from it take no time here."
     if any(row.refused for row in rows):
         yield (
             f"refused requests do not fit into {given:,} tokens less a page (the longest needs "
@@ -122,8 +122,8 @@ def _reasons(workload: WorkloadReport, rows: list[Figures]) -> Iterator[str]:
     if above := [row.scheme for row in rows if row.hit_tokens > best and not row.has_tier]:
         yield (
             f"{', '.join(above)} above the optimum, which serves one request after the other in "
-            f"order of arrival: in flight together, some overtake others, and an answer takes "
-            f"memory only as it grows."
+            f"order of arrival: here requests overtake each other, and an answer takes memory only "
+            f"as it grows."
         )
 
 

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer like GPT-2's, trained on the texts at hand: none comes by itself."""
+"""A byte-level BPE tokenizer like GPT-2's, trained on a workload's texts, without a download."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def pages_of(pages: LayerPages, dtype: torch.dtype, dims: tuple[int, int, int, i
         dims: pages, page size, heads, and the dimensions of keys and values.
 
     Raises:
-        ValueError: they have other shapes, or gaps within a page.
+        ValueError: the tensors have other shapes, or gaps within a page.
     """
     *shape, dim, value_dim = dims
     for tensor, last in ((pages.k, dim), (pages.v, value_dim)):
@@ -77,11 +77,11 @@ def heads_of(kind: LayerKind) -> Heads:
     """The structure of a layer's attention.
 
     Raises:
-        ValueError: there is no such layer.
+        ValueError: the numbers of heads, or the window, are impossible.
     """
     heads, kv_heads, dim, value_dim, scale, window, softcap, _ = kind
     if kv_heads < 1 or heads % kv_heads or (window is not None and window < 1):
-        raise ValueError(f"{heads} heads on {kv_heads}, or a window of {window}")
+        raise ValueError(f"{heads} query heads on {kv_heads} KV heads with window {window}")
     window = min(window or NO_WINDOW, NO_WINDOW)
     return Heads(heads, kv_heads, dim, value_dim, window, scale, softcap or 0)
 
@@ -108,7 +108,7 @@ class NativeBackend(AttentionBackend):
         if (counts < 1).any() or batch.kv_indptr[-1] != len(batch.kv_indices):
             raise ValueError("a sequence without pages, or pages without a sequence")
         if (last < 1).any() or (last > size).any() or (batch.query_lens < 0).any():
-            raise ValueError("a sequence's last page or new tokens cannot be of that length")
+            raise ValueError("a last page or a number of new tokens has an impossible length")
         super()._check_batch(batch)
         if batch.kv_indices.min(initial=0) < 0:
             raise ValueError("a negative page number")
@@ -150,7 +150,7 @@ class NativePlan(AttentionPlan):
         """As in `AttentionPlan`; tokens need not be adjacent in memory, as columns of a product.
 
         Raises:
-            ValueError: the tensors do not fit together, or to the plan.
+            ValueError: the tensors' shapes contradict each other or the plan.
             MemoryError: the sums of the step's rows do not fit into memory.
         """
         query, key, value, (k_pages, _), layer, sinks = inputs

@@ -36,12 +36,12 @@ request did not look, as with log-probabilities of the prompt."""
 
 _METRICS = {
     "requests": "Requests that were admitted.",
-    "prompt_tokens": "Tokens of their prompts.",
-    "hit_tokens": "Of these, those that the engine's prefix cache had.",
-    "exact_tokens": "Of these, those that a token-exact cache of the same size would have had.",
-    "twice_tokens": "Of these, those that the engine's cache would have had in twice the memory.",
-    "fourfold_tokens": "Of these, those that it would have had in four times the memory.",
-    "missed_tokens": "Of these, those that were computed, by reason.",
+    "prompt_tokens": "Prompt tokens of admitted requests.",
+    "hit_tokens": "Prompt tokens that the engine's prefix cache had.",
+    "exact_tokens": "Prompt tokens that a token-exact cache of the same size would have had.",
+    "twice_tokens": "Prompt tokens that the cache would have had in twice the memory.",
+    "fourfold_tokens": "Prompt tokens that the cache would have had in four times the memory.",
+    "missed_tokens": "Prompt tokens that were computed, by reason.",
 }
 
 BYTES_PER_TOKEN = (20, 320)
@@ -89,7 +89,7 @@ class Observer:
 
     def __init__(self, engine: str, capacity: int, block_size: int) -> None:
         self.counts: Counter[str] = Counter()
-        """Since the last `take`: the metrics' names, `missed_tokens:` with a reason."""
+        """Counts since the last `take`, by metric; `missed_tokens:REASON` for each reason."""
         self._block_size = block_size
         # An empty cache that hits by the engine's rule; the engine itself reports the hits.
         empty: PrefixCache = RadixCache(PagePool(1, 1))
@@ -173,14 +173,14 @@ class Observer:
                 reason = "block_size" if miss.reason == "page_not_finished" else miss.reason
                 stretches.append(Stretch(reason, miss.start, miss.end))
                 continue
-            foreign = miss.start if namespace is None else self._explainer.known(tokens)
+            salted = miss.start if namespace is None else self._explainer.known(tokens)
             if self._salted is not None:
-                foreign = max(foreign, self._salted.match(tokens))
-            foreign = max(miss.start, foreign)
-            same = (max(miss.rejoin, foreign), max(miss.rejoin + miss.repeated, foreign))
+                salted = max(salted, self._salted.match(tokens))
+            salted = max(miss.start, salted)  # known up to here under another salt
+            same = (max(miss.rejoin, salted), max(miss.rejoin + miss.repeated, salted))
             stretches += [
-                Stretch("salt", miss.start, foreign),
-                Stretch("first_seen", foreign, same[0] if miss.repeated else miss.end),
+                Stretch("salt", miss.start, salted),
+                Stretch("first_seen", salted, same[0] if miss.repeated else miss.end),
                 Stretch("diverged", *same),
                 Stretch("first_seen", same[1] if miss.repeated else miss.end, miss.end),
             ]

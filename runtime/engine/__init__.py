@@ -1,1 +1,1 @@
-"""The step loop: requests, what the next step computes, and the tokens that come of it."""
+"""The step loop: schedules requests, computes a step, and processes its tokens."""

@@ -187,8 +187,8 @@ def build_engine(args: EngineArgs) -> Built:
 
 
 def _share_memory(args: EngineArgs, model: PagedModel) -> tuple[int, int, WindowLayout | None]:
-    """How many KV pages and recurrent states fit the memory, and how windows are kept apart; no
-    more pages than all sequences at full context would ever use.
+    """How many KV pages and recurrent states fit the memory, and the layout of windows; no more
+    pages than all sequences at full context would ever use.
 
     Raises:
         InvalidRequest: the memory is too small.
@@ -233,11 +233,11 @@ def _share_memory(args: EngineArgs, model: PagedModel) -> tuple[int, int, Window
 
 
 def _choose_windows(args: EngineArgs, model: PagedModel) -> WindowLayout | None:
-    """How layers with a window are kept apart; None if all layers keep all tokens."""
+    """The layout of windows, kept apart from full KV; None if all layers keep all tokens."""
     windows = choose_windows(model.shapes, model.windows, args.page_size)
     if windows is None:
         if any(model.windows):
-            _log_windows("there is no layer without, or they have several windows")
+            _log_windows("every layer has one, or their sizes differ")
         return None
     reason = None
     if model.max_context <= 2 * windows.window:
@@ -277,7 +277,7 @@ def load(args: EngineArgs) -> PagedModel:
     a decoded token took 1.4 to 1.7 times as long, four times beside other work (measured).
     """
     if (quota := cgroups.cpu_quota()) is not None and "OMP_NUM_THREADS" not in os.environ:
-        # Threads beyond it only use it up sooner: all stand still for the rest of each period.
+        # More threads use the quota up sooner: then all stand still for the rest of the period.
         torch.set_num_threads(min(torch.get_num_threads(), max(1, round(quota))))
     path = model_path(args)
     read: Callable[[], PagedModel]
@@ -299,7 +299,7 @@ def load(args: EngineArgs) -> PagedModel:
     thread = threading.Thread(target=answer, args=(future, loading), daemon=True)
     try:
         thread.start()
-        wait([future])  # a `join` that is interrupted takes the thread for ended (Python 3.11)
+        wait([future])  # after an interrupted `join`, Python 3.11 thinks that it ended
     except BaseException:  # as by Ctrl-C: a thread within torch must end before the interpreter
         if thread.ident is not None:  # it has begun
             if not future.cancel():

@@ -46,10 +46,10 @@ from radixcache.runtime.model.system_memory import total_memory
 from radixcache.stored_pages import StoredPage, StoredPages
 
 MAX_QUEUED_BYTES = 256 << 20
-"""Pages that wait to be written; further ones are dropped. So much is read at a time, too."""
+"""Most bytes of pages that wait to be written (more are dropped), or that are read at a time."""
 
 _SHARE = 16
-"""Neither takes more than this part of the machine's memory."""
+"""The machine's memory over this is another limit of both."""
 
 _WRITTEN_BYTES = 16 << 20
 """Bytes that are copied and queued at a time."""
@@ -69,8 +69,8 @@ class _Write(NamedTuple):
     """Pages of a run, from index `first` on, to be written, and their bytes.
 
     Attributes:
-        last_use: that of the run's first page; each further one counts as used just before its
-            parent. Always later than those of an earlier process.
+        last_use: time of the run's first page; each further page counts as used just before its
+            parent. Times of later processes are later.
     """
 
     rows: torch.Tensor
@@ -99,7 +99,7 @@ def confirm_gone(future: Future[Any]) -> None:
         future.result(_GONE_SECONDS)
     except Exception as error:
         why = "it takes long" if isinstance(error, futures.TimeoutError) else first_sentence(error)
-        raise Busy(f"it is forgotten, but not gone from the disk: {why}") from None
+        raise Busy(f"the engine has forgotten it, but the disk still holds it: {why}") from None
 
 
 class DiskStore(Store):
@@ -187,11 +187,11 @@ class DiskStore(Store):
         gone = sum(slot not in range(self.num_slots) for slot, *_ in rows)
         if gone:
             _log.warning("kv_dir_size is less than it was: %s pages are removed", f"{gone:,}")
-        self._delete_others()
+        self._delete_stale_rows()
         self._was_read = True
         return [*found.values()]
 
-    def _delete_others(self) -> None:
+    def _delete_stale_rows(self) -> None:
         """Delete rows that are invalid, or that a reset could not delete."""
         rows = self._index.execute("select slot from pages").fetchall()
         left = [(slot,) for (slot,) in rows if slot not in self._checksums]
@@ -260,7 +260,7 @@ class DiskStore(Store):
         update = "update pages set last_use = ? where slot = ?"
         self._submit(lambda: self._index.executemany(update, slots))
         if self._was_read:
-            self._submit(self._delete_others)
+            self._submit(self._delete_stale_rows)
         self._writes.put(None)
         self._writer.join()
         self._readers.shutdown()

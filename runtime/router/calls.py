@@ -57,7 +57,7 @@ class Calls:
 
 
 def _gone(name: str, error: Exception) -> Exception:
-    """The exception to raise for Ray's: the same if the replica's own code failed."""
+    """`Gone` for an error of Ray's, or the error itself if the replica's own code raised it."""
     if isinstance(error, RayTaskError):
         return error
     return Gone(name, has_died=isinstance(error, ActorDiedError))

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 REPLICA = "replica"
 
 NO_LIMIT = 100_000
-"""Requests that Serve lets a replica have; the app's own limits answer clients."""
+"""Most running requests of a replica for Serve; the app has limits of its own for clients."""
 
 _UPSCALE_SECONDS, _DOWNSCALE_SECONDS = 5.0, 300.0
 
@@ -61,7 +61,7 @@ def bind(
 
     Args:
         resources: `num_cpus` and `num_gpus` of each replica.
-        key: keys the names of salts, the same in all replicas.
+        key: turns salts into names, the same in all replicas.
     """
     low, high = options.replicas or (1, 1)
     count: dict[str, Any] = {"num_replicas": low}
@@ -183,7 +183,7 @@ def _check_address(address: str) -> None:
 
 
 def _join(ray_options: dict[str, Any]) -> None:
-    """Start Ray, or join the cluster; `InvalidRequest` if that lets nobody in."""
+    """Start Ray, or join the cluster; `InvalidRequest` if that fails."""
     try:
         ray.init(**ray_options)
     except (ConnectionError, RuntimeError, RayError) as error:
@@ -206,7 +206,7 @@ def make_app(
     handle: DeploymentHandle, prompts: Prompts, options: ServerArgs, note: str, key: bytes
 ) -> FastAPI:
     """The ingress of running replicas."""
-    cache.share_key(key)  # so that it names salts as the replicas do
+    cache.share_key(key)  # so that salts have the same names as on the replicas
     return create_app(Ingress(Calls(handle), options, prompts, note))
 
 

@@ -1,6 +1,6 @@
 """The entry point of a deployment: reads bodies, chooses replicas, and passes on answers.
 
-Each replica runs the whole app, so a route that is not named here goes to any of them.
+Each replica runs the whole app, so any replica can answer a route that is not named here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from radixcache.runtime.server.http.errors import ApiError
 T = TypeVar("T")
 
 TRIES = 3
-"""Replicas that may die over one request, since the request may be what kills them."""
+"""Most replicas that one request is sent to, as it may be the reason that they die."""
 
 JOIN_SECONDS = 120.0
 """How long a request waits for a replica if none runs."""
@@ -193,7 +193,7 @@ class Ingress:
         self._update()
 
     async def _is_ready(self, name: str) -> bool:
-        """Whether a replica could be added; it first pins the prefixes that the others have."""
+        """Pin the others' prefixes on a replica and add it; returns whether that succeeded."""
         try:
             found = await self._calls.describe(name)
             if found is None:
@@ -272,7 +272,7 @@ class Ingress:
         pins = path == "/v1/prefixes" and scope["method"] == "POST"
         if pins or scope["method"] == "DELETE" or path.startswith(_FOR_ALL):
             work = self._pin(scope, fields, body) if pins else self._answer_all(scope, body)
-            # A client that hangs up must not leave it done on some replicas.
+            # If the client hangs up, the work must still be done on all replicas.
             name, messages = await asyncio.shield(self._spawn(work))
             relay = _Relay(send)
             for message in messages:
@@ -283,7 +283,7 @@ class Ingress:
     async def _answer_one(
         self, scope: Scope, path: str, fields: Body, body: bytes, send: Send
     ) -> None:
-        """Answer from the replica where the prompt costs least, or the next one if that dies."""
+        """Let the replica answer where the prompt costs least, or the next one if that dies."""
         salt = salt_of(fields)
         prefix = self._pins.find(salt, fields.get("prefix"))
         client = ("salt", salt) if salt else (scope.get("client") or [None])[0]
@@ -394,8 +394,8 @@ class Ingress:
         return name, answers[name]
 
     async def _bound_to(self, scope: Scope, fields: Body) -> tuple[str | None, Scope]:
-        """The replica that must answer, that of `?replica=` or of the previous response, and the
-        request for it."""
+        """The replica that must answer, if any (that of `?replica=` or of the previous response),
+        and the scope to send."""
         if scope["path"].startswith("/v1/cache"):
             query = dict(parse_qsl(scope["query_string"].decode("latin-1"), True))
             named = query.pop("replica", None)

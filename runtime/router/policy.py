@@ -1,7 +1,7 @@
 """Estimates which replica would give a request its first token soonest.
 
-A replica's cost is in tokens: those of the prompt that it must compute and, weighed a little less,
-those that were sent there before and are not computed yet. The least sum wins. Affinity and load
+A replica's cost is in tokens: prompt tokens that it must compute plus, at a lower weight, tokens of
+earlier requests that it has not computed yet. The least sum wins. Affinity and load
 need no threshold, as both are in one unit: a cached prefix attracts requests until the queue there
 costs more than computing the prefix elsewhere, or the replica is full. A request that finds no
 memory there, or too many running requests, must wait for answers to end.
@@ -33,17 +33,17 @@ from radixcache.ghost import GhostIndex
 from radixcache.nodes import common_length
 
 QUEUED = 0.9
-"""Weight of a queued token. At 1, the second of two requests with one stem would go to an idle
-replica to avoid the first one's few other tokens, and compute the stem again; and a part of the
-queue is computed by now. At 0.5 and below, load counts too little."""
+"""Weight of a queued token. At 1, the second of two requests with a common prefix would avoid the
+first one's few other tokens on an idle replica, and compute the prefix again there; besides, some
+of the queue is computed by now. At 0.5 and below, load counts too little."""
 
 LOADED = 0.05
 """Weight of a token that is loaded from a replica's disk: 3,000 of a Llama of 33 M took 1/27 of the
 time of computing them (two cores, AVX-512); those of a larger model take less."""
 
 SHORT = 4
-"""Weight of a token without room, which waits for answers to end. A step that generates a token for
-each of 64 requests takes as long as some 200 tokens of a prompt."""
+"""Weight of a token that does not fit the replica and waits for answers to end. A step that decodes
+for 64 requests takes as long as some 200 tokens of a prompt."""
 ANSWER = 512
 """Expected tokens of the first answers; high, since waiting for room takes longest."""
 
@@ -90,7 +90,7 @@ class _Replica:
     ghost: GhostIndex
     max_num_seqs: int
     with_lower: GhostIndex | None = None
-    """The contents of KV memory and the tier below, of prompts without a salt."""
+    """Prompts without a salt in KV memory or the tier below."""
     folder: Hashable = None
     queued_tokens: int = 0
     requests: int = 0
@@ -122,7 +122,7 @@ class _Replica:
             self.with_lower.remember(tokens)
 
     def hold(self, tokens: Tokens, salt: Hashable, sign: int) -> None:
-        """A request comes (1) or goes (-1). O(len(tokens) · log(requests))."""
+        """Add a request (`sign` 1) or remove it (-1). O(len(tokens) · log(requests))."""
         prompt, shared = (hash(salt), tokens.tobytes()), 0
         at = bisect_left(self.prompts, prompt)
         self.prompts[at : at + (sign < 0)] = []
@@ -181,7 +181,7 @@ class Router:
         lower_tokens: int = 0,
         folder: Hashable = None,
     ) -> None:
-        """A replica has joined, or lost its cache.
+        """Add a replica, or empty the index of one that lost its cache.
 
         Args:
             kv_tokens: tokens that fit its KV memory. If unknown, guess high: too large an index
@@ -202,7 +202,7 @@ class Router:
         self._replicas[replica] = _Replica(replica, ghost, max_num_seqs, with_lower, folder)
 
     def forget(self, replica: Hashable) -> None:
-        """A replica has left, if it was there, and its bookings with it. O(requests in flight)."""
+        """Remove a replica, if there is one, and its bookings. O(requests in flight)."""
         if (left := self._replicas.pop(replica, None)) is not None:
             if left.folder is not None and left.with_lower is not None:
                 self._left[left.folder] = left.with_lower
@@ -229,8 +229,8 @@ class Router:
             How the replica stood for the request.
 
         Raises:
-            InvalidRequest: there is no such replica, or `tokens` are none, or `salt` cannot be
-                hashed; nothing has changed.
+            InvalidRequest: there is no such replica, or `tokens` are invalid, or `salt` cannot
+                be hashed; nothing has changed.
         """
         if (booked := self._replicas.get(replica)) is None:
             raise InvalidRequest(f"there is no replica {replica!r}")
@@ -247,14 +247,14 @@ class Router:
         return standing
 
     def started(self, key: Hashable) -> None:
-        """The first token has come, so the prompt is computed. Ignores an unknown `key`."""
+        """Note that the first token has come: the prompt is computed. Ignores an unknown `key`."""
         booking = self._bookings.get(key)
         if booking is not None:
             self._replicas[booking.replica].queued_tokens -= booking.to_compute
             booking.to_compute = 0
 
     def release(self, key: Hashable, *answers: TokensLike) -> None:
-        """A request has ended, well or not; what it computed stays cached on its replica.
+        """End a request, finished or not; its tokens stay cached on its replica.
 
         Ignores an unknown `key`: the request may have ended before, or its replica.
 

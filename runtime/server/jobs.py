@@ -128,7 +128,7 @@ class RequestTracker:
         self._metrics = metrics
         self._tracing = tracing
         self._open: set[Job] = set()
-        self._places: Counter[Hashable] = Counter()
+        self._num_sequences: Counter[Hashable] = Counter()
         """Sequences that run or wait, by client."""
         self._drained = asyncio.Event()
         self._looking = asyncio.Lock()
@@ -153,7 +153,7 @@ class RequestTracker:
         return await asyncio.wrap_future(self.worker.call(function))
 
     async def look(self, function: Callable[[], T]) -> T:
-        """Like `call`, for reads of milliseconds: one at a time, `LOOK_SHARE` of the time."""
+        """Like `call`, for slow reads: one at a time, for at most `LOOK_SHARE` of the time."""
 
         def timed() -> T:
             start = time.perf_counter()
@@ -175,9 +175,9 @@ class RequestTracker:
             raise ApiError(
                 400, f"{num_sequences} completions at once; the server takes {self.share} at most"
             )
-        if self._places.total() + num_sequences > self.capacity:
+        if self._num_sequences.total() + num_sequences > self.capacity:
             raise ApiError(429, "too many completions are running or waiting; try again")
-        if self._places[client] + num_sequences > self.share:
+        if self._num_sequences[client] + num_sequences > self.share:
             raise ApiError(429, "too many completions of this client are running or waiting")
 
     async def submit(
@@ -214,12 +214,12 @@ class RequestTracker:
 
     def _take(self, job: Job, timeout: float) -> None:
         self._open.add(job)
-        self._places[job.client] += job.num_sequences
+        self._num_sequences[job.client] += job.num_sequences
 
         def close() -> None:
             self._open.remove(job)
-            self._places[job.client] -= job.num_sequences
-            self._places = +self._places  # drops clients without sequences
+            self._num_sequences[job.client] -= job.num_sequences
+            self._num_sequences = +self._num_sequences  # drops clients without sequences
             self.worker.abort(job)
             if not self._open:
                 self._drained.set()
@@ -244,4 +244,4 @@ class RequestTracker:
     async def close(self) -> None:
         await self.drain(0)
         with suppress(EngineStopped):
-            await self.call(lambda: None)  # their requests are aborted when this is answered
+            await self.call(lambda: None)  # answered once all requests are aborted

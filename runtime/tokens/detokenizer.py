@@ -21,7 +21,7 @@ class _Progress(NamedTuple):
     text: str = ""
     stopped_by: str | None = None
     stop_state: int = 0
-    answer: float | None = None
+    answer_start: float | None = None
     """The character at which the answer begins, after thoughts: infinity within them, None while
     the text may still open them."""
 
@@ -55,7 +55,7 @@ class Detokenizer:
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self._ids: list[int] = []
-        self._progress = _Progress(answer=inf if opening else None)
+        self._progress = _Progress(answer_start=inf if opening else None)
         self._emitted = 0
         self._unreadable = False
 
@@ -79,7 +79,7 @@ class Detokenizer:
             self._catch_up()
 
     def finish(self) -> None:
-        """After the last token, decode also text that ends within a character."""
+        """Decode the rest after the last token, even if it ends within a character."""
         if self.stopped_by is None:
             self._catch_up(to_the_end=True)
 
@@ -121,7 +121,7 @@ class Detokenizer:
                 self._catch_up()
         end = len(self.text)
         if not finished and self.stopped_by is None:
-            undecided = self._stop_strings and self._progress.answer is None
+            undecided = self._stop_strings and self._progress.answer_start is None
             end = 0 if undecided else end - self._stop_strings.held_back(self._progress.stop_state)
         new, self._emitted = self.text[self._emitted : end], max(end, self._emitted)
         return new
@@ -137,7 +137,7 @@ class TextOffsets:
 
     def __init__(self, tokenizer: Tokenizer, start: int, shown: bool) -> None:
         self._tokenizer, self._shown = tokenizer, shown
-        self._end, self._begins = start, True
+        self._end, self._at_start = start, True
         self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> int:
@@ -145,9 +145,9 @@ class TextOffsets:
         start = self._end
         if self._shown or token not in self._tokenizer.hidden:
             new = self._tokenizer.token_bytes(token)
-            if self._begins and new[:1] == b" ":  # some tokenizers leave out a text's first space
+            if self._at_start and new[:1] == b" ":  # some tokenizers leave out a text's first space
                 new = new[not self._tokenizer.decode([token]).startswith(" ") :]
-            self._begins = False
+            self._at_start = False
             self._end += len(self._decoder.decode(new))
         return start
 

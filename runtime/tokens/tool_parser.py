@@ -32,13 +32,13 @@ from radixcache.runtime.tokens.tool_formats import (
 _Reading = Generator[None, None, Any]
 """Yields when it needs more text."""
 _THINK = shape(THINK)
-_ODD_HEAD = 32
-"""Characters after which an object has shown whether it may be a call."""
-_ODD = re.compile(
+_UNUSUAL_HEAD = 32
+"""Characters after which an unusual object shows whether it may be a call."""
+_UNUSUAL = re.compile(
     r'\{\s{0,8}"(?:(?:arguments|parameters|type|function|id)"|'
     r'name"\s{0,8}:\s{0,8}"[^"]{0,256}(?:"|\Z))'
 )
-"""The beginning of an object that may be a call, tried after `_ODD_HEAD` characters."""
+"""The beginning of an object that may be a call, tried after `_UNUSUAL_HEAD` characters."""
 _READ_AGAIN = 1 << 19
 """Characters of objects that turn out to be no calls, after which only plain calls are found."""
 
@@ -73,7 +73,7 @@ class MessageParser:
         self._parsed: list[ParsedDelta] = []
         self._num_calls = 0
         self._after_mark = False
-        self._patience = _READ_AGAIN
+        self._left_to_reread = _READ_AGAIN
         self._ended = self._cut = False
         self._reading = self._read()
 
@@ -136,7 +136,7 @@ class MessageParser:
                 self._take(found.end())
                 self._call(found["name"])
                 yield from self._parameters(found["name"]) if calls.tagged else self._object(calls)
-            elif not (yield from self._odd_call(calls, head)):
+            elif not (yield from self._unusual_call(calls, head)):
                 break
             for part in calls.tail:
                 yield from self._skip(part)
@@ -162,9 +162,9 @@ class MessageParser:
                 return
             yield
 
-    def _odd_call(self, calls: ToolFormat, head: int) -> _Reading:
-        """Parse a call that is an object with other keys, or another order; it comes as a whole."""
-        if not calls.begins or self._patience < 0:
+    def _unusual_call(self, calls: ToolFormat, head: int) -> _Reading:
+        """Parse a call whose object has unusual keys or order, and emit it when it is complete."""
+        if not calls.begins or self._left_to_reread < 0:
             return False
         if not (found := (yield from self._match(calls.begins[head]))):
             return False
@@ -172,7 +172,7 @@ class MessageParser:
         while True:
             piece, taken = mended.feed(self._held[at:], self._ended and not self._cut)
             text, at = text + piece, at + taken
-            if len(text) > _ODD_HEAD and not _ODD.match(text):
+            if len(text) > _UNUSUAL_HEAD and not _UNUSUAL.match(text):
                 return False
             if mended.done or self._ended:
                 break
@@ -180,7 +180,7 @@ class MessageParser:
         name, arguments = called_by(read_object(text) or {})
         known = name in self._schemas if calls.bare and head == 2 else is_name(name)
         if not known or arguments is None:
-            self._patience -= len(text)
+            self._left_to_reread -= len(text)
             return False
         self._take(at)
         self._call(name)
@@ -220,7 +220,7 @@ class MessageParser:
     # ------------------------------------------------------------------------------------ steps
 
     def _until(self, mark: str, kind: Literal["content", "reasoning"]) -> _Reading:
-        """Give the text before `mark`, without space around it; returns whether the mark came."""
+        """Emit the text before `mark`, without space around it; returns whether the mark came."""
         while True:
             self._trim()
             at = self._held.find(mark)

@@ -155,7 +155,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
     refused("not contiguous", key=step.key.transpose(1, 2).contiguous().transpose(1, 2))
     refused("not contiguous", k_pages=step.k_pages.transpose(1, 2).contiguous().transpose(1, 2))
     refused("expected .* got", k_pages=randn(0, len(step.k_pages), 4, 3, 16))
-    refused("8 heads on 3", kind=good.layer._replace(kv_heads=3))
+    refused("8 query heads on 3", kind=good.layer._replace(kv_heads=3))
     refused("window of 0", kind=good.layer._replace(window=0))
     names = ("query", "key", "value", "k_pages", "v_pages")
     refused("no native kernels for", **{name: getattr(step, name).double() for name in names})
@@ -171,9 +171,9 @@ def test_what_does_not_fit_together_is_refused() -> None:
     ({"kv_indptr": [0, 0, 3]}, "without pages"),
     ({"kv_indptr": [0, 3]}, "different batches"),
     ({"qo_indptr": [1, 2, 3]}, "different batches"),
-    ({"qo_indptr": [0, 2, 1]}, "cannot be of that length"),
-    ({"kv_last_page_len": [1, 0]}, "cannot be of that length"),
-    ({"kv_last_page_len": [1, 5]}, "cannot be of that length"),
+    ({"qo_indptr": [0, 2, 1]}, "impossible length"),
+    ({"kv_last_page_len": [1, 0]}, "impossible length"),
+    ({"kv_last_page_len": [1, 5]}, "impossible length"),
     ({"qo_indptr": [0, 6, 7]}, "more new tokens"),
 ])  # fmt: skip
 def test_page_tables_that_contradict_each_other_are_refused(fields, match) -> None:

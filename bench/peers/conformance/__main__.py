@@ -7,11 +7,11 @@
 runs vLLM's own `KVCacheManager` (the PyPI package, in a virtual environment of its own) and
 `HashBlockCache` in one process. Each operation goes to both: admissions with chunked prefill,
 decoding, preemption and resumption, cache salts, LoRA adapters, images, evictions, resets, pools
-that run full. After every operation all of this must be equal: what was found, page tables, the
+that run full. After every operation all of this must be equal: hits, page tables, the
 order of the free queue, reference counts, hash of every page, pages under every hash, statistics
 and events.
 
-Prints what was done, how often, and every difference; exits with 1 if there was one.
+Prints the count of each operation and every difference; exits with 1 if there was one.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def main() -> int:
         one = Round(Random(seed))
         try:
             one.run(args.operations)
-        except Exception as error:  # one that breaks is one that differs
+        except Exception as error:  # an exception is a difference
             differences.append(f"seed {seed}, {one.shape}: {error!r}\n  after " + one.trace[-1])
         counts += one.counts
     for what, count in sorted(counts.items()):

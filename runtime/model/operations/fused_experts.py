@@ -1,8 +1,8 @@
 """A mixture of experts by FlashInfer's `cutlass_fused_moe`: GPUs from SM89 on.
 
 One call sorts rows by expert, runs both grouped products with the activation between them, and adds
-each row's results up, in a fixed order and without waiting for the device. It is used where it is
-built: its 220 sources for Hopper would compile for longer than anybody waits for a start.
+each row's results up, in a fixed order and without waiting for the device. It must be built
+before: at a start, its 220 sources for Hopper would take too long to compile.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _ACTIVATIONS = {
     ("silu", True): "Swiglu", ("clamped", True): "Swiglu", ("gelu", True): "Geglu",
     ("gelu_tanh", True): "GegluTanh", ("relu2", False): "Relu2",
 }  # fmt: skip
-"""The kernel's names, by ours and whether there is a gate."""
+"""The kernel's name of an activation, by our name and whether it is gated."""
 
-_ALIGNED = 8  # numbers of 16 bits that TMA needs together
+_ALIGNED = 8  # 16-bit numbers; TMA needs sizes in multiples of it
 _ROWS = 40
 _TOLERANCE = 0.05  # of a row's norm; roundings to bfloat16 give up to 0.01, wrong constants 0.2
 
 _SM = {107: 100, 110: 100, 121: 120}
-"""GPUs that run the kernel of another one."""
+"""GPUs that run another GPU's kernel."""
 
 
 class FusedExperts(GroupedExperts):
@@ -44,8 +44,8 @@ class FusedExperts(GroupedExperts):
         name = _ACTIVATIONS[spec.each.activation, spec.each.gated]
         self._options = {
             "fc1_expert_biases": bias1, "fc2_expert_biases": bias2, "activation_type": kinds[name],
-            "use_fused_finalize": False,  # which adds by atomics, each time in another order
-            "profile_ids": [-1, -1],  # the kernels that it would take before it is tuned
+            "use_fused_finalize": False,  # it would add by atomics, in any order
+            "profile_ids": [-1, -1],  # the kernels of an untuned process
         }  # fmt: skip
         if spec.each.activation == "clamped":
             for key, value in (("alpha", 1.702), ("beta", 1.0), ("limit", 7.0)):
@@ -53,7 +53,7 @@ class FusedExperts(GroupedExperts):
 
     @staticmethod
     def takes(architecture: Architecture, spec: Experts) -> bool:
-        """Whether the kernel has the activation, and the sizes."""
+        """Whether the kernel supports the activation and the sizes."""
         sizes = (architecture.hidden_size, spec.each.inner)
         known = (spec.each.activation, spec.each.gated) in _ACTIVATIONS
         return known and not any(size % _ALIGNED for size in sizes)
@@ -68,10 +68,10 @@ class FusedExperts(GroupedExperts):
 
     @torch.inference_mode()
     def compare(self) -> None:
-        """Compare it with grouped products on random rows and choices, in a graph, too.
+        """Compare the kernel with grouped products on random rows and choices, also in a graph.
 
         Raises:
-            RuntimeError: it gives other results, is not built, or does not run on this GPU.
+            RuntimeError: the kernel gives other results, is not built, or does not run on this GPU.
         """
         spec, device = self._spec, self._fc1.device
         _check_built(device)
@@ -82,7 +82,7 @@ class FusedExperts(GroupedExperts):
 
         chosen, factors = random(spec.count).argsort(1)[:, : spec.active], random(spec.active)
         rows = (random(self._fc1.shape[2]) - 0.5).to(self._fc1.dtype)
-        # Small ones show biases; activations of others are where they bend, or beyond their limits.
+        # Small rows show biases; larger ones reach the activation's bend, and then its limits.
         scales = torch.linspace(0.25, 6, _ROWS, device=device, dtype=rows.dtype)[:, None]
         rows = rows / F.linear(rows, self._fc1[0]).std() * scales
         expected = super().mixed(rows, factors, chosen).float()

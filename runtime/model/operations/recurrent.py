@@ -20,7 +20,7 @@ from radixcache.runtime.model.state_pool import StateName
 _VECTORS = ("conv", "conv.bias", "rate", "rate_bias", "skip", "mixer_norm")
 
 _GATHERED = 1 << 24
-"""Inputs of a convolution that are gathered at once."""
+"""Most numbers that a convolution gathers at once."""
 
 
 class StepStates(NamedTuple):
@@ -28,12 +28,12 @@ class StepStates(NamedTuple):
 
     Attributes:
         slots: for the recurrence.
-        read: [B] int64 the slots to read; any for a sequence that has no state yet.
-        is_new: [B, 1, 1] whether it has none.
+        read: [B] int64 the slots to read; any slot for a sequence without a state.
+        is_new: [B, 1, 1] whether a sequence has no state yet.
         saved: [N] int64 the slots that get the inputs of a convolution up to a row.
-        taps: by a convolution's width: [T, width] the places of each row's inputs in those that
-            the states hold, sequence by sequence, and the rows behind them.
-        saved_taps: likewise [N * (width - 1)], of what is saved.
+        taps: by a convolution's width: [T, width] where each row's inputs are in all inputs:
+            first those in the states, sequence by sequence, then the rows.
+        saved_taps: by width: [N * (width - 1)] where the inputs to save are.
     """
 
     slots: Slots
@@ -45,7 +45,7 @@ class StepStates(NamedTuple):
 
     @classmethod
     def of(cls, arrays: Sequence[torch.Tensor], widths: set[int]) -> StepStates:
-        """Make it from `slot_arrays` on the device."""
+        """Compute the indices from the `slot_arrays`, on the device."""
         starts, read, write, keeps, owners, rows, saved = arrays
         at = torch.arange(len(owners), device=owners.device)
         since = at - starts.index_select(0, owners)
@@ -63,11 +63,11 @@ class StepStates(NamedTuple):
 
 
 class RecurrentMixer:
-    """A recurrent layer up to its last product.
+    """A recurrent layer without its output product.
 
     Args:
-        product: makes one product of weights side by side.
-        eps: of the norm of its output.
+        product: makes one product of several weights, side by side.
+        eps: epsilon of the output's norm.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RecurrentMixer:
     def __call__(
         self, x: torch.Tensor, states: Mapping[StateName, torch.Tensor], step: StepStates
     ) -> torch.Tensor:
-        """[T, out_width] of rows [T, hidden], which move the states of the layer on."""
+        """[T, out_width], the output for rows [T, hidden]; updates the states of the layer."""
         conv, *state = states.values()
         spec, found = self._spec, self._inputs(x)
         if isinstance(spec, ShortConv):
@@ -136,7 +136,7 @@ class RecurrentMixer:
         return F.rms_norm(parts, parts.shape[2:], eps=self._eps).flatten(1) * w["mixer_norm"]
 
     def _convolve(self, x: torch.Tensor, conv: torch.Tensor, step: StepStates) -> torch.Tensor:
-        """[T, channels] float32: each channel's last taps; the states get the last inputs."""
+        """[T, channels] float32, the convolution over each row and those before; saves inputs."""
         taps, weight = step.taps[self._spec.width], self._w["conv"]
         held = conv.index_select(0, step.read).masked_fill_(step.is_new, 0)
         inputs = torch.cat([held.flatten(0, 1).to(x.dtype), x])

@@ -1,4 +1,4 @@
-"""Chooses the decoder loop's operations: those that go with the attention backend."""
+"""Chooses the decoder loop's operations to match the attention backend."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def choose_operations(
     """Native kernels or FlashInfer's, if the attention uses them and they run; else torch.
 
     Raises:
-        Unknown: none of these run the architecture.
+        Unknown: no operations run the architecture.
     """
     if isinstance(attention, NativeBackend):
         return NativeOperations(architecture, dtype)
@@ -51,8 +51,8 @@ def find_recurrence(architecture: Architecture, device: torch.device) -> Recurre
     without them.
 
     Raises:
-        Unknown: there is none. torch's operations would be launched token by token, where
-            transformers' layers take a prompt in chunks.
+        Unknown: no kernel runs. transformers' layers, which take a prompt in chunks, are faster
+            than torch's operations, launched token by token.
     """
     if all(kind == "conv" for kind, *_ in architecture.state_shapes):
         return None

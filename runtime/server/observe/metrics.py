@@ -250,7 +250,7 @@ _LOWER = {
 _DRAFTS = {
     "num_drafts": "Times that tokens were drafted for a sequence, by where they were taken from.",
     "num_draft_tokens": "Tokens computed before they were drawn, by where they were taken from.",
-    "num_accepted_tokens": "Of these, those that were drawn: each saved its request a step.",
+    "num_accepted_tokens": "Drafted tokens that were accepted: each saved its request a step.",
 }
 _WINDOWS = "Pages of layers with a window: of running sequences, kept for a hit alone, or free."
 _STATES = "Slots of recurrent states: of running sequences, kept for a hit, or free."

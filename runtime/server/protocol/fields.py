@@ -76,7 +76,7 @@ def _check_count(items: Any) -> Any:
             if isinstance(item, dict):
                 lists += [value for value in item.values() if isinstance(value, list)]
             if count > MAX_ITEMS:
-                raise ValueError(f"at most {MAX_ITEMS} items, with those that are in them")
+                raise ValueError(f"at most {MAX_ITEMS} items, nested ones included")
     return items
 
 
@@ -196,7 +196,7 @@ class OneOf(StrictModel):
         kind = getattr(self, "type")  # noqa: B009
         for name in self.needs.get(kind, ()):
             if getattr(self, name) is None:
-                raise ValueError(f"a {kind} has a {name!r}")
+                raise ValueError(f"a {kind} needs a {name!r}")
         return self
 
 

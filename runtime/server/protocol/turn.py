@@ -31,13 +31,13 @@ class Turn:
         messages: as chat templates take them: `content` is a string; an assistant's `tool_calls`
             are [{"id", "type", "function": {"name", "arguments": dict}}]; role "tool" has a
             `tool_call_id`.
-        params: without the grammar of tools.
+        params: sampling parameters, to which tools may still add a grammar.
         template_kwargs: more values for the chat template.
         left_out: kinds of hosted tools, which the model is not told of.
         continue_final: the last message goes on, and no new one begins.
-        ask: the prompt asks for the next message.
+        ask: the prompt ends with the template's generation prompt.
         prefix: name of a pinned prefix that goes before the messages.
-        explain: keep why prompt tokens were not cached.
+        explain: keep the reasons for which prompt tokens were not cached.
     """
 
     messages: list[Message]

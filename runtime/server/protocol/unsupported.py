@@ -15,7 +15,7 @@ HARMLESS = frozenset(
 
 _TEXT_ONLY = Unsupported("models here read and write text", ({}, "tensors", False))
 _ONE_PROCESS = Unsupported("leave it out: this server is one process", ({},))
-_CUT = Unsupported("cut the prompt yourself: at its start, it costs all that is cached", (False,))
+_CUT = Unsupported("cut the prompt yourself: a cut at its start loses all cached tokens", (False,))
 
 REFUSED = {
     "use_beam_search": Unsupported("ask for n answers and choose", (False,)),
@@ -29,14 +29,14 @@ REFUSED = {
     "repetition_detection": Unsupported("use repetition_penalty or frequency_penalty", ({},)),
     "watermarking": Unsupported("mark the text yourself", (False,)),
     "return_token_offsets": Unsupported("ask /tokenize for return_token_strs", (False,)),
-    "routed_experts_prompt_start": Unsupported("experts' routes are not told", (0,)),
+    "routed_experts_prompt_start": Unsupported("the experts chosen are not returned", (0,)),
     "mm_processor_kwargs": _TEXT_ONLY,
     "media_io_kwargs": _TEXT_ONLY,
     "mm_payload": _TEXT_ONLY,
     "return_mm_kwargs": _TEXT_ONLY,
     "kv_transfer_params": _ONE_PROCESS,
     "ec_transfer_params": _ONE_PROCESS,
-    "vllm_xargs": Unsupported("only vLLM's plugins know what it says", ({},)),
+    "vllm_xargs": Unsupported("only vLLM's plugins read it", ({},)),
 }
 
 
@@ -97,5 +97,5 @@ REFUSED_IN_COMPLETIONS = {
         "max_new_tokens=max_tokens"
     ),
     "messages": Unsupported("send a prompt, or ask /v1/chat/completions"),
-    "suffix": Unsupported("write both sides into the prompt, as the model knows it", ("",)),
+    "suffix": Unsupported("write both sides into the prompt, with the model's own marks", ("",)),
 }

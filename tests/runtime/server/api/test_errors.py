@@ -107,7 +107,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
     (RESPONSES, {"tools": [{"type": "shell"}]}, "tools of type 'shell' are not supported"),
     (RESPONSES, {"tools": [{"type": "apply_patch"}]}, "are not supported: describe a function"),
-    (RESPONSES, {"tools": [{"type": "custom"}]}, "tools.0: a custom has a 'name'"),
+    (RESPONSES, {"tools": [{"type": "custom"}]}, "tools.0: a custom needs a 'name'"),
     (RESPONSES, {"tool_choice": {"type": "web_search"}}, "tool_choice"),
     (RESPONSES, {"tools": [HOSTED], "tool_choice": "required"}, "tool_choice needs tools"),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
