@@ -106,7 +106,7 @@ class Place:
 
     def capture(self, work: Work) -> Work:
         """Capture `work` as a graph with its own memory; returns its replay."""
-        return cuda_graphs._Capture(self.device)(work)
+        return cuda_graphs.Capture(self.device)(work)
 
     def gpu_seconds(self, works: Sequence[Work], repeat: int = 7) -> float:
         """Median seconds per work on the device; the host's launches do not count.

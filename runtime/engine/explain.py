@@ -231,11 +231,11 @@ def find_rejoin(one: Tokens, known: list[Tokens], marks: Marks) -> tuple[int, in
     """
     best: tuple[int, int, Tokens] | None = None
     met: dict[int, tuple[int, int]] = {}
-    ours, theirs = _spell([one], marks), _spell(known, marks)
+    spelt = _spell([one, *known], marks)
     for within, count in ALIKE:
-        met = _meet(ours, theirs, within, count) | met
+        met = _meet(spelt, within, count) | met
     for number in sorted(met):
-        (i, j), text = met[number], known[number]
+        (i, j), text = met[number], known[number - 1]
         while i and j and one[i - 1] == text[j - 1]:  # marks
             i, j = i - 1, j - 1
         length = min(len(one) - i, len(text) - j)
@@ -270,40 +270,39 @@ class _Spelt(NamedTuple):
 
 def _spell(texts: list[Tokens], marks: Marks) -> _Spelt:
     cut = [text[: WINDOW + max(count for _, count in ALIKE)] for text in texts]
-    if not cut:
-        return _Spelt(np.empty(0, np.uint64), *(np.empty(0, np.intp) for _ in range(3)))
     tokens, lengths = np.concatenate(cut), [len(text) for text in cut]
-    texts_of = np.repeat(np.arange(len(cut)), lengths)
+    numbers = np.repeat(np.arange(len(cut)), lengths)
     is_mark = marks[np.clip(tokens, -1, len(marks) - 1)]
     spelt = tokens.astype(np.uint64)
-    behind = is_mark[:-1] & (texts_of[1:] == texts_of[:-1])
+    behind = is_mark[:-1] & (numbers[1:] == numbers[:-1])
     spelt[1:] += (spelt[:-1] + np.uint64(1) << np.uint64(32)) * behind
     kept = np.flatnonzero(~is_mark)
-    texts_of = texts_of[kept]
+    numbers = numbers[kept]
     begins = np.cumsum([0, *lengths[:-1]])
-    counts = np.arange(len(kept)) - np.searchsorted(kept, begins)[texts_of]
-    return _Spelt(spelt[kept], texts_of, kept - begins[texts_of], counts)
+    counts = np.arange(len(kept)) - np.searchsorted(kept, begins)[numbers]
+    return _Spelt(spelt[kept], numbers, kept - begins[numbers], counts)
 
 
-def _meet(ours: _Spelt, theirs: _Spelt, within: int, count: int) -> dict[int, tuple[int, int]]:
-    """By text, where ours and it are first alike for `count` tokens from one of `within` on."""
-    our_runs, their_runs = (_runs(spelt.tokens, count) for spelt in (ours, theirs))
-    our_runs, size = our_runs[:within], len(their_runs)
-    if not len(our_runs):
-        return {}
-    likely = np.zeros(1 << 16, bool)  # by the first bits: few runs are looked up
-    likely[our_runs >> np.uint64(48)] = True
-    alike = likely[their_runs >> np.uint64(48)]
-    alike &= theirs.texts[:size] == theirs.texts[len(theirs.texts) - size :]  # a run of one text
-    alike &= theirs.counts[:size] < within
-    at = np.flatnonzero(alike)
-    order = our_runs.argsort(kind="stable")
-    found = order[our_runs[order].searchsorted(their_runs[at]).clip(max=len(order) - 1)]
-    same = our_runs[found] == their_runs[at]
+def _meet(spelt: _Spelt, within: int, count: int) -> dict[int, tuple[int, int]]:
+    """By text, where the first one and it are first alike for `count` tokens, which begin within
+    so many of each."""
+    runs = _runs(spelt.tokens, count)
+    texts, size = spelt.texts[: len(runs)], len(runs)
+    may = texts == spelt.texts[len(spelt.texts) - size :]  # a run of one text
+    may &= spelt.counts[:size] < within
+    ours, first_bits = np.flatnonzero(may & (texts == 0)), runs >> np.uint64(48)
+    likely = np.zeros(1 << 16, bool)  # few runs have to be looked up
+    likely[first_bits[ours]] = True
+    theirs = np.flatnonzero(may & (texts > 0) & likely[first_bits])
     met: dict[int, tuple[int, int]] = {}
-    for our, their in zip(found[same].tolist(), at[same].tolist(), strict=True):
-        places = ours.places.item(our), theirs.places.item(their)
-        text = theirs.texts.item(their)
+    if not len(theirs):
+        return met
+    ours = ours[runs[ours].argsort(kind="stable")]
+    found = ours[runs[ours].searchsorted(runs[theirs]).clip(max=len(ours) - 1)]
+    same = runs[found] == runs[theirs]
+    for our, their in zip(found[same].tolist(), theirs[same].tolist(), strict=True):
+        places = spelt.places.item(our), spelt.places.item(their)
+        text = texts.item(their)
         met[text] = min(met.get(text, places), places)
     return met
 

@@ -83,7 +83,7 @@ class CudaGraphRunner:
         most = min(most, self._sizes[-1] * pool.num_pages)
         self._max_indices = most + _spare_indices(self._prefills, pool.page_size)
         model.attention.allocate_fixed(self._sizes[-1], self._max_indices + _SLOT_ARRAYS)
-        self._capture = _Capture(model.device)
+        self._capture = Capture(model.device)
         self._replays: dict[Shape, Compute | None] = {}  # None: cannot be captured
         rows = max([self._sizes[-1], *(shape.sequences for shape in self._prefills)])
         self._logits = torch.empty(
@@ -321,7 +321,7 @@ def _free_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]
 
 
-class _Capture:
+class Capture:
     """Captures computations into CUDA graphs that share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from radixcache.kernels.load_flashinfer import load_flashinfer
-from radixcache.runtime.model import cuda_graphs
+from radixcache.runtime.model.cuda_graphs import Capture
 from radixcache.runtime.model.description import Architecture, Experts, Weights
 from radixcache.runtime.model.operations.experts import GroupedExperts
 
@@ -86,7 +86,7 @@ class FusedExperts(GroupedExperts):
         scales = torch.linspace(0.25, 6, _ROWS, device=device, dtype=rows.dtype)[:, None]
         rows = rows / F.linear(rows, self._fc1[0]).std() * scales
         expected = super().mixed(rows, factors, chosen).float()
-        replay = cuda_graphs._Capture(device)(partial(self.mixed, rows, factors, chosen))
+        replay = Capture(device)(partial(self.mixed, rows, factors, chosen))
         for found in (self.mixed(rows, factors, chosen), replay()):
             error = float(((found.float() - expected).norm(dim=1) / expected.norm(dim=1)).max())
             if not error <= _TOLERANCE:  # NaN, too

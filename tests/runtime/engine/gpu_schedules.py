@@ -124,11 +124,11 @@ def compare_graphs(engine: Engine, seen: Counter[str]) -> None:
     in_graph, forward = graphs.run, model.forward
     copy = model.allocate(pool.num_pages, pool.page_size, 0, pool.windows)
 
-    def run(tokens: Any, batch: Any, rows: Any, unread: Any = None) -> torch.Tensor | None:
+    def run(tokens: Any, batch: Any, rows: Any, unread: Any, states: Any) -> torch.Tensor | None:
         for one, other in zip(copy._whole, pool._whole, strict=True):
             one.copy_(other)
-        expected = forward(tokens.copy(), batch, rows, copy, (), unread).clone()
-        found = in_graph(tokens, batch, rows, unread)
+        expected = forward(tokens.copy(), batch, rows, copy, states, unread).clone()
+        found = in_graph(tokens, batch, rows, unread, states)
         if found is None:
             return None
         mixed = batch.num_decodes < len(batch.query_lens)

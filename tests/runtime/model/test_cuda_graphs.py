@@ -203,7 +203,7 @@ def test_an_llm_has_all_its_graphs_before_the_first_request(
     prompts = [[*range(30), i] for i in range(7)] + [[5, 6]]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     requests = [llm.engine.add_request(prompt, params) for prompt in prompts]
-    monkeypatch.setattr(cuda_graphs._Capture, "__call__", None)
+    monkeypatch.setattr(cuda_graphs.Capture, "__call__", None)
     engines.finish(llm.engine)
     assert generated(requests) == [[plain_greedy_all(folders[family], p)] for p in prompts]
     assert list(graphs._replays) == wanted
