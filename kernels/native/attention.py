@@ -81,7 +81,7 @@ def heads_of(kind: LayerKind) -> Heads:
     """
     heads, kv_heads, dim, value_dim, scale, window, softcap, _ = kind
     if kv_heads < 1 or heads % kv_heads or (window is not None and window < 1):
-        raise ValueError(f"{heads} query heads on {kv_heads} KV heads with window {window}")
+        raise ValueError(f"impossible: {heads} query heads on {kv_heads}, a window of {window}")
     window = min(window or NO_WINDOW, NO_WINDOW)
     return Heads(heads, kv_heads, dim, value_dim, window, scale, softcap or 0)
 

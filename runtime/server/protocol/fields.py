@@ -196,7 +196,7 @@ class OneOf(StrictModel):
         kind = getattr(self, "type")  # noqa: B009
         for name in self.needs.get(kind, ()):
             if getattr(self, name) is None:
-                raise ValueError(f"a {kind} needs a {name!r}")
+                raise ValueError(f"a {kind} needs {name!r}")
         return self
 
 
