@@ -49,7 +49,7 @@ MAX_QUEUED_BYTES = 256 << 20
 """Most bytes of pages that wait to be written (more are dropped), or that are read at a time."""
 
 _SHARE = 16
-"""The machine's memory over this is another limit of both."""
+"""Both are at most the machine's memory divided by this."""
 
 _WRITTEN_BYTES = 16 << 20
 """Bytes that are copied and queued at a time."""
