@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # needs packages that most servers do without
 
 T = TypeVar("T")
 
-LOOK_SHARE = 0.2
+SLOW_SHARE = 0.2
 """Share of the engine thread's time for reads of the whole cache, even if a client polls it."""
 
 
@@ -131,8 +131,8 @@ class RequestTracker:
         self._num_sequences: Counter[Hashable] = Counter()
         """Sequences that run or wait, by client."""
         self._drained = asyncio.Event()
-        self._looking = asyncio.Lock()
-        self._next_look = 0.0
+        self._slow_lock = asyncio.Lock()
+        self._next_slow = 0.0
 
     @property
     def alive(self) -> bool:
@@ -152,8 +152,8 @@ class RequestTracker:
         """
         return await asyncio.wrap_future(self.worker.call(function))
 
-    async def look(self, function: Callable[[], T]) -> T:
-        """Like `call`, for slow reads: one at a time, for at most `LOOK_SHARE` of the time."""
+    async def call_slow(self, function: Callable[[], T]) -> T:
+        """Like `call`, for slow reads: one at a time, for at most `SLOW_SHARE` of the time."""
 
         def timed() -> T:
             start = time.perf_counter()
@@ -161,10 +161,10 @@ class RequestTracker:
                 return function()
             finally:
                 end = time.perf_counter()
-                self._next_look = end + (end - start) * (1 / LOOK_SHARE - 1)
+                self._next_slow = end + (end - start) * (1 / SLOW_SHARE - 1)
 
-        async with self._looking:
-            await asyncio.sleep(self._next_look - time.perf_counter())
+        async with self._slow_lock:
+            await asyncio.sleep(self._next_slow - time.perf_counter())
             return await self.call(timed)
 
     def check_room(self, num_sequences: int, client: Hashable) -> None:

@@ -80,7 +80,7 @@ async def view_cache(
         picture = None if tag == if_none_match else cache.outline().draw(wanted)
         return tag, stats, [*context.metrics.recent], picture
 
-    tag, stats, recent, picture = await context.jobs.look(look)
+    tag, stats, recent, picture = await context.jobs.call_slow(look)
     if tag == if_none_match:
         return Response(status_code=304, headers={"ETag": tag})
     if picture is None:
@@ -134,7 +134,7 @@ async def search_cache(
     """The first 100 nodes in which `text` ends, on any path, regardless of case."""
     if context.options.hide_texts:
         raise ApiError(403, "this server hides what prompts say")
-    nodes = await context.jobs.look(lambda: context.llm.cache.outline().spell())
+    nodes = await context.jobs.call_slow(lambda: context.llm.cache.outline().spell())
     paths, total = await context.tokenizing.run(lambda tokenizer: search(nodes, text, tokenizer))
     hits = [CacheHit(path=[_name(node) for node in path]) for path in paths]
     return CacheHits(total=total, data=hits)
