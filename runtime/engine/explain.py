@@ -284,14 +284,14 @@ def _spell(texts: list[Tokens], marks: Marks) -> _Spelt:
 
 
 def _meet(spelt: _Spelt, within: int, count: int) -> dict[int, tuple[int, int]]:
-    """By text, where the first one and it are first alike for `count` tokens, which begin within
-    so many of each."""
+    """For each text that is the same as text 0 for `count` tokens: where these begin first, in text
+    0 and in it, among the first `within` tokens of each."""
     runs = _runs(spelt.tokens, count)
     texts, size = spelt.texts[: len(runs)], len(runs)
     may = texts == spelt.texts[len(spelt.texts) - size :]  # a run of one text
     may &= spelt.counts[:size] < within
     ours, first_bits = np.flatnonzero(may & (texts == 0)), runs >> np.uint64(48)
-    likely = np.zeros(1 << 16, bool)  # few runs have to be looked up
+    likely = np.zeros(1 << 16, bool)  # by their first bits; only such runs are compared
     likely[first_bits[ours]] = True
     theirs = np.flatnonzero(may & (texts > 0) & likely[first_bits])
     met: dict[int, tuple[int, int]] = {}
