@@ -181,7 +181,7 @@ def test_what_was_said_to_be_gone_or_kept_is_after_a_kill(tmp_path: Path, run: i
 
 def test_what_is_not_gone_in_time_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_GONE_SECONDS", 0.01)
-    with pytest.raises(Busy, match="not gone from the disk: it takes long"):
+    with pytest.raises(Busy, match="the disk still holds it: it takes long"):
         confirm_gone(Future())
     engine = Disk(tmp_path)
     engine.close()
