@@ -87,7 +87,7 @@ DECODERS: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "sliding_attention", "conv", "full_attention"],
         "sliding_window": 11,
     },
-    "granitemoehybrid": {**_LOCAL, "position_embedding_type": "rope", "mamba_n_groups": 2},
+    "granitemoehybrid": {**_LOCAL, "position_embedding_type": "rope"},
     "bamba": {"mamba_n_groups": 4},
     "nemotron_h": {
         **_GROUPS, "num_hidden_layers": 6, "time_step_min": 0.5,
