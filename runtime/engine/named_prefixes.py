@@ -188,6 +188,8 @@ class NamedPrefixes:
             raise PinError(f"no prefix named {name!r} is pinned {whose}")
         prefix = self._prefixes[cache_salt, name]
         if (cache_salt, name) not in self._engine.cache.pins:
+            # A pinned state outlives the pages of a cache that was broken; a window does not.
+            self._engine.scheduler.planner.unpin(prefix.tokens, cache_salt)
             with suppress(PinError):
                 self._pin(name, prefix.tokens, cache_salt)
         return prefix
@@ -226,4 +228,4 @@ class NamedPrefixes:
         del self._prefixes[salt, name]
         if (salt, name) in self._engine.cache.pins:  # else the cache was broken; see `find`
             self._engine.cache.unpin(name, salt)
-            self._engine.scheduler.planner.unpin(prefix.tokens, salt)
+        self._engine.scheduler.planner.unpin(prefix.tokens, salt)

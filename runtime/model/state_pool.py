@@ -33,8 +33,9 @@ class StatePool:
 
 
 def bytes_per_state(shapes: StateShapes) -> int:
-    """Bytes of one slot in all layers."""
-    return sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in shapes.values())
+    """Bytes of one slot in all layers; 1 if convolutions of one tap leave it no numbers."""
+    size = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in shapes.values())
+    return max(size, bool(shapes))
 
 
 def slot_arrays(

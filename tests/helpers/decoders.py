@@ -88,7 +88,7 @@ DECODERS: dict[str, dict[str, Any]] = {
         "sliding_window": 11,
     },
     "granitemoehybrid": {**_LOCAL, "position_embedding_type": "rope"},
-    "bamba": {},
+    "bamba": {"mamba_n_groups": 4},
     "nemotron_h": {
         **_GROUPS, "num_hidden_layers": 6, "time_step_min": 0.5,
         "layers_block_type": ["mamba", "attention", "mlp", "moe", "mamba", "attention"],

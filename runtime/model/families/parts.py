@@ -144,7 +144,7 @@ def granite_mamba(config: Config) -> Mamba2:
     width, heads, value, state, groups = (config.size(f"mamba_{name}") for name in names)
     least, most = config.get("time_step_limit")
     biases = config.flag("mamba_conv_bias"), config.flag("mamba_proj_bias")
-    return Mamba2(width, heads, value, state, groups, 1, *biases, float(least), float(most))
+    return Mamba2(width, heads, value, state, groups, groups, *biases, float(least), float(most))
 
 
 def nemotron_mamba(config: Config) -> Mamba2:

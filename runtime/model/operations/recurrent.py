@@ -141,7 +141,7 @@ class RecurrentMixer:
         held = conv.index_select(0, step.read).masked_fill_(step.is_new, 0)
         inputs = torch.cat([held.flatten(0, 1).to(x.dtype), x])
         last = inputs.index_select(0, step.saved_taps[self._spec.width])
-        conv.index_copy_(0, step.saved, last.float().view(-1, *conv.shape[1:]))
+        conv.index_copy_(0, step.saved, last.float().view(len(step.saved), *conv.shape[1:]))
         found = []
         for part in taps.split(max(1, _GATHERED // weight.numel())):
             gathered = inputs.index_select(0, part.flatten()).view(*part.shape, -1)

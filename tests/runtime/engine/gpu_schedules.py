@@ -3,9 +3,9 @@
     PYTHONPATH=.venv-gpu/flashinfer python -m tests.runtime.engine.gpu_schedules --seed 1
 
 Chunks, drafts, cascades, preemption, aborts, steps that fail, rows from which nothing can be drawn,
-resets, experts, windows that are kept apart, and host memory below: every answer is what plain
-transformers say, without a cache. Each step in a CUDA graph gives the logits and the KV of the same
-step that is launched kernel by kernel.
+resets, experts, hybrids, windows that are kept apart, and host memory below: every answer is what
+plain transformers say, without a cache. Each step in a CUDA graph gives the logits, the KV and the
+states of the same step that is launched kernel by kernel.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from tests.runtime.kv_offload.pinned import pinning_cuda
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {}, "qwen3": {}, "gemma2": {}, "gpt_oss": DECODERS["gpt_oss"],
 }  # fmt: skip
+HYBRIDS = {family: DECODERS[family] for family in ("qwen3_5_text", "bamba", "lfm2")}
 NEAR = 2e-5
 """How far the logits of both ways may be apart, as a share of their range: products of other
 numbers of rows add in other orders."""
@@ -60,23 +61,28 @@ def pretending() -> Iterator[None]:
 
 def make_models(root: Path) -> dict[str, Path]:
     return {
-        family: tiny_model(family, root / family, **options) for family, options in FAMILIES.items()
+        family: tiny_model(family, root / family, **options)
+        for family, options in (FAMILIES | HYBRIDS).items()
     }
 
 
 def run_schedule(folders: dict[str, Path], seed: int, num_requests: int = 12) -> Counter[str]:
     """Play one of the schedules, within `pretending`; what it has seen."""
     rng = random.Random(seed)
-    family, page_size = rng.choice([*FAMILIES]), rng.choice([1, 4, 16])
+    is_hybrid = seed % 4 == 3
+    families = HYBRIDS if is_hybrid else FAMILIES
+    family, page_size = rng.choice([*families]), rng.choice([1, 4, 16])
     path, tokens = folders[family], rng.choice([101, 101, 130, 2000])
     kind = rng.choice(["radix", "radix", "radix", "hash-block", "none"])
+    step, running = rng.choice([9, 24, 64, 600]), rng.choice([1, 3, 12, 40])
+    states = (2 * running + rng.choice([0, 1, 40])) * is_hybrid
     engine = make_engine(
-        path, kind, page_size, -(-tokens // page_size) + 2, rng.choice([9, 24, 64, 600]),
-        rng.choice([1, 3, 12, 40]), windows=rng.random() < 0.5,
+        path, kind, page_size, -(-tokens // page_size) + 2, step, running, num_states=states,
+        windows=not is_hybrid and rng.random() < 0.5,
     )  # fmt: skip
-    proposer = speculate(engine) if rng.random() < 0.4 else None
+    proposer = speculate(engine) if not is_hybrid and rng.random() < 0.4 else None
     offload = None
-    if isinstance(engine.cache, RadixCache) and rng.random() < 0.5:
+    if isinstance(engine.cache, RadixCache) and not is_hybrid and rng.random() < 0.5:
         store = HostStore(rng.choice([6, 60]) * engine.kv_pool.page_bytes, engine.kv_pool)
         offload = Offload(engine.cache, engine.kv_pool, store)
         engine.scheduler.loads = offload.loads
@@ -118,14 +124,18 @@ def run_schedule(folders: dict[str, Path], seed: int, num_requests: int = 12) ->
 
 
 def compare_graphs(engine: Engine, seen: Counter[str]) -> None:
-    """Run each step of a graph kernel by kernel too, on a copy of the pages."""
+    """Run each step of a graph kernel by kernel too, on a copy of the pages and states."""
     graphs, model, pool = engine.runner.graphs, engine.model, engine.kv_pool
     assert graphs is not None
     in_graph, forward = graphs.run, model.forward
-    copy = model.allocate(pool.num_pages, pool.page_size, 0, pool.windows)
+    num_states = 0 if pool.states is None else pool.states.num_slots
+    copy = model.allocate(pool.num_pages, pool.page_size, num_states, pool.windows)
+    states_of = [[*one.states.tensors.values()] if one.states else [] for one in (copy, pool)]
 
-    def run(tokens: Any, batch: Any, rows: Any, unread: Any, states: Any) -> torch.Tensor | None:
-        for one, other in zip(copy._whole, pool._whole, strict=True):
+    def run(
+        tokens: Any, batch: Any, rows: Any, unread: Any = None, states: Any = ()
+    ) -> torch.Tensor | None:
+        for one, other in zip(copy._whole + states_of[0], pool._whole + states_of[1], strict=True):
             one.copy_(other)
         expected = forward(tokens.copy(), batch, rows, copy, states, unread).clone()
         found = in_graph(tokens, batch, rows, unread, states)
@@ -141,6 +151,10 @@ def compare_graphs(engine: Engine, seen: Counter[str]) -> None:
         for shape, block in pool._blocks.items():  # all but the spare page, which is the last
             same = torch.isclose(copy._blocks[shape][:-1], block[:-1], 1e-4, 1e-4)
             assert bool(same.all()), "a graph's KV"
+        for one, other in zip(*states_of, strict=True):
+            same = torch.isclose(one[:num_states], other[:num_states], 1e-4, 1e-4, equal_nan=True)
+            assert bool(same.all()), "a graph's states"
+        seen["states in graphs"] += bool(states)
         return found
 
     graphs.run = run  # type: ignore[method-assign, assignment]

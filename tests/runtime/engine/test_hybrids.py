@@ -175,6 +175,15 @@ def test_settings_that_do_not_fit_are_refused(
         LLM(folder("lfm2"), **{"kv_cache_memory_bytes": "1MB", **settings})
 
 
+def test_states_without_numbers_have_slots(tmp_path: Path) -> None:
+    path = tiny_model("lfm2", tmp_path, conv_L_cache=1)
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    with LLM(path, kv_cache_memory_bytes="1MB") as llm:
+        for prompt in ([*range(9)], [*range(6), 7]):
+            (output,) = llm.generate([prompt], params)
+            assert output.outputs[0].token_ids == plain_greedy(path, prompt, 5, True)
+
+
 def test_transformers_recurrent_layers_are_not_exact(folder: Callable[[str], Path]) -> None:
     with pytest.raises(ModelError, match=r"exact mode takes only|native"):
         LLM(folder("olmo_hybrid"), exact=True)

@@ -230,6 +230,25 @@ def test_an_empty_salt_is_none(windows: WindowLayout | None) -> None:
     engine.reset_cache()
 
 
+@pytest.mark.parametrize("windows", [None, WindowLayout(20, 3, (True, False))])
+@pytest.mark.parametrize("pins_again", [True, False])
+def test_a_broken_cache_leaves_no_checkpoint_pinned(windows, pins_again) -> None:
+    engine = hash_engine(num_states=0 if windows else 30, windows=windows)
+    prefixes, prompt = NamedPrefixes(engine), [n % VOCAB for n in range(50)]
+    pinned = lambda: engine.scheduler.planner.index._pinned.total()  # type: ignore[attr-defined]  # noqa: E731
+    request = prefixes.prepare("one", prompt)
+    finish(engine)
+    prefixes.keep("one", request)
+    engine.cache._inside = True  # as if a change had been cut off
+    engine.recover()
+    if pins_again:
+        ask(engine, prompt)
+        prefixes.find("one")
+        assert engine.cache.pins and pinned() == 1
+    prefixes.unpin("one")
+    assert not engine.cache.pins and not pinned()
+
+
 @pytest.mark.parametrize("length", [60, 64])
 @pytest.mark.parametrize("cache", ["radix", "hash-block"])
 def test_a_pinned_prefix_keeps_its_window_under_any_pressure(cache: str, length: int) -> None:

@@ -210,6 +210,15 @@ def test_random_schedules_on_a_gpu_get_the_tokens_of_transformers(
         assert (graphs is None) if family == "olmo_hybrid" else graphs and len(graphs._replays) > 1
 
 
+@pytest.mark.parametrize("name", ["conv_L_cache", "linear_conv_kernel_dim"])
+def test_a_convolution_of_one_tap_keeps_no_inputs(tmp_path, name) -> None:
+    family = "lfm2" if name == "conv_L_cache" else "qwen3_5_text"
+    path = tiny_model(family, tmp_path, tokenizer=False, **{name: 1})
+    model, native = load_on_cpu(path), load_model(path, dtype="float32")
+    tokens = np.arange(9, dtype=np.int32)
+    assert worst(alone(model, tokens), alone(native, tokens)) < 1e-4
+
+
 def test_an_llm_on_a_gpu_has_two_states_for_each_sequence(folder) -> None:
     path = folder("lfm2")
     with pretend_gpu():
