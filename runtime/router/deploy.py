@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import re
 import secrets
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,6 +48,13 @@ _UPSCALE_SECONDS, _DOWNSCALE_SECONDS = 5.0, 300.0
 
 _HEALTH_SECONDS = 10.0
 """A replica that does not answer within this, three times in a row, is replaced."""
+
+_STARTS = 3
+"""How often replicas that die while they start are started again; one that fails is not."""
+
+_DEATH = re.compile("^Actor(Died|Unavailable)Error", re.MULTILINE)
+
+_CLASS = re.compile(r"^(radixcache\.[\w.]+|[\w.]*Error): ")
 
 _log = logging.getLogger("radixcache")
 
@@ -138,10 +146,18 @@ def deployed(
         quiet = {"log_level": "WARNING", "enable_access_log": False}
         serve.start(proxy_location="Disabled", logging_config=quiet)
         application = bind(engine, options, resources, key)
-        try:
-            handle = serve.run(application, name=name, route_prefix=None, logging_config=quiet)
-        except RuntimeError:
-            raise ModelError(f"no replica starts: {_reason(name)}") from None
+        for left in reversed(range(_STARTS)):
+            # Else Serve replaces those of an ingress that was killed one by one.
+            with suppress(TimeoutError):  # they may take long to shut down
+                serve.delete(name)
+            try:
+                handle = serve.run(application, name=name, route_prefix=None, logging_config=quiet)
+                break
+            except RuntimeError:
+                message = serve.status().applications[name].deployments[REPLICA].message
+                if not (_DEATH.search(message) and left):
+                    raise ModelError(f"no replica starts: {_reason(message)}") from None
+                _log.warning("a replica has died while it started, or its node has: starting again")
         yield handle
     finally:
         if ray.is_initialized():  # else this would start Ray
@@ -195,11 +211,11 @@ def _join(ray_options: dict[str, Any]) -> None:
         ) from None
 
 
-def _reason(name: str) -> str:
-    """The last line of the error of a replica's constructor."""
-    message = serve.status().applications[name].deployments[REPLICA].message
-    last = message.strip().rpartition("\n")[2]
-    return last.partition("Error: ")[2] or last
+def _reason(message: str) -> str:
+    """What to say of replicas that do not start: their own error, without its class."""
+    if _DEATH.search(message):
+        return "each dies while it starts; Ray's logs may say why"
+    return _CLASS.sub("", message.strip().rpartition("\n")[2])
 
 
 def make_app(

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from starlette.types import Scope
@@ -23,6 +23,8 @@ from radixcache.runtime.router.members import MEMBERS
 from radixcache.runtime.router.prompts import Prompts
 from radixcache.runtime.router.replica import Description
 from radixcache.runtime.router.scaling import by_queued_tokens
+from radixcache.runtime.server.http.errors import ApiError
+from radixcache.runtime.server.pools import GrammarPool
 from tests.runtime.router.pretend import Answer, World
 from tests.runtime.router.pretend import world as make_world
 
@@ -134,6 +136,22 @@ async def test_a_stream_that_is_cut_ends_as_its_api_says(world: World, path: str
         assert told["error"]["type"] == "server_error"
     assert answer.body.endswith(b"data: [DONE]\n\n") == path.endswith("completions")
     assert len(world.calls) == 1
+
+
+async def test_a_replica_that_refuses_for_now_is_not_forgotten(
+    three: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else who sends too many new structures makes the router forget what is cached."""
+    full = AsyncMock(side_effect=ApiError(503, "too many new structures"))
+    monkeypatch.setattr(GrammarPool, "compile", full)
+    body = {"prompt": "the same words again and again " * 9, "max_tokens": 1}
+    first = await three.ask("/v1/completions", body)
+    structured = {**body, "response_format": {"type": "json_object"}}
+    refused = await three.ask("/v1/completions", structured)
+    assert refused.status == 503 and b"too many new structures" in refused.body
+    assert (await three.ask("/v1/completions", body)).replica == first.replica
+    assert len(three.calls) == 3
+    assert max(standing.cached_tokens for standing in three.ingress.decisions[-1].standings) > 30
 
 
 async def test_a_request_that_kills_replicas_does_not_get_them_all(
