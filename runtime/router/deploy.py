@@ -138,8 +138,9 @@ def deployed(
         on_gpu = engine.device != "cpu" and any(node.get("GPU") for node in nodes)
         resources = resources_of(engine, cores, on_gpu)
         if (found := room(nodes, resources)) < (low := (options.replicas or (1, 1))[0]):
-            each = f"{resources['num_gpus']} GPUs" if on_gpu else f"{cores} cores"
-            lacking = f"there is room for {found} of {low} replicas, each with {each}"
+            each, kind = (resources["num_gpus"], "GPU") if on_gpu else (cores, "core")
+            each_has = f"{each} {kind}{'s' * (each > 1)}"
+            lacking = f"there is room for {found} of {low} replicas, each with {each_has}"
             if "RAY_ADDRESS" not in os.environ:
                 raise InvalidRequest(lacking)
             _log.warning("%s: waiting for more nodes", lacking)

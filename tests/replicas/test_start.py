@@ -71,7 +71,7 @@ def test_what_no_replica_can_read(what: str, tmp_path: Path):
 
 @pytest.mark.parametrize("deaths", [2, 3])
 def test_replicas_that_die_while_they_start_are_started_again(
-    deaths: int, monkeypatch: pytest.MonkeyPatch
+    deaths: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     """Their node may have died; and what is left of an earlier start is deleted before."""
     from radixcache.runtime.router import deploy
@@ -85,6 +85,7 @@ def test_replicas_that_die_while_they_start_are_started_again(
     monkeypatch.setattr(deploy, "serve", runs)
     monkeypatch.setattr(deploy, "ray", Mock(**{"nodes.return_value": []}))
     monkeypatch.setattr(deploy, "bind", Mock())
+    caplog.set_level("WARNING", "radixcache")
     given = EngineArgs(), ServerArgs(), b"", "x"
     if deaths == 3:
         with pytest.raises(ModelError, match="each dies while it starts"), deploy.deployed(*given):
@@ -94,6 +95,7 @@ def test_replicas_that_die_while_they_start_are_started_again(
             assert str(handle) == "handle"
     called = [name for name, *_ in runs.mock_calls if name in ("run", "delete")]
     assert called == ["delete", "run"] * 3 + ["delete"]
+    assert "room for 0 of 1 replicas, each with 1 core: waiting" in caplog.text
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nonsense", "ray://127.0.0.1:1"])
