@@ -159,6 +159,8 @@ def deployed(
                 if not (_DEATH.search(message) and left):
                     raise ModelError(f"no replica starts: {_reason(message)}") from None
                 _log.warning("a replica has died while it started, or its node has: starting again")
+        # It tells of each try to reach a replica; the ingress tells of those that do not answer.
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
         yield handle
     finally:
         if ray.is_initialized():  # else this would start Ray

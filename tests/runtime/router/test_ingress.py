@@ -155,7 +155,7 @@ async def test_a_replica_that_refuses_for_now_is_not_forgotten(
 
 
 async def test_a_request_that_kills_replicas_does_not_get_them_all(
-    three: World, monkeypatch: pytest.MonkeyPatch
+    three: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(ingress_module, "TRIES", 2)
     assert TRIES == 3
@@ -166,7 +166,7 @@ async def test_a_request_that_kills_replicas_does_not_get_them_all(
     three.before = die
     answer = await three.ask("/v1/completions", {"prompt": "poison"})
     assert answer.status == 503 and "2 replicas have died" in answer.json()["error"]["message"]
-    assert len(three.calls) == 2
+    assert len(three.calls) == 2 and caplog.text.count(" has died") == 2
     three.before = None
     assert (await three.ask("/v1/completions", {"prompt": "x"})).status == 200
 
