@@ -129,7 +129,9 @@ def deployed(
     if "RAY_ADDRESS" in os.environ:
         _check_address(os.environ["RAY_ADDRESS"])
     else:
-        ray_options |= {"num_cpus": cores * most + 1, "include_dashboard": False}
+        # Alone, Ray would look for a cluster that was started on this machine.
+        ray_options |= {"address": "local", "num_cpus": cores * most + 1}
+        ray_options |= {"include_dashboard": False}
     try:
         _join(ray_options)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]

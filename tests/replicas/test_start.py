@@ -21,7 +21,8 @@ from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.engine.args import EngineArgs
 from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http.listener import listen
-from tests.replicas.conftest import environment, free_port
+from tests.replicas.conftest import deployed, environment, free_port
+from tests.replicas.nodes import alive
 
 pytest.importorskip("ray")
 
@@ -104,6 +105,13 @@ def test_an_address_without_a_cluster(address: str):
     _, told = process.communicate(timeout=60)
     assert process.returncode == 2
     assert told.startswith("radixcache: error: RAY_ADDRESS must be HOST:PORT") and address in told
+
+
+def test_a_cluster_of_this_machine_is_joined_by_its_address_only():
+    with alive(1), deployed("--replicas", "1") as (found, process):
+        assert found.http.get("/health").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
 
 
 @pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
