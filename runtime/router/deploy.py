@@ -50,10 +50,9 @@ _HEALTH_SECONDS = 10.0
 """A replica that does not answer within this, three times in a row, is replaced."""
 
 _STARTS = 3
-"""How often replicas that die while they start are started again; one that fails is not."""
+"""How often replicas are started that die meanwhile; one that fails is not started again."""
 
 _DEATH = re.compile("^Actor(Died|Unavailable)Error", re.MULTILINE)
-
 _CLASS = re.compile(r"^(radixcache\.[\w.]+|[\w.]*Error): ")
 
 _log = logging.getLogger("radixcache")
