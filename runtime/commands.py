@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 Note = Callable[[str], None]
 
 _SAMPLING = (*(one.name for one in settings_of(SamplingArgs)), "seed", "stop", "n")
+_RAY = {"RAY_py_gcs_connect_timeout_s": "8", "RAY_gcs_server_port_wait_time_s": "1"}
+"""For how long Ray, which reads it at its import, tries to join a cluster: 20 seconds, not 240."""
+
 _CHAT_COMMANDS = "/reset forgets the conversation, /stats shows the cache's, /exit or /quit leaves"
 
 
@@ -160,6 +163,8 @@ def serve(args: argparse.Namespace) -> int:
             where = "" if server.replicas is not None else f" {address_of(listener)}"
             print(f"Loading {engine.model} ...{where}", file=sys.stderr, flush=True)
         if server.replicas is not None:
+            for name, value in _RAY.items() if "RAY_ADDRESS" in os.environ else ():
+                os.environ.setdefault(name, value)
             from radixcache.runtime.router import deploy
 
             deploy.run(engine, server, listener)

@@ -169,13 +169,16 @@ def free_folder(kv_dir: Path) -> Path:
     Raises:
         InvalidRequest: there is none.
     """
+    last = ""
     for number in range(_MOST_REPLICAS):
         folder = kv_dir.expanduser() / str(number)
-        with suppress(InvalidRequest):
+        try:
             if folder not in _reserved:
                 _reserved[folder] = lock_folder(folder)
                 return folder
-    raise InvalidRequest(f"kv_dir {kv_dir} cannot be used: no folder in it is free")
+        except InvalidRequest as error:
+            last = f" ({error})"
+    raise InvalidRequest(f"kv_dir {kv_dir} cannot be used: no folder in it is free{last}")
 
 
 def remove_others(kv_dir: Path, own: Path, about: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import re
 import secrets
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,6 +48,12 @@ _UPSCALE_SECONDS, _DOWNSCALE_SECONDS = 5.0, 300.0
 
 _HEALTH_SECONDS = 10.0
 """A replica that does not answer within this, three times in a row, is replaced."""
+
+_STARTS = 3
+"""How often replicas are started that die meanwhile; one that fails is not started again."""
+
+_DEATH = re.compile("^Actor(Died|Unavailable)Error", re.MULTILINE)
+_CLASS = re.compile(r"^(radixcache\.[\w.]+|[\w.]*Error): ")
 
 _log = logging.getLogger("radixcache")
 
@@ -121,7 +128,9 @@ def deployed(
     if "RAY_ADDRESS" in os.environ:
         _check_address(os.environ["RAY_ADDRESS"])
     else:
-        ray_options |= {"num_cpus": cores * most + 1, "include_dashboard": False}
+        # Alone, Ray would look for a cluster that was started on this machine.
+        ray_options |= {"address": "local", "num_cpus": cores * most + 1}
+        ray_options |= {"include_dashboard": False}
     try:
         _join(ray_options)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -130,18 +139,29 @@ def deployed(
         on_gpu = engine.device != "cpu" and any(node.get("GPU") for node in nodes)
         resources = resources_of(engine, cores, on_gpu)
         if (found := room(nodes, resources)) < (low := (options.replicas or (1, 1))[0]):
-            each = f"{resources['num_gpus']} GPUs" if on_gpu else f"{cores} cores"
-            lacking = f"there is room for {found} of {low} replicas, each with {each}"
+            each, kind = (resources["num_gpus"], "GPU") if on_gpu else (cores, "core")
+            each_has = f"{each} {kind}{'s' * (each > 1)}"
+            lacking = f"there is room for {found} of {low} replicas, each with {each_has}"
             if "RAY_ADDRESS" not in os.environ:
                 raise InvalidRequest(lacking)
             _log.warning("%s: waiting for more nodes", lacking)
         quiet = {"log_level": "WARNING", "enable_access_log": False}
         serve.start(proxy_location="Disabled", logging_config=quiet)
         application = bind(engine, options, resources, key)
-        try:
-            handle = serve.run(application, name=name, route_prefix=None, logging_config=quiet)
-        except RuntimeError:
-            raise ModelError(f"no replica starts: {_reason(name)}") from None
+        for left in reversed(range(_STARTS)):
+            # Else Serve replaces those of an ingress that was killed one by one.
+            with suppress(TimeoutError):  # they may take long to shut down
+                serve.delete(name)
+            try:
+                handle = serve.run(application, name=name, route_prefix=None, logging_config=quiet)
+                break
+            except RuntimeError:
+                message = serve.status().applications[name].deployments[REPLICA].message
+                if not (_DEATH.search(message) and left):
+                    raise ModelError(f"no replica starts: {_reason(message)}") from None
+                _log.warning("a replica has died while it started, or its node has: starting again")
+        # It tells of each try to reach a replica; the ingress tells of those that do not answer.
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
         yield handle
     finally:
         if ray.is_initialized():  # else this would start Ray
@@ -195,11 +215,11 @@ def _join(ray_options: dict[str, Any]) -> None:
         ) from None
 
 
-def _reason(name: str) -> str:
-    """The last line of the error of a replica's constructor."""
-    message = serve.status().applications[name].deployments[REPLICA].message
-    last = message.strip().rpartition("\n")[2]
-    return last.partition("Error: ")[2] or last
+def _reason(message: str) -> str:
+    """What to say of replicas that do not start: their own error, without its class."""
+    if _DEATH.search(message):
+        return "each dies while it starts; Ray's logs may say why"
+    return _CLASS.sub("", message.strip().rpartition("\n")[2])
 
 
 def make_app(

@@ -6,6 +6,7 @@ Each replica runs the whole app, so any replica can answer a route that is not n
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Hashable
@@ -33,6 +34,8 @@ from radixcache.runtime.server.http.bodies import on_thread
 from radixcache.runtime.server.http.errors import ApiError
 
 T = TypeVar("T")
+
+_log = logging.getLogger("radixcache")
 
 TRIES = 3
 """Most replicas that one request is sent to, as it may be the reason that they die."""
@@ -226,6 +229,8 @@ class Ingress:
         if gone.has_died:
             self._died.add(gone.name)
         if gone.name in self.replicas:
+            what = "has died" if gone.has_died else "does not answer"
+            _log.warning("replica %s on %s %s", gone.name, self.replicas[gone.name].node, what)
             self._forget(gone.name)
             self._update()
 

@@ -107,6 +107,10 @@ class Replica:
         running = len(scheduler.running) / scheduler.max_num_seqs
         return {LOAD: running + queued / QUEUED_TOKENS}
 
+    def _takes_requests(self) -> bool:
+        """Whether a refusal is about the request, not this replica."""
+        return self._llm.worker.alive and not self._app.state.context.jobs.draining
+
     def describe(self, name: str) -> Description | None:
         """Its description; None if another replica was meant, or the engine has stopped."""
         if name != self._name or not self._llm.worker.alive:
@@ -152,7 +156,8 @@ class Replica:
                     batch.append(await asyncio.wait_for(messages.get(), wait))
                 while not messages.empty():
                     batch.append(messages.get_nowait())
-                if batch and batch[0] is not None and batch[0].get("status") == 503:
+                refused = batch and batch[0] is not None and batch[0].get("status") == 503
+                if refused and not self._takes_requests():
                     return
                 if jobs and not has_started and all(_is_computed(job) for job in jobs):
                     has_started = True

@@ -6,11 +6,10 @@ below are accepted: with a wrong one the model would silently get other tokens t
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from radixcache.errors import ModelError
-from radixcache.kernels.native.library import problem
-from radixcache.kernels.native.merges import find_merges
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
 from radixcache.runtime.tokens.fast_tokenizer import FastTokenizer
 
@@ -211,8 +210,12 @@ def _merges(pieces: dict[str, float], ids: dict[str, int]) -> list[tuple[str, st
     """
     if max(map(len, pieces), default=0) > _LONGEST_PIECE:
         raise ModelError(f"the GGUF file has a token of over {_LONGEST_PIECE} characters")
-    if problem() is None:
-        return find_merges(pieces, [text for text in ids if text not in pieces])
+    with suppress(ImportError):  # the ingress of replicas has no torch
+        from radixcache.kernels.native.library import problem
+        from radixcache.kernels.native.merges import find_merges
+
+        if problem() is None:
+            return find_merges(pieces, [text for text in ids if text not in pieces])
     found = [
         (score, at, len(piece) - at, piece[:at], piece[at:])
         for piece, score in pieces.items()

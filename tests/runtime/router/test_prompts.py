@@ -1,0 +1,30 @@
+"""The ingress reads prompts in a process without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.helpers.gguf_files import gguf_bytes
+from tests.runtime.tokens.test_gguf_tokenizer import byte_level_metadata, sentencepiece_metadata
+from tests.runtime.tokens.tiny_tokenizers import byte_level
+
+
+def test_an_ingress_has_no_torch(tmp_path: Path) -> None:
+    """Which takes seconds to import, and most of the memory."""
+    models: list[str | None] = [None]
+    for metadata in (byte_level_metadata(byte_level()), sentencepiece_metadata()):
+        models.append(str(tmp_path / f"{len(models)}.gguf"))
+        Path(models[-1] or "").write_bytes(gguf_bytes(metadata))
+    code = (
+        "import sys; from radixcache.runtime.router.app import create_app;"
+        "from radixcache.runtime.router.prompts import load_prompts;"
+        "import radixcache.runtime.server.http.serve;"
+        "ask = {'prompt': 'the cat', 'model': 'tabletalk'};"
+        f"read = [load_prompts(m).read('/v1/completions', ask) for m in {models}];"
+        "assert all(map(len, read)), read;"
+        "assert sys.modules['torch'] is None and 'torch.nn' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
