@@ -352,7 +352,8 @@ def _load(args: argparse.Namespace | EngineArgs, *modules: str) -> LLM:
             from radixcache import LLM
 
         _silence(args)
-        Thread(target=lambda: [*map(import_module, modules)], daemon=True).start()
+        for module in modules:
+            Thread(target=import_module, args=(module,), daemon=True).start()
         return LLM(**_given(args, _names(EngineArgs)))
 
 
