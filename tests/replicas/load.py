@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from openai import APIConnectionError, APIError, AsyncOpenAI
 
 from radixcache.bench.probes.people import FIELDS, make_table
+
+if TYPE_CHECKING:
+    from tests.replicas.conftest import Deployment
 
 Messages = list[dict[str, str]]
 CHATS, TURNS, DOCUMENTS, AT_A_TIME = 24, 4, 6, 12
@@ -99,3 +103,25 @@ class Load:
         if not has_ended:
             self.unended.append(text)
         return text if has_ended else None
+
+
+def strike_busiest(
+    deployment: Deployment, load: Load, strike: Callable[[dict[str, Any]], object]
+) -> dict[str, Any]:
+    """Run the load, and `strike` the busiest replica in the middle of it; returns that replica."""
+
+    async def wait_and_strike() -> dict[str, Any]:
+        while True:
+            await asyncio.sleep(0.02)
+            found = await asyncio.to_thread(deployment.replicas)
+            busiest = max(found.values(), key=lambda replica: replica["requests"])
+            if len(load.answered) > 20 and busiest["requests"] >= 3:
+                await asyncio.to_thread(strike, busiest)
+                return busiest
+
+    async def both() -> dict[str, Any]:
+        return (await asyncio.gather(wait_and_strike(), load.run()))[0]
+
+    struck = asyncio.run(both())
+    print(f"{len(load.answered)} answered, {len(load.failed)} cut off, {max(load.waits)} s")
+    return struck

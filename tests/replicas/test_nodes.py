@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ import pytest
 from radixcache import LLM, SamplingParams
 from radixcache.errors import InvalidRequest
 from tests.replicas.conftest import Deployment
-from tests.replicas.load import CHATS, TURNS, Load
+from tests.replicas.load import CHATS, TURNS, Load, strike_busiest
 from tests.replicas.nodes import Nodes, cluster, node_of
 
 pytest.importorskip("ray")
@@ -99,24 +99,6 @@ def test_who_replaces_a_replica_finds_its_folder_and_gets_its_prompts(three: Clu
     assert name == new["replica"] and cached > 200
 
 
-def _kill_or_stop(deployment: Deployment, load: Load, befall: Callable[[Any], None]) -> None:
-    """Run the load, in the middle of which something befalls the busiest replica."""
-
-    async def strike() -> None:
-        while True:
-            await asyncio.sleep(0.02)
-            found = await asyncio.to_thread(deployment.replicas)
-            busiest = max(found.values(), key=lambda replica: replica["requests"])
-            if len(load.answered) > 20 and busiest["requests"] >= 3:
-                return await asyncio.to_thread(befall, busiest)
-
-    async def both() -> None:
-        await asyncio.gather(strike(), load.run())
-
-    asyncio.run(both())
-    print(f"{len(load.answered)} answered, {len(load.failed)} cut off, {max(load.waits)} s")
-
-
 def _check(load: Load, alone: LLM) -> None:
     """All streams have ended; only what had begun was cut off; the others are right."""
     assert not load.unended and all(text for _, text in load.failed)
@@ -130,7 +112,7 @@ def test_a_node_that_dies_takes_only_what_had_begun_and_one_that_comes_gets_its_
 ):
     nodes, deployment = three
     load, before = Load(deployment.client(), seed=2), deployment.replicas()
-    _kill_or_stop(deployment, load, lambda replica: nodes.kill(node_of(replica)))
+    strike_busiest(deployment, load, lambda replica: nodes.kill(node_of(replica)))
     _check(load, alone)
     deployment.wait_for(2)
     came = nodes.add()
@@ -151,7 +133,7 @@ def test_the_streams_of_a_replica_that_hangs_end(three: Cluster, alone: LLM):
         os.kill(replica["pid"], signal.SIGSTOP)
         stopped.append(replica)
 
-    _kill_or_stop(deployment, load, stop)
+    strike_busiest(deployment, load, stop)
     os.kill(stopped[0]["pid"], signal.SIGCONT)
     _check(load, alone)
     deployment.wait_for(3)

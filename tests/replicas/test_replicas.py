@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import time
@@ -15,7 +14,7 @@ from openai import APIConnectionError
 
 from radixcache import LLM, SamplingParams
 from tests.replicas.conftest import Deployment, deployed
-from tests.replicas.load import CHATS, TURNS, Load
+from tests.replicas.load import CHATS, TURNS, Load, strike_busiest
 
 pytest.importorskip("ray")
 
@@ -101,20 +100,7 @@ def test_a_replica_that_dies_costs_only_what_had_begun(deployment: Deployment, a
     load = Load(deployment.client(), seed=1)
     before = deployment.replicas()
 
-    async def kill() -> str:
-        while True:
-            await asyncio.sleep(0.02)
-            found = await asyncio.to_thread(deployment.replicas)
-            busiest = max(found.values(), key=lambda replica: replica["requests"])
-            if len(load.answered) > 20 and busiest["requests"] >= 3:
-                os.kill(busiest["pid"], signal.SIGKILL)
-                return str(busiest["replica"])
-
-    async def both() -> str:
-        return (await asyncio.gather(kill(), load.run()))[0]
-
-    killed = asyncio.run(both())
-    print(f"{len(load.answered)} answered, {len(load.failed)} cut off")
+    killed = strike_busiest(deployment, load, lambda one: os.kill(one["pid"], signal.SIGKILL))
     for error, text in load.failed:
         assert text, f"nothing had come, and it failed: {error}"
         assert not isinstance(error, APIConnectionError), "it ended without an event"
@@ -122,7 +108,7 @@ def test_a_replica_that_dies_costs_only_what_had_begun(deployment: Deployment, a
     for messages, text in load.answered:
         assert text == alone.chat(messages, GREEDY)[0].outputs[0].text
     (joined,) = deployment.wait_for(3).keys() - before.keys()
-    assert killed not in deployment.replicas()
+    assert killed["replica"] not in deployment.replicas()
     pinned = deployment.metric("radixcache_pages", ',state="pinned"')
     assert pinned[joined] == max(pinned.values()) > 0
     assert deployment.http.delete("/v1/prefixes/kept").status_code == 200
