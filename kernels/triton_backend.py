@@ -11,6 +11,7 @@ sm_80, sm_90 and gfx942 (`make test-gpu`). An H100 has run it (docs/gpu.md).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -111,6 +112,7 @@ class TritonPlan(AttentionPlan):
         tokens = len(query)
         out = query.new_empty(tokens, heads, value_dim)
         strides = (*k_pages.stride()[:3], *v_pages.stride()[:3])
+        starts = (k_pages.data_ptr(), v_pages.data_ptr())
         new = (key.stride(0), key.stride(1), value.stride(0), value.stride(1))
         sizes = {"DIM": dim, "DIM_2": _power(dim), "VALUE": value_dim, "VALUE_2": _power(value_dim)}
         _append[tokens, kv_heads](
@@ -124,6 +126,8 @@ class TritonPlan(AttentionPlan):
         common = {
             "scale": scale, "window": window or 0, "softcap": softcap or 0.0,
             "WINDOW": window is not None, "SOFTCAP": softcap is not None,
+            # Of all heads in these pages, in bytes: how many a load may take at once.
+            "ALIGN": math.gcd(16, *starts, *(stride * k_pages.itemsize for stride in strides)),
             "PAGE": self.page_size, "GROUP": group, "BLOCK": block, "EXACT": exact,
             # The interpreter multiplies the bits of bfloat16 as integers.
             "UPCAST": INTERPRETED and query.dtype == torch.bfloat16, **sizes,
@@ -189,44 +193,50 @@ def _store(to, head, DIM: tl.constexpr, DIM_2: tl.constexpr):
         factor = tl.where(scale == 0, 0.0, 1 / scale.to(tl.float32))
         x = tl.minimum(tl.maximum(x * factor[:, None], -127.0), 127.0)
         x = x + 12582912.0 - 12582912.0  # to the nearest, ties to even
-        at = to + b * 34
-        tl.store(at.to(tl.pointer_type(tl.float16)), scale, mask=b * 32 < DIM)
-        at = at[:, None] + 2 + tl.arange(0, 32)[None, :]
-        tl.store(at, x.to(tl.int8), mask=(b * 32 < DIM)[:, None])
-    else:
-        tl.store(to + d, x.to(to.dtype.element_ty), mask=d < DIM)
+        tl.store((to + DIM).to(tl.pointer_type(tl.float16)) + b, scale, mask=b < DIM // 32)
+        x = tl.reshape(x, (DIM_2,))
+    tl.store(to + d, x.to(to.dtype.element_ty), mask=d < DIM)
 
 
 @triton.jit
-def _load(heads, d, mask):
-    """The numbers d [1, n] of stored heads [m, 1]."""
+def _load(pages, at, there, DIM: tl.constexpr, DIM_2: tl.constexpr, ALIGN: tl.constexpr):
+    """The numbers [m, DIM_2] of stored heads [m, 1], at multiples of ALIGN bytes."""
+    heads, d = tl.multiple_of(pages + at, (ALIGN, ALIGN)), tl.arange(0, DIM_2)[None, :]
     if heads.dtype.element_ty == tl.int8:
-        block = heads + d // 32 * 34
-        numbers = tl.load(block + 2 + d % 32, mask=mask, other=0).to(tl.float32)
-        scales = tl.load(block.to(tl.pointer_type(tl.float16)), mask=mask, other=0.0)
-        return numbers * scales.to(tl.float32)
+        numbers = tl.load(heads + d, mask=there & (d < DIM), other=0).to(tl.float32)
+        if ALIGN % 4 == 0 and DIM % 64 == 0:  # two scales at once: 4 bytes can be loaded ahead
+            b = tl.arange(0, DIM_2 // 64)[None, :]
+            pairs = tl.multiple_of((heads + DIM).to(tl.pointer_type(tl.int32)), (ALIGN, ALIGN))
+            pairs = tl.load(pairs + b, mask=there & (b < DIM // 64), other=0)
+            scales = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
+            scales = tl.reshape(scales, (heads.shape[0], DIM_2 // 32)).to(tl.float16, bitcast=True)
+        else:
+            b = tl.arange(0, DIM_2 // 32)[None, :]
+            scales = (heads + DIM).to(tl.pointer_type(tl.float16)) + b
+            scales = tl.load(scales, mask=there & (b < DIM // 32), other=0.0)
+        shape: tl.constexpr = (heads.shape[0], DIM_2 // 32, 32)
+        scales = tl.broadcast_to(scales.to(tl.float32)[:, :, None], shape)
+        return numbers * tl.reshape(scales, numbers.shape)
     else:
-        return tl.load(heads + d, mask=mask, other=0.0)
+        return tl.load(heads + d, mask=there & (d < DIM), other=0.0)
 
 
 @triton.jit
 def _attend_block(
     q, best, total, mixed, begin, stop, low, high, k_pages, v_pages, table, k_page, k_slot, v_page,
     v_slot, scale, softcap, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    EXACT: tl.constexpr, UPCAST: tl.constexpr, DIM: tl.constexpr, DIM_2: tl.constexpr,
-    VALUE: tl.constexpr, VALUE_2: tl.constexpr,
+    EXACT: tl.constexpr, UPCAST: tl.constexpr, ALIGN: tl.constexpr, DIM: tl.constexpr,
+    DIM_2: tl.constexpr, VALUE: tl.constexpr, VALUE_2: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the keys [begin, begin + BLOCK), of which a row sees [low, high]."""
-    at, d, v = begin + tl.arange(0, BLOCK), tl.arange(0, DIM_2), tl.arange(0, VALUE_2)
+    at = begin + tl.arange(0, BLOCK)
     there = at < stop
     page = tl.load(table + at // PAGE, mask=there, other=0).to(tl.int64)
     k_at, v_at = page * k_page + at % PAGE * k_slot, page * v_page + at % PAGE * v_slot
-    k_mask = there[:, None] & (d < DIM)[None, :]
-    v_mask = there[:, None] & (v < VALUE)[None, :]
     if UPCAST:
         q = q.to(tl.float32)
-    keys = _load(k_pages + k_at[:, None], d[None, :], k_mask).to(q.dtype)
-    values = _load(v_pages + v_at[:, None], v[None, :], v_mask).to(q.dtype)
+    keys = _load(k_pages, k_at[:, None], there[:, None], DIM, DIM_2, ALIGN).to(q.dtype)
+    values = _load(v_pages, v_at[:, None], there[:, None], VALUE, VALUE_2, ALIGN).to(q.dtype)
     if EXACT:  # not TF32
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
     else:
@@ -253,9 +263,9 @@ def _decode(
     query, parts, sums, k_pages, v_pages, kv_indptr, kv_indices, kv_lens, query_row, query_head,
     k_page, k_slot, k_head, v_page, v_slot, v_head, scale, window, softcap, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-    EXACT: tl.constexpr, UPCAST: tl.constexpr, DIM: tl.constexpr, DIM_2: tl.constexpr,
-    VALUE: tl.constexpr, VALUE_2: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
+    EXACT: tl.constexpr, UPCAST: tl.constexpr, ALIGN: tl.constexpr, DIM: tl.constexpr,
+    DIM_2: tl.constexpr, VALUE: tl.constexpr, VALUE_2: tl.constexpr, ROWS: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One token's query heads of one KV head, over one part of its keys."""
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -284,7 +294,7 @@ def _decode(
             best, total, mixed = _attend_block(
                 q, best, total, mixed, begin, stop, low, high, k_pages + kv_head * k_head,
                 v_pages + kv_head * v_head, table, k_page, k_slot, v_page, v_slot, scale, softcap,
-                SOFTCAP, PAGE, BLOCK, EXACT, UPCAST, DIM, DIM_2, VALUE, VALUE_2,
+                SOFTCAP, PAGE, BLOCK, EXACT, UPCAST, ALIGN, DIM, DIM_2, VALUE, VALUE_2,
             )  # fmt: skip
         out_mask = (r < GROUP)[:, None] & (v < VALUE)[None, :]
         tl.store(parts + part[:, None] * VALUE + v[None, :], mixed / total[:, None], mask=out_mask)
@@ -320,8 +330,8 @@ def _prefill(
     k_page, k_slot, k_head, v_page, v_slot, v_head, first_sequence, sinks, SINKS: tl.constexpr,
     scale, window, softcap, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr, UPCAST: tl.constexpr,
-    DIM: tl.constexpr, DIM_2: tl.constexpr, VALUE: tl.constexpr, VALUE_2: tl.constexpr,
-    ROWS: tl.constexpr,
+    ALIGN: tl.constexpr, DIM: tl.constexpr, DIM_2: tl.constexpr, VALUE: tl.constexpr,
+    VALUE_2: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """A tile of a sequence's last tokens times query heads of one KV head, causal."""
     sequence, kv_head = first_sequence + tl.program_id(0), tl.program_id(1)
@@ -351,7 +361,7 @@ def _prefill(
             best, total, mixed = _attend_block(
                 q, best, total, mixed, begin, stop, low, high, k_pages + kv_head * k_head,
                 v_pages + kv_head * v_head, table, k_page, k_slot, v_page, v_slot, scale, softcap,
-                SOFTCAP, PAGE, BLOCK, EXACT, UPCAST, DIM, DIM_2, VALUE, VALUE_2,
+                SOFTCAP, PAGE, BLOCK, EXACT, UPCAST, ALIGN, DIM, DIM_2, VALUE, VALUE_2,
             )  # fmt: skip
         if SINKS:
             total += tl.exp2(tl.load(sinks + head, mask=mine, other=0.0) * LOG2_E - best)
