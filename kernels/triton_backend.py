@@ -112,7 +112,7 @@ class TritonPlan(AttentionPlan):
     @torch.inference_mode()
     def run(self, inputs: LayerInputs) -> torch.Tensor:
         query, key, value, pages, layer, sinks = inputs
-        known = constants(layer, self.page_size, query)
+        known = constants(layer, self.page_size, query, pages)
         out = query.new_empty(len(query), layer.query_heads, layer.value_dim)
         at = strides(query, pages)
         new = (key.stride(0), key.stride(1), value.stride(0), value.stride(1))

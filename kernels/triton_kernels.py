@@ -40,22 +40,43 @@ def _store(to, head, DIM: tl.constexpr, DIM_2: tl.constexpr):
         factor = tl.where(scale == 0, 0.0, 1 / scale.to(tl.float32))
         x = tl.minimum(tl.maximum(x * factor[:, None], -127.0), 127.0)
         x = x + 12582912.0 - 12582912.0  # to the nearest, ties to even
-        at = to + b * 34
-        tl.store(at.to(tl.pointer_type(tl.float16)), scale, mask=b * 32 < DIM)
-        at = at[:, None] + 2 + tl.arange(0, 32)[None, :]
-        tl.store(at, x.to(tl.int8), mask=(b * 32 < DIM)[:, None])
-    else:
-        tl.store(to + d, x.to(to.dtype.element_ty), mask=d < DIM)
+        tl.store((to + DIM).to(tl.pointer_type(tl.float16)) + b, scale, mask=b < DIM // 32)
+        x = tl.reshape(x, (DIM_2,))
+    tl.store(to + d, x.to(to.dtype.element_ty), mask=d < DIM)
 
 
 @triton.jit
-def _load(heads, d, mask):
-    """The numbers d [1, n] of stored heads [m, 1]."""
+def _load(
+    pages, at, there, MASKED: tl.constexpr, ALIGN: tl.constexpr, DIM: tl.constexpr,
+    DIM_2: tl.constexpr,
+):  # fmt: skip
+    """The numbers [m, DIM_2] of stored heads [m, 1], at multiples of ALIGN bytes; if MASKED, of
+    those that are `there`."""
+    heads, d = tl.multiple_of(pages + at, (ALIGN, ALIGN)), tl.arange(0, DIM_2)[None, :]
+    mask = d < DIM
+    if MASKED:
+        mask = there & mask
     if heads.dtype.element_ty == tl.int8:
-        block = heads + d // 32 * 34
-        numbers = tl.load(block + 2 + d % 32, mask=mask, other=0).to(tl.float32)
-        scales = tl.load(block.to(tl.pointer_type(tl.float16)), mask=mask, other=0.0)
-        return numbers * scales.to(tl.float32)
+        numbers = tl.load(heads + d, mask=mask, other=0).to(tl.float32)
+        if ALIGN % 4 == 0 and DIM % 64 == 0:  # two scales at once: 4 bytes can be loaded ahead
+            b = tl.arange(0, DIM_2 // 64)[None, :]
+            mask = b < DIM // 64
+            if MASKED:
+                mask = there & mask
+            pairs = tl.multiple_of((heads + DIM).to(tl.pointer_type(tl.int32)), (ALIGN, ALIGN))
+            pairs = tl.load(pairs + b, mask=mask, other=0)
+            scales = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
+            scales = tl.reshape(scales, (heads.shape[0], DIM_2 // 32)).to(tl.float16, bitcast=True)
+        else:
+            b = tl.arange(0, DIM_2 // 32)[None, :]
+            mask = b < DIM // 32
+            if MASKED:
+                mask = there & mask
+            scales = (heads + DIM).to(tl.pointer_type(tl.float16)) + b
+            scales = tl.load(scales, mask=mask, other=0.0)
+        shape: tl.constexpr = (heads.shape[0], DIM_2 // 32, 32)
+        scales = tl.broadcast_to(scales.to(tl.float32)[:, :, None], shape)
+        return numbers * tl.reshape(scales, numbers.shape)
     else:
         return tl.load(heads + d, mask=mask, other=0.0)
 
@@ -64,24 +85,23 @@ def _load(heads, d, mask):
 def _attend_block(
     q, best, total, mixed, begin, stop, low, high, k_pages, v_pages, table, k_page, k_slot, v_page,
     v_slot, scale, softcap, MASKED: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, EXACT: tl.constexpr, UPCAST: tl.constexpr, DIM: tl.constexpr,
-    DIM_2: tl.constexpr, VALUE: tl.constexpr, VALUE_2: tl.constexpr,
+    BLOCK: tl.constexpr, EXACT: tl.constexpr, UPCAST: tl.constexpr, ALIGN: tl.constexpr,
+    DIM: tl.constexpr, DIM_2: tl.constexpr, VALUE: tl.constexpr, VALUE_2: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the keys [begin, begin + BLOCK), of which a row sees [low, high]; without
     MASKED every row sees all of them."""
-    at, d, v = begin + tl.arange(0, BLOCK), tl.arange(0, DIM_2), tl.arange(0, VALUE_2)
-    k_mask, v_mask = (d < DIM)[None, :], (v < VALUE)[None, :]
+    at = begin + tl.arange(0, BLOCK)
+    there = at < stop
     if MASKED:
-        there = at < stop
         page = tl.load(table + at // PAGE, mask=there, other=0).to(tl.int64)
-        k_mask, v_mask = there[:, None] & k_mask, there[:, None] & v_mask
     else:
         page = tl.load(table + at // PAGE).to(tl.int64)
     k_at, v_at = page * k_page + at % PAGE * k_slot, page * v_page + at % PAGE * v_slot
     if UPCAST:
         q = q.to(tl.float32)
-    keys = _load(k_pages + k_at[:, None], d[None, :], k_mask).to(q.dtype)
-    values = _load(v_pages + v_at[:, None], v[None, :], v_mask).to(q.dtype)
+    there = there[:, None]
+    keys = _load(k_pages, k_at[:, None], there, MASKED, ALIGN, DIM, DIM_2).to(q.dtype)
+    values = _load(v_pages, v_at[:, None], there, MASKED, ALIGN, VALUE, VALUE_2).to(q.dtype)
     if EXACT:  # not TF32
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee")
     else:
@@ -114,21 +134,21 @@ def _attend_block(
 def _attend(
     q, best, total, mixed, begin, free, stop, low, high, k_pages, v_pages, table, k_page, k_slot,
     v_page, v_slot, scale, softcap, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, EXACT: tl.constexpr, UPCAST: tl.constexpr, DIM: tl.constexpr,
-    DIM_2: tl.constexpr, VALUE: tl.constexpr, VALUE_2: tl.constexpr,
+    BLOCK: tl.constexpr, EXACT: tl.constexpr, UPCAST: tl.constexpr, ALIGN: tl.constexpr,
+    DIM: tl.constexpr, DIM_2: tl.constexpr, VALUE: tl.constexpr, VALUE_2: tl.constexpr,
 ):  # fmt: skip
     """The keys [begin, stop); every row sees those before `free`, whole blocks from `begin` on."""
     for at in range(begin, free, BLOCK):
         best, total, mixed = _attend_block(
             q, best, total, mixed, at, stop, low, high, k_pages, v_pages, table, k_page, k_slot,
-            v_page, v_slot, scale, softcap, False, SOFTCAP, PAGE, BLOCK, EXACT, UPCAST, DIM, DIM_2,
-            VALUE, VALUE_2,
+            v_page, v_slot, scale, softcap, False, SOFTCAP, PAGE, BLOCK, EXACT, UPCAST, ALIGN, DIM,
+            DIM_2, VALUE, VALUE_2,
         )  # fmt: skip
     for at in range(free, stop, BLOCK):
         best, total, mixed = _attend_block(
             q, best, total, mixed, at, stop, low, high, k_pages, v_pages, table, k_page, k_slot,
-            v_page, v_slot, scale, softcap, True, SOFTCAP, PAGE, BLOCK, EXACT, UPCAST, DIM, DIM_2,
-            VALUE, VALUE_2,
+            v_page, v_slot, scale, softcap, True, SOFTCAP, PAGE, BLOCK, EXACT, UPCAST, ALIGN, DIM,
+            DIM_2, VALUE, VALUE_2,
         )  # fmt: skip
     return best, total, mixed
 
@@ -138,9 +158,9 @@ def decode_kernel(
     query, parts, sums, k_pages, v_pages, kv_indptr, kv_indices, kv_lens, query_row, query_head,
     k_page, k_slot, k_head, v_page, v_slot, v_head, scale, window, softcap, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
-    EXACT: tl.constexpr, UPCAST: tl.constexpr, DIM: tl.constexpr, DIM_2: tl.constexpr,
-    VALUE: tl.constexpr, VALUE_2: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
+    EXACT: tl.constexpr, UPCAST: tl.constexpr, ALIGN: tl.constexpr, DIM: tl.constexpr,
+    DIM_2: tl.constexpr, VALUE: tl.constexpr, VALUE_2: tl.constexpr, ROWS: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One token's query heads of one KV head, over one part of its keys."""
     row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -169,7 +189,7 @@ def decode_kernel(
         best, total, mixed = _attend(
             q, best, total, mixed, first, free, stop, low, high, k_pages + kv_head * k_head,
             v_pages + kv_head * v_head, table, k_page, k_slot, v_page, v_slot, scale, softcap,
-            SOFTCAP, PAGE, BLOCK, EXACT, UPCAST, DIM, DIM_2, VALUE, VALUE_2,
+            SOFTCAP, PAGE, BLOCK, EXACT, UPCAST, ALIGN, DIM, DIM_2, VALUE, VALUE_2,
         )  # fmt: skip
         out_mask = (r < GROUP)[:, None] & (v < VALUE)[None, :]
         tl.store(parts + part[:, None] * VALUE + v[None, :], mixed / total[:, None], mask=out_mask)
@@ -207,8 +227,9 @@ def prefill_kernel(
     query_head, k_page, k_slot, k_head, v_page, v_slot, v_head, first_sequence, splits,
     sinks, SINKS: tl.constexpr, scale, window, softcap, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     PAGE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
-    UPCAST: tl.constexpr, DIM: tl.constexpr, DIM_2: tl.constexpr, VALUE: tl.constexpr,
-    VALUE_2: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, MIN_SPLIT: tl.constexpr,
+    UPCAST: tl.constexpr, ALIGN: tl.constexpr, DIM: tl.constexpr, DIM_2: tl.constexpr,
+    VALUE: tl.constexpr, VALUE_2: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """A tile of a sequence's last tokens times query heads of one KV head, causal, over all keys
     that it sees or over one part of its sequence's."""
@@ -248,8 +269,8 @@ def prefill_kernel(
         best, total, mixed = _attend(
             q, best, total, mixed, first, free, stop, low, high, k_pages + kv_head * k_head,
             v_pages + kv_head * v_head, kv_indices + tl.load(kv_indptr + sequence), k_page, k_slot,
-            v_page, v_slot, scale, softcap, SOFTCAP, PAGE, BLOCK, EXACT, UPCAST, DIM, DIM_2, VALUE,
-            VALUE_2,
+            v_page, v_slot, scale, softcap, SOFTCAP, PAGE, BLOCK, EXACT, UPCAST, ALIGN, DIM, DIM_2,
+            VALUE, VALUE_2,
         )  # fmt: skip
         place = row * tl.num_programs(1) * GROUP + head
         there = mine[:, None] & (v < VALUE)[None, :]

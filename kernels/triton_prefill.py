@@ -66,7 +66,7 @@ class TritonPrefill:
         """
         splits = splits_of(len(query))
         assert splits > 1 or lse is None
-        known = constants(self.layer, self.page_size, query)
+        known = constants(self.layer, self.page_size, query, pages)
         rows = rows_of(known["DIM_2"], known["VALUE_2"], query.dtype)
         tiles = triton.cdiv(self.longest * known["GROUP"], rows)
         parts = sums = query
@@ -146,8 +146,11 @@ def splits_of(tokens: int) -> int:
     return 1 if tokens > SPLIT_TOKENS else 16 if 4 * tokens <= SPLIT_TOKENS else 8
 
 
-def constants(layer: LayerKind, page_size: int, query: torch.Tensor) -> dict[str, Any]:
+def constants(
+    layer: LayerKind, page_size: int, query: torch.Tensor, pages: LayerPages
+) -> dict[str, Any]:
     """What the kernels of decodes and prefills are compiled for, and numbers that both take."""
+    steps = (stride * side.itemsize for side in pages for stride in side.stride()[:3])
     heads, kv_heads, dim, value_dim, scale, window, softcap, _ = layer
     dim_2, value_2 = _power(dim), _power(value_dim)
     return {
@@ -155,6 +158,8 @@ def constants(layer: LayerKind, page_size: int, query: torch.Tensor) -> dict[str
         "WINDOW": window is not None, "SOFTCAP": softcap is not None, "PAGE": page_size,
         "GROUP": heads // kv_heads, "BLOCK": block_of(max(dim_2, value_2), query.dtype),
         "EXACT": query.dtype == torch.float32,
+        # Of all heads in these pages, in bytes: how many a load may take at once.
+        "ALIGN": math.gcd(16, *(side.data_ptr() for side in pages), *steps),
         # The interpreter multiplies the bits of bfloat16 as integers.
         "UPCAST": INTERPRETED and query.dtype == torch.bfloat16,
         "DIM": dim, "DIM_2": dim_2, "VALUE": value_dim, "VALUE_2": value_2,

@@ -37,27 +37,26 @@ struct Heads {  // of a layer; window: INT32_MAX for none; softcap: 0 for none
     float scale, softcap;
 };
 
-enum class KVFormat : int32_t { FLOAT32, BFLOAT16, FLOAT16, Q8_0 };  // of pages
+enum class KVFormat : int32_t { FLOAT32, BFLOAT16, FLOAT16, INT8 };  // of pages
 
-struct q8 {  // a byte of blocks of 32: a float16 scale, and 32 numbers of 8 bits
+struct q8 {  // a byte of a head: its numbers of 8 bits, and behind them a float16 scale for each 32
     uint8_t byte;
 };
 
 // Elements that `dim` numbers take.
 template <class S>
-inline int64_t stored(int dim) { return std::is_same_v<S, q8> ? dim / 32 * 34 : dim; }
+inline int64_t stored(int dim) { return std::is_same_v<S, q8> ? dim + dim / 32 * 2 : dim; }
 
-// Number d of a stored head and those behind it. Exact: 8 bits times 11 fit a float.
+// Number d of a stored head and the n - 1 behind it, its last. Exact: 8 bits times 11 fit a float.
 template <class S>
 inline vec load_stored(const S* row, int d, int n) { return load(row + d, n); }
 
-inline vec load_stored(const q8* row, int d, int) {
+inline vec load_stored(const q8* row, int d, int n) {
     typedef int8_t bvec __attribute__((vector_size(W)));
     typedef int16_t svec __attribute__((vector_size(2 * W)));
-    const q8* block = row + stored<q8>(d);
-    bvec bytes = read<bvec>(block + 2 + d % 32);  // in two steps, or GCC widens one by one
+    bvec bytes = read<bvec>(row + d);  // in two steps, or GCC widens one by one
     ivec numbers = __builtin_convertvector(__builtin_convertvector(bytes, svec), ivec);
-    return __builtin_convertvector(numbers, vec) * number(read<fp16>(block));
+    return __builtin_convertvector(numbers, vec) * number(read<fp16>(row + d + n + d / 32 * 2));
 }
 
 template <class S, class T>
@@ -69,7 +68,7 @@ void store_row(S* to, const T* from, int n) {
 template <class T>
 void store_row(q8* to, const T* from, int n) {
     typedef int8_t bvec __attribute__((vector_size(W)));
-    for (; n > 0; n -= 32, from += 32, to += 34) {
+    for (q8* scales = to + n; n > 0; n -= 32, from += 32, to += 32, scales += 2) {
         ivec sizes = {};
         for (int d = 0; d < 32; d += W) {
             ivec size = (ivec)load(from + d) & 0x7fffffff;  // as integers: a NaN is the largest
@@ -79,14 +78,14 @@ void store_row(q8* to, const T* from, int n) {
         for (int i = 0; i < W; i++) most = std::max(most, sizes[i]);
         fp16 scale;
         store(&scale, all(read<float>(&most) / 127), 1);
-        memcpy(to, &scale, 2);
+        memcpy(scales, &scale, 2);
         float factor = number(scale) == 0 ? 0 : 1 / number(scale);
         for (int d = 0; d < 32; d += W) {
             vec x = load(from + d) * factor;
             x = x > 127.0f ? all(127) : x < -127.0f ? all(-127) : x;
             ivec nearest = __builtin_convertvector(x + 12582912.0f - 12582912.0f, ivec);
             bvec numbers = __builtin_convertvector(nearest, bvec);
-            memcpy(to + 2 + d, &numbers, W);
+            memcpy(to + d, &numbers, W);
         }
     }
 }
@@ -97,7 +96,7 @@ void with_format(KVFormat format, const F& f) {
         case KVFormat::FLOAT32: return f((float*)nullptr);
         case KVFormat::BFLOAT16: return f((bf16*)nullptr);
         case KVFormat::FLOAT16: return f((fp16*)nullptr);
-        case KVFormat::Q8_0: return f((q8*)nullptr);
+        case KVFormat::INT8: return f((q8*)nullptr);
     }
 }
 

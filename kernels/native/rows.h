@@ -145,7 +145,7 @@ void write_kv(const Batch& batch, const Heads& heads, Tokens<T> query, Tokens<T>
               Tokens<T> value, const Rope& rope, const HeadNorms& norms, const Pages& pages,
               int threads) {
     int dim = heads.dim, kv_heads = heads.kv_heads, value_dim = heads.value_dim;
-    int width = (heads.heads + 2 * kv_heads) * dim, values = kv_heads * value_dim;
+    int width = (heads.heads + 2 * kv_heads) * dim;
     parallel_rows(batch.qo_indptr[batch.sequences], width, threads, [&](int64_t t) {
         int64_t page = batch.slots[t] / batch.page_size, slot = batch.slots[t] % batch.page_size;
         norms.apply(norms.key, key[t], kv_heads, dim);
@@ -160,8 +160,10 @@ void write_kv(const Batch& batch, const Heads& heads, Tokens<T> query, Tokens<T>
             using S = std::remove_pointer_t<decltype(stored_as)>;
             S *k = (S*)pages.page(pages.k, pages.k_stride, page),
               *v = (S*)pages.page(pages.v, pages.v_stride, page);
-            store_row(k + slot * kv_heads * stored<S>(dim), key[t], kv_heads * dim);
-            store_row(v + slot * kv_heads * stored<S>(value_dim), value[t], values);
+            for (int64_t h = 0, to = slot * kv_heads; h < kv_heads; h++, to++) {
+                store_row(k + to * stored<S>(dim), key[t] + h * dim, dim);
+                store_row(v + to * stored<S>(value_dim), value[t] + h * value_dim, value_dim);
+            }
         });
     });
 }

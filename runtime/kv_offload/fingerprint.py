@@ -17,7 +17,7 @@ from radixcache.runtime.model.checkpoint import checkpoint_files
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
 
-FORMAT = 3
+FORMAT = 4
 """Version of the format of slots, rows and checksums."""
 
 _PROBED = 64

@@ -1,11 +1,13 @@
 """Compiles the Triton kernels for GPUs that are not here: `python -m tests.kernels.compile_triton`.
 
-Prints a line for each; ends with an error if one does not compile, or needs more shared memory
-than the smallest of these GPUs has.
+Prints a line for each; ends with an error if one does not compile, needs more shared memory than
+the smallest of these GPUs has, or loads what pages hold byte by byte.
 """
 
 from __future__ import annotations
 
+import math
+import re
 import sys
 from itertools import product
 from typing import Any
@@ -16,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from radixcache.kernels import triton_kernels, triton_recurrence
+from radixcache.kernels.kv_format import stored_dim
 from radixcache.kernels.triton_prefill import MIN_SPLIT, block_of, rows_of
 
 DTYPES = {
@@ -29,7 +32,7 @@ TARGETS = {
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64 << 10),
 }
 INDICES = {"slots", "kv_indptr", "kv_indices", "kv_lens", "qo_indptr"}
-COUNTS = {"first_sequence", "splits", "window", "scale", "softcap"}
+ODD = {"first_sequence", "splits", "window", "scale", "softcap", "k_head", "v_head"}
 POINTERS = {"key", "value", "k_pages", "v_pages", "query", "out"}
 
 
@@ -38,6 +41,7 @@ def constants(dtype: str, dim: int, rows: int, splits: int, amd: bool) -> dict[s
     return {
         "DIM": dim, "DIM_2": dim, "VALUE": dim, "VALUE_2": dim, "WINDOW": True, "SOFTCAP": True,
         "PAGE": 16, "GROUP": 4, "BLOCK": block_of(dim, DTYPES[dtype], amd), "EXACT": exact,
+        "ALIGN": math.gcd(16, stored_dim(dim, torch.int8) if dtype == "int8" else 16),
         "UPCAST": False, "SPLITS": splits, "SPLIT": splits > 1, "SINKS": True, "LSE": True,
         "MIN_SPLIT": MIN_SPLIT, "ROWS": rows,
     }  # fmt: skip
@@ -85,13 +89,14 @@ def compile_for(
     gpu, limit = TARGETS[target]
     # As at a launch, where addresses and strides are multiples of 16: then loads are pipelined.
     names = list(signature)
-    aligned = [n for n in names if signature[n] != "constexpr" and n not in COUNTS]
+    aligned = [n for n in names if signature[n] != "constexpr" and n not in ODD]
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attrs)
     made = triton.compile(source, target=gpu, options=options)
     shared = made.metadata.shared
     print(f"{target} {what}: {shared} bytes of shared memory", flush=True)
     assert shared <= limit, f"{target} has {limit}"
+    assert not re.search(r"ld\.global\S*[bsu]8 ", made.asm.get("ptx", "")), "byte by byte"
 
 
 if __name__ == "__main__":

@@ -315,20 +315,23 @@ void check_pages(KVFormat format, double tolerance) {
     std::string name = "pages of format " + std::to_string((int)format);
     Case c{3, 2, 3, 64, 32, 0, 300, 6, true, {{1, 600}, {2, 640}, {9, 520}}};
     Trial<float> plain(c, 9);
-    auto keep = [&](std::vector<float>& numbers) {
-        std::vector<S> kept(stored<S>(numbers.size()));
-        store_row(kept.data(), numbers.data(), numbers.size());
+    auto keep = [&](std::vector<float>& numbers, int dim) {
+        std::vector<S> kept(numbers.size() / dim * stored<S>(dim));
         std::vector<double> expected(numbers.begin(), numbers.end());
-        for (size_t i = 0; i < numbers.size(); i += W)
-            store(&numbers[i], load_stored(kept.data(), i, W));
+        for (size_t head = 0; head < numbers.size() / dim; head++) {
+            S* to = &kept[head * stored<S>(dim)];
+            float* from = &numbers[head * dim];
+            store_row(to, from, dim);
+            for (int d = 0; d < dim; d += W) store(from + d, load_stored(to, d, dim - d));
+        }
         check_near(numbers, expected, name, tolerance);
         return kept;
     };
-    keep(plain.key), keep(plain.value);
-    auto keys = keep(plain.k_pages), values = keep(plain.v_pages);
+    keep(plain.key, c.dim), keep(plain.value, c.value_dim);
+    auto keys = keep(plain.k_pages, c.dim), values = keep(plain.v_pages, c.value_dim);
     Trial<float> other = plain;
-    int64_t size = c.page_size * sizeof(S), width = stored<S>(c.kv_heads * c.dim);
-    int64_t value_width = stored<S>(c.kv_heads * c.value_dim);
+    int64_t size = c.page_size * sizeof(S), width = c.kv_heads * stored<S>(c.dim);
+    int64_t value_width = c.kv_heads * stored<S>(c.value_dim);
     other.stored = {(char*)keys.data(), (char*)values.data(), size * width, size * value_width,
                     format};
     std::vector<float> turned(plain.tokens * plain.q), out(plain.tokens * 6 * c.value_dim);
@@ -553,7 +556,7 @@ int main(int count, char** arguments) {
     check_all<float>();
     check_all<bf16>();
     check_pages<bf16>(KVFormat::BFLOAT16, 4e-3), check_pages<fp16>(KVFormat::FLOAT16, 5e-4);
-    check_pages<q8>(KVFormat::Q8_0, 5e-3);
+    check_pages<q8>(KVFormat::INT8, 5e-3);
     printf("%d passed, %d failed, vectors of %d, hash %016llx\n", passed, failed, W,
            (unsigned long long)hash);
     return failed > 0;

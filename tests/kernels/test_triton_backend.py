@@ -65,7 +65,7 @@ def test_pages_of_fewer_bits_hold_what_torch_writes_there(seed) -> None:
     """With slots that hold what is no number. (The interpreter does not round to bfloat16.)"""
     dtype = (torch.int8, torch.float16)[seed % 2]
     kinds = (torch.float32, torch.bfloat16) if dtype == torch.int8 else (torch.float32,)
-    step, options = random_step(seed, (32, 64, 96), kinds, most=120)
+    step, options = random_step(seed, (32, 64, 96, 128), kinds, most=120)
     out, *sides = attend(step, make_backend(step.query.dtype), dtype, **options)
     _, *others = attend(step, TorchBackend(), dtype, **options)
     limit = 5e-5 if step.query.dtype == torch.float32 else 8e-2
