@@ -3,10 +3,12 @@ kept apart, experts in one kernel."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -27,6 +29,7 @@ from radixcache.bench.gpu.triton import backend
 from radixcache.kernels.attention import AttentionBackend, LayerPages
 from radixcache.kernels.kv_format import BLOCK, FP8, decode, encode
 from radixcache.runtime.model.description import MLP, Experts
+from radixcache.runtime.model.operations import experts
 from radixcache.runtime.model.operations.experts import GroupedExperts
 from radixcache.runtime.model.operations.fused_experts import FusedExperts
 
@@ -76,7 +79,8 @@ def _decode(place: Place, name: str, dtype: torch.dtype, make: Callable[..., Any
 
 @torch.inference_mode()
 def _experts(place: Place, rows: int) -> Iterator[Row]:
-    """A layer's experts, by grouped products and by FlashInfer's kernel where it is built."""
+    """A layer's experts, by torch's grouped products, by Triton's, and by FlashInfer's kernel where
+    it is built."""
     count, active, hidden, inner = place.sizes.experts
     spec = Experts(count, active, MLP(inner))
     weights: dict[str, Any] = {"router": place.randn(count, hidden, scale=hidden**-0.5)}
@@ -89,19 +93,25 @@ def _experts(place: Place, rows: int) -> Iterator[Row]:
         weights[f"experts.{name}"] = [*place.randn(count, *shape, scale=scale)]
     inputs = [place.randn(rows, hidden) for _ in range(3)]
 
-    def seconds(kind: type[GroupedExperts]) -> float:
-        experts = kind(spec, weights, place.dtype)
-        if isinstance(experts, FusedExperts):
-            experts.compare()
-        return place.gpu_seconds([partial(experts, x) for x in inputs], place.sizes.repeat)
+    def seconds(layer: GroupedExperts) -> float:
+        return place.gpu_seconds([partial(layer, x) for x in inputs], place.sizes.repeat)
 
-    grouped = seconds(GroupedExperts)
+    plain = GroupedExperts(spec, weights, place.dtype)
+    with patch.object(plain, "product", None):
+        grouped = seconds(plain)
     name = f"experts of {rows} rows, {active} of {count}, {hidden} x {inner}"
-    yield figure(f"{name}: grouped products", 1e6 * grouped, "µs")
+    yield figure(f"{name}: torch's grouped products", 1e6 * grouped, "µs")
+    if plain.product is not None:
+        with patch.object(experts, "FEW", math.inf):
+            by_triton = seconds(plain)
+        note = f"{1e6 * by_triton:.0f} µs"
+        yield figure(f"{name}: Triton's over them", by_triton / grouped, "x", note=note)
     if not place.with_flashinfer:
         raise NotRun("FlashInfer does not run here")
     try:
-        fused = seconds(FusedExperts)
+        kernel = FusedExperts(spec, weights, place.dtype)
+        kernel.compare()
+        fused = seconds(kernel)
     except RuntimeError as error:
         if "is not" not in str(error):  # else it is not built, or not for this GPU
             raise

@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from radixcache.kernels import triton_kernels, triton_recurrence
+from radixcache.kernels import triton_experts, triton_kernels, triton_recurrence
 from radixcache.kernels.kv_format import stored_dim
 from radixcache.kernels.triton_prefill import MIN_SPLIT, block_of, rows_of
 
@@ -83,6 +83,20 @@ def compile_recurrence(target: str, delta: bool, key: int, value: int) -> None:
     compile_for(target, kernel, kinds, known, f"{key} x {value} _recur", num_warps=1)
 
 
+def compile_experts(target: str, dtype: str, rows: int) -> None:
+    kernel, amd = triton_experts.grouped_kernel, target == "gfx942"
+    known = {
+        "COUNT": 128, "COUNT_2": 128, "BIAS": True, "GATHER": True, "EVEN": False, "ROWS": rows,
+        "COLUMNS": triton_experts.COLUMNS, "BLOCK": 64 if amd or dtype == "fp32" else 128,
+        "EXACT": dtype == "fp32", "UPCAST": False,
+    }  # fmt: skip
+    kinds = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(known, "constexpr")
+    kinds |= dict.fromkeys(("x", "weight", "bias", "out"), f"*{dtype}")
+    kinds |= {"ends": "*i32", "order": "*i64"}
+    what = f"{dtype} {rows} grouped_kernel"
+    compile_for(target, kernel, kinds, known, what, num_stages=2 if amd else 4)
+
+
 def compile_for(
     target: str, kernel: Any, signature: dict[str, str], values: Any, what: str, **options: int
 ) -> None:
@@ -104,6 +118,9 @@ if __name__ == "__main__":
         compile_recurrence(target, True, 128, 128)
         compile_recurrence(target, False, 128, 64)
     for dtype in sys.argv[1:] or DTYPES:
+        if dtype != "int8":
+            for target, rows in product(TARGETS, (16, 64)):
+                compile_experts(target, dtype, rows)
         for target, dim in product(TARGETS, (64, 128, 256, 512)):
             if (target, dtype, dim) == ("gfx942", "fp32", 512):
                 continue  # no tile fits: plain torch computes there

@@ -25,7 +25,7 @@ class Launched:
 
 def launch_triton(device: Device, monkeypatch: pytest.MonkeyPatch, splits: int = 2) -> None:
     """Launch all kernels there, with few parts of the keys: each takes its time."""
-    from radixcache.kernels import triton_backend, triton_prefill
+    from radixcache.kernels import triton_backend, triton_experts, triton_prefill
 
     monkeypatch.setattr(triton_backend, "SPLITS", splits)
     monkeypatch.setattr(triton_prefill, "splits_of", lambda tokens: splits)
@@ -34,5 +34,6 @@ def launch_triton(device: Device, monkeypatch: pytest.MonkeyPatch, splits: int =
         (triton_backend, "decode_kernel"),
         (triton_prefill, "merge_kernel"),
         (triton_prefill, "prefill_kernel"),
+        (triton_experts, "grouped_kernel"),
     ):
         monkeypatch.setattr(module, name, Launched(device, getattr(module, name)))

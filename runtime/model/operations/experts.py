@@ -1,13 +1,25 @@
-"""A mixture of experts by grouped products in torch: rows are sorted by expert, without waiting for
-a GPU, so that CUDA graphs can capture it."""
+"""A mixture of experts by grouped products: rows are sorted by expert, without waiting for a GPU,
+so that CUDA graphs can capture it. On a GPU Triton multiplies few rows, and all that are not in
+bfloat16; torch multiplies the others."""
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 from torch.nn import functional as F
 
+from radixcache.errors import first_line
+from radixcache.kernels.fallback import first_that_runs
 from radixcache.kernels.quantized import dense
 from radixcache.runtime.model.description import Activation, Experts, Weights
+
+_log = logging.getLogger("radixcache")
+
+FEW = 32
+"""Rows of an expert, in the mean, up to which Triton multiplies them in bfloat16."""
 
 _GATHERED = 1 << 28
 """Weights that rows may copy for themselves."""
@@ -18,6 +30,9 @@ class GroupedExperts:
 
     Args:
         weights: of the layer, by the names of `layer_shapes`.
+
+    Attributes:
+        product: Triton's; None where it does not run.
     """
 
     def __init__(self, spec: Experts, weights: Weights, dtype: torch.dtype) -> None:
@@ -37,6 +52,7 @@ class GroupedExperts:
 
         self._up = stacked("up", *["gate"] * spec.each.gated)  # FlashInfer's order
         self._down = stacked("down")
+        self.product = triton_product(self._router.device, dtype)
         self._shared = {
             name.removeprefix("shared."): dense(weight).to(dtype)
             for name, weight in weights.items()
@@ -58,18 +74,24 @@ class GroupedExperts:
         order = flat.argsort(stable=True)
         experts = torch.arange(spec.count, device=x.device)
         ends = (flat[:, None] <= experts).sum(0, dtype=torch.int32)
-        rows = x.index_select(0, order // spec.active)
-        sorted_by = flat[order]
-        both = _grouped(rows, *self._up, ends, sorted_by)
-        if spec.each.gated:
-            up, gate = both.chunk(2, -1)
-            inner = activate(spec.each.activation, gate, up)
+        few = len(flat) <= FEW * spec.count or x.dtype != torch.bfloat16
+        if self.product is not None and few:
+            inner = self._activated(self.product(x, *self._up, ends, order, spec.active))
+            found = self.product(inner, *self._down, ends, order)
         else:
-            inner = activate(spec.each.activation, both)
-        found = torch.empty_like(rows)
-        found.index_copy_(0, order, _grouped(inner, *self._down, ends, sorted_by))
+            rows, sorted_by = x.index_select(0, order // spec.active), flat[order]
+            inner = self._activated(_grouped(rows, *self._up, ends, sorted_by))
+            found = torch.empty_like(rows)
+            found.index_copy_(0, order, _grouped(inner, *self._down, ends, sorted_by))
         found = found.view(*chosen.shape, -1).float()
         return (found * factors[..., None]).sum(1).to(x.dtype)
+
+    def _activated(self, both: torch.Tensor) -> torch.Tensor:
+        kind = self._spec.each.activation
+        if not self._spec.each.gated:
+            return activate(kind, both)
+        up, gate = both.chunk(2, -1)
+        return activate(kind, gate, up)
 
     def _of_shared(self, x: torch.Tensor) -> torch.Tensor:
         spec, weights = self._spec.shared, self._shared
@@ -121,6 +143,30 @@ def activate(kind: Activation, gate: torch.Tensor, up: torch.Tensor | None = Non
     else:
         found = F.gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none")
     return found if up is None else found.mul_(up)
+
+
+@cache
+def triton_product(device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
+    """`triton_experts.grouped_product`, if it runs."""
+    if device.type == "cpu":
+        return None
+    found, errors = first_that_runs(partial(_tried, device, dtype))
+    if errors:
+        _log.info("torch multiplies the rows of experts: Triton: %s", first_line(errors[0]))
+    return found
+
+
+@torch.inference_mode()
+def _tried(device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    from radixcache.kernels.triton_experts import grouped_product
+
+    weight = torch.eye(32, dtype=dtype, device=device).expand(2, 32, 32).contiguous()
+    order, x = torch.arange(2, device=device), weight[0, :2]
+    ends = torch.full((2,), 2, dtype=torch.int32, device=device)  # the first has both rows
+    for active in (0, 1):
+        if (grouped_product(x, weight, None, ends, order, active) != x).any():
+            raise RuntimeError("its kernel gives wrong results")
+    return grouped_product
 
 
 def _grouped(
