@@ -212,11 +212,11 @@ def _share_memory(args: EngineArgs, model: PagedModel) -> tuple[int, int, Window
             _log_windows(reason, logging.WARNING)
             windows, page_bytes = None, model.bytes_per_page(page_size)
             num_pages = count_pages(args.kv_cache_memory_bytes, page_bytes, model.device, taken)
-    if size := model.bytes_per_state:
-        memory, asked = num_pages * page_bytes, args.state_memory
+    if model.state_shapes:
+        size, memory, asked = model.bytes_per_state, num_pages * page_bytes, args.state_memory
         share = memory // 4 if asked is None else parse_memory(asked)
         running = max_num_seqs * (1 + model.can_overlap)
-        num_states = min(share // size, running + _MOST_CHECKPOINTS)
+        num_states = min(share // max(size, 1), running + _MOST_CHECKPOINTS)
         num_pages -= -(-num_states * size // page_bytes)
         if num_states < 2 or num_pages < 1:
             raise InvalidRequest(
