@@ -1,4 +1,4 @@
-"""A pretended GPU on which FlashInfer's own Python runs, over kernels of ours.
+"""A simulated GPU on which FlashInfer's own Python runs, over kernels of ours.
 
 The package is the real one, which imports without CUDA (`make test-gpu` brings it). What its
 wrappers refuse, copy and freeze is theirs. Its C++ begins behind functions like
@@ -7,7 +7,7 @@ torch, with the arguments that the C++ takes. What the C++ checks is an assertio
 name of its file in flashinfer/data/csrc; where it would read garbage in silence, there is one too.
 
 What a CPU hides is made visible: `plan()` copies out of a pinned buffer of the wrapper, which the
-next `plan()` overwrites (`pretend_cuda.Copies`); a captured graph launches with the plan of its
+next `plan()` overwrites (`simulated_cuda.Copies`); a captured graph launches with the plan of its
 capture; `kv_tokens_read` counts the tokens whose K/V would be loaded, once a query tile.
 """
 
@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from radixcache.kernels.recurrence import Slots, Tokens
-from tests.helpers.pretend_cuda import Copies, Device, DeviceTensor, pretend_cuda
+from tests.helpers.simulated_cuda import Copies, Device, DeviceTensor, simulated_cuda
 from tests.kernels.gpu_attention import DTYPES, MLA, Attention, request_lens
 from tests.kernels.moe import MoE
 from tests.kernels.recurrence import loop
@@ -36,7 +36,7 @@ FA2_MLA = "mla._batch_mla._backends.fa2_backend"
 
 
 class Gpu(NamedTuple):
-    """A pretended device, FlashInfer there, our backend's module over it, and what is launched."""
+    """A simulated device, FlashInfer there, our backend's module over it, and what is launched."""
 
     device: Device
     flashinfer: ModuleType
@@ -45,7 +45,7 @@ class Gpu(NamedTuple):
 
 
 @contextmanager
-def pretend_gpu(any_dtype: bool = True, index: int = 0) -> Iterator[Gpu]:
+def simulated_gpu(any_dtype: bool = True, index: int = 0) -> Iterator[Gpu]:
     """A GPU with FlashInfer; with `any_dtype`, in float32 and with heads of 16 too, which the real
     kernels do not have."""
     flashinfer = pytest.importorskip("flashinfer", reason="`make test-gpu` brings it")
@@ -54,7 +54,7 @@ def pretend_gpu(any_dtype: bool = True, index: int = 0) -> Iterator[Gpu]:
     parts = {name: importlib.import_module(f"flashinfer.{name}") for name in [*names, FA2_MLA]}
     mla_backend = importlib.import_module("radixcache.kernels.flashinfer_mla")
     staged = importlib.import_module("flashinfer.jit.attention.modules")._BatchMLAModuleProxy
-    with pretend_cuda(index) as device, ExitStack() as stack:
+    with simulated_cuda(index) as device, ExitStack() as stack:
         kernels = Kernels(device, any_dtype)
         attention = kernels.attention
         for part, name, value in (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tests.helpers.pretend_cuda import Copies, DeviceTensor
+from tests.helpers.simulated_cuda import Copies, DeviceTensor
 
 if TYPE_CHECKING:
     from tests.kernels.gpu import Kernels

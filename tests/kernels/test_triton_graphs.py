@@ -1,5 +1,5 @@
-"""Engines over the Triton backend with CUDA graphs, on a pretended GPU: its kernels run in Triton's
-interpreter, on the memory of the pretended tensors."""
+"""Engines over the Triton backend with CUDA graphs, on a simulated GPU: its kernels run in Triton's
+interpreter, on the memory of the simulated tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.decoders import DECODERS
 from tests.helpers.drafts import speculate
 from tests.helpers.engines import generated, is_greedy, run
 from tests.helpers.models import tiny_model
-from tests.helpers.pretend_cuda import Device, pretend_cuda
+from tests.helpers.simulated_cuda import Device, simulated_cuda
 from tests.runtime.engine.gpu_schedules import compare_graphs
 
 pytest.importorskip("triton", reason="`make test-gpu` brings it")
@@ -33,7 +33,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
 class Launched:
-    """A kernel that the pretended device launches, so that a graph records it."""
+    """A kernel that the simulated device launches, so that a graph records it."""
 
     def __init__(self, device: Device, kernel: Any) -> None:
         self._device, self._kernel = device, kernel
@@ -48,7 +48,7 @@ class Launched:
 @pytest.fixture
 def device(monkeypatch) -> Iterator[Device]:
     monkeypatch.setattr(triton_backend, "SPLITS", 2)  # of which each takes its time
-    with pretend_cuda() as device:
+    with simulated_cuda() as device:
         for name in ("_append", "_decode", "_merge", "_prefill"):
             kernel = Launched(device, getattr(triton_backend, name))
             monkeypatch.setattr(triton_backend, name, kernel)
