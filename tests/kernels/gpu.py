@@ -85,7 +85,9 @@ def simulated_gpu(any_dtype: bool = True, index: int = 0) -> Iterator[Gpu]:
         both = {one.__name__: one for one in (flashinfer, backend, mla_backend)}
         recurrence = SimpleNamespace(recur=kernels.recur)  # in place of Triton's
         both["radixcache.kernels.triton_recurrence"] = recurrence
-        stack.enter_context(patch.dict(sys.modules, both))
+        modules = stack.enter_context(pytest.MonkeyPatch.context())  # what is imported here stays
+        for name, module in both.items():
+            modules.setitem(sys.modules, name, module)
         # Zeroing more takes long.
         stack.enter_context(patch.object(backend, "_WORKSPACE", 17 << 20))
         yield Gpu(device, flashinfer, backend, kernels)
