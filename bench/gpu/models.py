@@ -130,12 +130,10 @@ def engine_on(
     for pages in pool.layers:
         for side in pages:
             side.normal_()
+    planner = choose_planner(index, num_states, apart)
+    kept = choose_logits_cache(index, on_pages.vocab_size, num_states)
     scheduler = Scheduler(
-        index,
-        max_num_batched_tokens,
-        max_num_seqs,
-        planner=choose_planner(index, num_states, apart),
-        logits_cache=choose_logits_cache(index, on_pages.vocab_size, num_states),
+        index, max_num_batched_tokens, max_num_seqs, planner=planner, logits_cache=kept
     )
     engine = Engine(on_pages, pool, index, scheduler)
     try:
