@@ -55,7 +55,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def gpu() -> Iterator[Gpu]:
-    from tests.kernels.gpu import pretend_gpu
+    from tests.kernels.gpu import simulated_gpu
 
-    with pretend_gpu() as gpu:
+    with simulated_gpu() as gpu:
         yield gpu

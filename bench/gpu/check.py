@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--call", type=int, choices=(1, 2), help="run this half alone")
     parser.add_argument("--out", type=Path, default=Path("gpu_check"), help="folder to write to")
     parser.add_argument("--torch", action="store_true", help="without FlashInfer")
-    parser.add_argument("--rehearse", action="store_true", help="on a pretended GPU")
+    parser.add_argument("--rehearse", action="store_true", help="on a simulated GPU")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)  # in this process
     args = parser.parse_args(arguments)
     if not args.rehearse and not torch.cuda.is_available():

@@ -16,12 +16,9 @@ from radixcache import HashBlockCache, NoCache, PagePool, RadixCache, SamplingPa
 from radixcache.base import PrefixCache, Tokens
 from radixcache.bench.gpu.place import Place, Work
 from radixcache.bench.gpu.report import NotRun
-from radixcache.runtime.engine.checkpoint_planner import NO_CHECKPOINTS, Planner
+from radixcache.runtime.engine.build import choose_logits_cache, choose_planner
 from radixcache.runtime.engine.engine import Engine
-from radixcache.runtime.engine.logits_cache import PromptLogitsCache
 from radixcache.runtime.engine.scheduler import Scheduler
-from radixcache.runtime.engine.state_planner import StatePlanner
-from radixcache.runtime.engine.window_planner import WindowPlanner
 from radixcache.runtime.model.checkpoint import Checkpoint
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.families.describe import describe
@@ -30,8 +27,6 @@ from radixcache.runtime.model.kv_pool import choose_windows
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.weights import CheckpointWeights
 from radixcache.runtime.request import Request
-from radixcache.states import StateIndex
-from radixcache.windows import WindowIndex
 
 Cache = type[RadixCache] | type[HashBlockCache] | type[NoCache]
 
@@ -126,22 +121,17 @@ def engine_on(
         raise RuntimeError(f"something fell back to torch, the log says why: {on_pages.placement}")
     num_pages = -(-num_tokens // page_size) + 2 * max_num_seqs
     index: PrefixCache = cache(PagePool(num_pages, page_size))
-    planner: Planner = NO_CHECKPOINTS
     num_states = 4 * max_num_seqs if on_pages.state_shapes else 0
     apart = None
     if windows:
         apart = choose_windows(on_pages.shapes, on_pages.windows, page_size)
         assert apart is not None, "its windows cannot be kept apart"
-        kept_apart = WindowIndex(index, apart.window, apart.page_size, sum(apart.layers))
-        planner = WindowPlanner(kept_apart, index.caches)
-    elif num_states:
-        planner = StatePlanner(StateIndex(num_states), index.caches)
     pool = on_pages.allocate(num_pages, page_size, num_states, apart)
     for pages in pool.layers:
         for side in pages:
             side.normal_()
-    keeps = index.full_prompt_hits and not num_states
-    kept = PromptLogitsCache(on_pages.vocab_size) if keeps else None
+    planner = choose_planner(index, num_states, apart)
+    kept = choose_logits_cache(index, on_pages.vocab_size, num_states)
     scheduler = Scheduler(
         index, max_num_batched_tokens, max_num_seqs, planner=planner, logits_cache=kept
     )

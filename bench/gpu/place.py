@@ -1,4 +1,4 @@
-"""Where the check runs (an NVIDIA GPU, or a pretended one in a rehearsal), and its sizes."""
+"""Where the check runs (an NVIDIA GPU, or a simulated one in a rehearsal), and its sizes."""
 
 from __future__ import annotations
 

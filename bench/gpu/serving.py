@@ -67,7 +67,7 @@ def _save(place: Place, folder: str) -> int:
 
 
 def _device(place: Place) -> str:
-    """The device for another process: a pretended GPU exists in this one only."""
+    """The device for another process: a simulated GPU exists in this one only."""
     return str(place.device) if torch.version.cuda else "cpu"
 
 

@@ -48,7 +48,7 @@ class RecurrentLayer(ctypes.Structure):
         *(("inputs", Weight * 3), ("out", Weight)),
         *_fields(c_void_p, "conv conv_bias rate rate_bias skip norm"),
         *_fields(c_float, "least most"),
-        *_fields(c_int32, "kind width channels key_heads heads key value norm_groups"),
+        *_fields(c_int32, "kind width channels key_heads heads key value"),
     ]
 
 

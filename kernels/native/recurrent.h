@@ -18,12 +18,11 @@ struct RecurrentLayer {
     Weight in[3], out;
     const float *conv, *conv_bias;         // [width][channels], the oldest tap first; bias or null
     const float *rate, *rate_bias, *skip;  // [heads] each; not of SHORT_CONV; skip of MAMBA2
-    const float* norm;                     // [value]; of MAMBA2 [heads * value]
+    const float* norm;                     // [value]; of MAMBA2 [heads * value], in key_heads parts
     float least, most;                     // limits of a token's step
     Recurrence kind;
     int32_t width, channels;               // of the convolution
     int32_t key_heads, heads, key, value;  // a state is [heads][key][value]
-    int32_t norm_groups;
 
     int64_t values() const { return (int64_t)heads * value; }
 };
@@ -238,14 +237,14 @@ struct Recurrent {
 
     void finish(float* y, const T* row, T* out) const {
         const T* z = row + (delta ? m.channels : 0);
-        int64_t values = m.values(), size = values / m.norm_groups;
+        int64_t values = m.values(), size = values / m.key_heads;
         for (int h = 0; h < m.heads && delta; h++)
             norm(y + h * m.value, m.norm, y + h * m.value, m.value, eps);
         for (int64_t d = 0, n = values; n > 0; d += W, n -= W) {
             vec gate = load(z + d, n), v = load(y + d, n) * (gate * sigmoid(gate));
             delta ? store(out + d, v, n) : store(y + d, v, n);
         }
-        for (int g = 0; g < m.norm_groups && !delta; g++)
+        for (int g = 0; g < m.key_heads && !delta; g++)
             norm(y + g * size, m.norm + g * size, out + g * size, size, eps);
     }
 };

@@ -6,7 +6,7 @@ import ctypes
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from contextvars import copy_context
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from radixcache.base import PrefixCache
 from radixcache.errors import InvalidRequest, ModelError, first_sentence
 from radixcache.hash_block import HashBlockCache
 from radixcache.no_cache import NoCache
@@ -23,7 +24,7 @@ from radixcache.radix import RadixCache
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL, check_model
 from radixcache.runtime.config.sizes import parse_memory
 from radixcache.runtime.engine.args import EngineArgs
-from radixcache.runtime.engine.checkpoint_planner import NO_CHECKPOINTS
+from radixcache.runtime.engine.checkpoint_planner import NO_CHECKPOINTS, Planner
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer
 from radixcache.runtime.engine.logits_cache import PROMPT_LOGITS_BYTES, PromptLogitsCache
@@ -123,16 +124,11 @@ def build_engine(args: EngineArgs) -> Built:
         if tokenizer is not None:
             tokenizer.max_tokens = model.max_context
         grammars = GrammarBackend(tokenizer, model.vocab_size, model.eos_token_ids)
-        planner = NO_CHECKPOINTS
         max_num_seqs, mark = args.max_num_seqs, list[int]()
         if tokenizer and (num_states or windows):
             mark = _answer_mark(tokenizer)
-        if windows is not None:
-            layers = sum(windows.layers)
-            index = WindowIndex(cache, windows.window, windows.page_size, layers)
-            planner = WindowPlanner(index, args.cache != "none", mark)
-        elif num_states:
-            planner = StatePlanner(StateIndex(num_states), args.cache != "none", mark)
+        planner = choose_planner(cache, num_states, windows, mark)
+        if num_states:
             each = 1 + model.can_overlap  # states of a running sequence
             max_num_seqs = min(max_num_seqs, max(1, (num_states - 1) // each))
             _log.info(
@@ -143,9 +139,6 @@ def build_engine(args: EngineArgs) -> Built:
         explainer = Explainer(cache, marks=tokenizer.added if tokenizer else ())
         drafts = args.speculate == "auto" and not num_states
         proposer, on_publish = explain_and_draft(explainer, model.eos_token_ids if drafts else None)
-        kept = None
-        if kind.full_prompt_hits and not num_states:  # a recurrent model's next token needs a state
-            kept = PromptLogitsCache(model.vocab_size)
         tiers = args.host_memory, args.kv_dir, args.kv_dir_size
         offload = open_offload(model_path(args), model, cache, pool, *tiers)
         if offload is not None:
@@ -158,7 +151,7 @@ def build_engine(args: EngineArgs) -> Built:
                 args.schedule_policy,
                 planner,
                 loads=NO_LOADS if offload is None else offload.loads,
-                logits_cache=kept,
+                logits_cache=choose_logits_cache(cache, model.vocab_size, num_states),
                 proposer=proposer,
                 on_publish=on_publish,
                 step_seconds=STEP_SECONDS,
@@ -184,6 +177,29 @@ def build_engine(args: EngineArgs) -> Built:
     except BaseException:
         model.close()  # else its ranks would live as long as the error's traceback
         raise
+
+
+def choose_planner(
+    cache: PrefixCache,
+    num_states: int,
+    windows: WindowLayout | None,
+    answer_mark: Iterable[int] = (),
+) -> Planner:
+    """The planner over `cache` of a model with state slots, or with windows that are kept apart."""
+    if windows is not None:
+        layers = sum(windows.layers)
+        index = WindowIndex(cache, windows.window, windows.page_size, layers)
+        return WindowPlanner(index, cache.caches, answer_mark)
+    if num_states:
+        return StatePlanner(StateIndex(num_states), cache.caches, answer_mark)
+    return NO_CHECKPOINTS
+
+
+def choose_logits_cache(
+    cache: PrefixCache, vocab_size: int, num_states: int
+) -> PromptLogitsCache | None:
+    """Where logits are kept; None in a recurrent model, whose next token needs a state."""
+    return PromptLogitsCache(vocab_size) if cache.full_prompt_hits and not num_states else None
 
 
 def _share_memory(args: EngineArgs, model: PagedModel) -> tuple[int, int, WindowLayout | None]:
@@ -212,11 +228,11 @@ def _share_memory(args: EngineArgs, model: PagedModel) -> tuple[int, int, Window
             _log_windows(reason, logging.WARNING)
             windows, page_bytes = None, model.bytes_per_page(page_size)
             num_pages = count_pages(args.kv_cache_memory_bytes, page_bytes, model.device, taken)
-    if size := model.bytes_per_state:
-        memory, asked = num_pages * page_bytes, args.state_memory
+    if model.state_shapes:
+        size, memory, asked = model.bytes_per_state, num_pages * page_bytes, args.state_memory
         share = memory // 4 if asked is None else parse_memory(asked)
         running = max_num_seqs * (1 + model.can_overlap)
-        num_states = min(share // size, running + _MOST_CHECKPOINTS)
+        num_states = min(share // max(size, 1), running + _MOST_CHECKPOINTS)
         num_pages -= -(-num_states * size // page_bytes)
         if num_states < 2 or num_pages < 1:
             raise InvalidRequest(

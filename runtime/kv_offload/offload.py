@@ -122,7 +122,7 @@ def open_offload(
     """
     if host_memory is None and kv_dir is None:
         return None
-    if model.bytes_per_state:
+    if model.state_shapes:
         asked = "kv_dir" if host_memory is None else "host_memory"
         raise InvalidRequest(
             f"{asked} is not for model type {model.model_type!r}: its recurrent states are not kept"

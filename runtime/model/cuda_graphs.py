@@ -82,7 +82,8 @@ class CudaGraphRunner:
         self._sizes, self._prefills, most = _limits(model, pool.page_size, max_rows)
         most = min(most, self._sizes[-1] * pool.num_pages)
         self._max_indices = most + _spare_indices(self._prefills, pool.page_size)
-        model.attention.allocate_fixed(self._sizes[-1], self._max_indices + _SLOT_ARRAYS)
+        most = self._max_indices + _SLOT_ARRAYS * bool(model.state_shapes)
+        model.attention.allocate_fixed(self._sizes[-1], most)
         self._capture = Capture(model.device)
         self._replays: dict[Shape, Compute | None] = {}  # None: cannot be captured
         rows = max([self._sizes[-1], *(shape.sequences for shape in self._prefills)])

@@ -130,7 +130,7 @@ class Mamba2:
 
     `in` gives z [heads * value], then x, B and C, which go through a causal convolution and SiLU,
     then dt [heads], limited to [least, most] after softplus. The gated output is normed in
-    `norm_groups` parts.
+    `groups` parts.
     """
 
     width: int
@@ -138,7 +138,6 @@ class Mamba2:
     value: int
     state: int
     groups: int
-    norm_groups: int = 1
     conv_bias: bool = True
     bias: bool = False
     least: float = 0.0

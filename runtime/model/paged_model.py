@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from ctypes import c_int32
+from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,12 +38,7 @@ from radixcache.runtime.model.kv_pool import (
     bytes_per_page,
     bytes_per_token,
 )
-from radixcache.runtime.model.state_pool import (
-    StatePool,
-    StateShapes,
-    bytes_per_state,
-    slot_arrays,
-)
+from radixcache.runtime.model.state_pool import StatePool, StateShapes, slot_arrays
 
 if TYPE_CHECKING:
     from radixcache.states import SequenceStates
@@ -200,8 +196,8 @@ class PagedModel(ABC):
 
     @property
     def bytes_per_state(self) -> int:
-        """Bytes of a recurrent model's state of a sequence; 0 for other models."""
-        return bytes_per_state(self.state_shapes)
+        """Bytes of a sequence's state in all layers; 0 without one, or of one-tap convolutions."""
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in self.state_shapes.values())
 
     def bytes_per_page(self, page_size: int, windows: WindowLayout | None = None) -> int:
         """Bytes of a page in all layers, or in those of either kind."""

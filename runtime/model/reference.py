@@ -217,7 +217,7 @@ def _mamba(a: Architecture, mamba: Mamba2, x: torch.Tensor, w: Weights) -> torch
         written = key[:, :, None] * (v * step[:, None])[:, None, :]
         state = state * (w["rate"] * step).exp()[:, None, None] + written
         out.append(torch.einsum("hsv,hs->hv", state, query) + w["skip"][:, None] * v)
-    gated = (torch.stack(out).flatten(1) * F.silu(gate)).unflatten(1, (mamba.norm_groups, -1))
+    gated = (torch.stack(out).flatten(1) * F.silu(gate)).unflatten(1, (mamba.groups, -1))
     return _norm(a, gated, 1.0).flatten(1) * w["mixer_norm"]
 
 

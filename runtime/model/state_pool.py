@@ -32,12 +32,6 @@ class StatePool:
             self.of_layer.setdefault(name[1], {})[name] = tensor
 
 
-def bytes_per_state(shapes: StateShapes) -> int:
-    """Bytes of one slot in all layers; 1 if convolutions of one tap leave it no numbers."""
-    size = sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in shapes.values())
-    return max(size, bool(shapes))
-
-
 def slot_arrays(
     batch: PagedBatch, states: Sequence[SequenceStates], spare: int | None = None
 ) -> list[NDArray[np.integer]] | None:

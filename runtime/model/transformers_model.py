@@ -153,7 +153,7 @@ class TransformersModel(PagedModel):
 
     def threads(self) -> AbstractContextManager[None]:
         """Recurrent layers are torch operations, which need all threads in a prefill."""
-        is_packed = isinstance(self.attention, NativeBackend) and not self.bytes_per_state
+        is_packed = isinstance(self.attention, NativeBackend) and not self.state_shapes
         return quiet_torch() if is_packed else nullcontext()
 
     def _logits(

@@ -42,7 +42,7 @@ def check_logits(model: TransformersModel, again: Callable[[], object] | None = 
     expected = [model.stock_logits(tokens) for tokens in sequences]
     done, worst, middle = [0, 0], 0.0, min(22, lens[0] - 1)
     for step in ((17, 0), (21, 11), (0, 12), (1, 1), (1, 1), (64, 64), (64, 0)):
-        again_from = step == (64, 0) and model.bytes_per_state and middle > 17
+        again_from = step == (64, 0) and model.state_shapes and middle > 17
         done = [middle, lens[1]] if again_from else done
         ends = [min(d + n, length) for d, n, length in zip(done, step, lens, strict=True)]
         runs = [i for i in (0, 1) if ends[i] > done[i]]

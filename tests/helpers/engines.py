@@ -21,19 +21,14 @@ from transformers import (
 from radixcache import HashBlockCache, NoCache, PagePool, PrefixCache, RadixCache, SamplingParams
 from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
-from radixcache.runtime.engine.checkpoint_planner import NO_CHECKPOINTS, Planner
+from radixcache.runtime.engine.build import choose_logits_cache, choose_planner
 from radixcache.runtime.engine.engine import Engine
-from radixcache.runtime.engine.logits_cache import PromptLogitsCache
 from radixcache.runtime.engine.scheduler import Policy, Scheduler
-from radixcache.runtime.engine.state_planner import StatePlanner
-from radixcache.runtime.engine.window_planner import WindowPlanner
-from radixcache.runtime.model.kv_pool import WindowLayout, choose_windows
+from radixcache.runtime.model.kv_pool import choose_windows
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.transformers_loading import load_transformers
 from radixcache.runtime.request import Request
-from radixcache.states import StateIndex
-from radixcache.windows import WindowIndex
 from tests.helpers.models import MULTIMODAL
 
 Layers = Literal["chosen", "torch", "stock"]
@@ -84,31 +79,13 @@ def make_engine(
     model = paged_model(path, layers)
     apart = choose_windows(model.shapes, model.windows, page_size) if windows else None
     prefix_cache = CACHES[cache](PagePool(num_pages, page_size))
-    planner = make_planner(prefix_cache, num_states, apart)
-    kept = logits_cache(prefix_cache, model.vocab_size, bool(num_states))
+    planner = choose_planner(prefix_cache, num_states, apart)
+    kept = choose_logits_cache(prefix_cache, model.vocab_size, num_states)
     scheduler = Scheduler(
         prefix_cache, max_num_batched_tokens, max_num_seqs, policy, planner, logits_cache=kept
     )
     pool = model.allocate(num_pages, page_size, num_states, apart)
     return Engine(model, pool, prefix_cache, scheduler)
-
-
-def make_planner(
-    cache: PrefixCache, num_states: int = 0, windows: WindowLayout | None = None
-) -> Planner:
-    """The planner of an engine with so many state slots, or with windows that are kept apart."""
-    if windows is not None:
-        layers = sum(windows.layers)
-        index = WindowIndex(cache, windows.window, windows.page_size, layers)
-        return WindowPlanner(index, cache.caches)
-    return StatePlanner(StateIndex(num_states), cache.caches) if num_states else NO_CHECKPOINTS
-
-
-def logits_cache(
-    cache: PrefixCache, vocab_size: int, is_recurrent: bool = False
-) -> PromptLogitsCache | None:
-    """Where an engine over `cache` keeps logits, as `build_engine` has it."""
-    return PromptLogitsCache(vocab_size) if cache.full_prompt_hits and not is_recurrent else None
 
 
 def run(

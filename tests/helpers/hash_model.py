@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 
 from radixcache import HashBlockCache, PagePool, RadixCache
 from radixcache.kernels.attention import PagedBatch
+from radixcache.runtime.engine.build import choose_logits_cache, choose_planner
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.model.kv_pool import WindowLayout
 from radixcache.runtime.model.paged_model import Unread
 from radixcache.runtime.spec_decode.proposer import DraftProposer
-from tests.helpers.engines import CACHES, in_use, logits_cache, make_planner
+from tests.helpers.engines import CACHES, in_use
 
 VOCAB = 29
 Ints = NDArray[np.integer]
@@ -200,8 +201,8 @@ def hash_engine(
     pool: Any = HashPool(num_pages, page_size, num_states, windows)
     index = CACHES[cache](PagePool(num_pages, page_size))
     pool.held = lambda: np.append(in_use(index), True)
-    planner = make_planner(index, num_states, windows)
-    kept = logits_cache(index, model.vocab_size, bool(num_states))
+    planner = choose_planner(index, num_states, windows)
+    kept = choose_logits_cache(index, model.vocab_size, num_states)
     scheduler = Scheduler(
         index,
         max_num_batched_tokens,

@@ -13,7 +13,8 @@ from radixcache.kernels import choice
 from radixcache.kernels.attention import LayerKind
 from radixcache.kernels.native.attention import NativeBackend
 from radixcache.kernels.torch_backend import TorchBackend
-from tests.kernels.gpu import Attention, Gpu, pretend_gpu
+from tests.kernels.gpu import Gpu, simulated_gpu
+from tests.kernels.gpu_attention import Attention
 
 KINDS = [LayerKind(8, 2, 64, 64, 0.125), LayerKind(8, 2, 64, 64, 0.125, window=100)]
 GPU = torch.device("cuda", 0)
@@ -22,7 +23,7 @@ NAME = "radixcache.kernels.flashinfer_backend"
 
 @pytest.fixture
 def gpu() -> Iterator[Gpu]:
-    with pretend_gpu(any_dtype=False) as gpu:
+    with simulated_gpu(any_dtype=False) as gpu:
         yield gpu
 
 

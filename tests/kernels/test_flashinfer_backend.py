@@ -20,7 +20,7 @@ from radixcache.kernels.attention import (
 )
 from radixcache.kernels.kv_format import FP8, encode
 from radixcache.runtime.model.cuda_graphs import Shape, pad
-from tests.helpers.pretend_cuda import CUDA
+from tests.helpers.simulated_cuda import CUDA
 from tests.kernels.reference import Step, inputs_of, make_step, random_step
 from tests.kernels.reference import error as error_on_cpu
 from tests.kernels.test_cpu_backends import SHAPES

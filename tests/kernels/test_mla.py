@@ -12,7 +12,7 @@ import torch
 from radixcache.kernels.attention import AttentionBackend, LayerInputs, LayerKind, LayerPages
 from radixcache.kernels.choice import choose_backend
 from radixcache.kernels.torch_backend import TorchBackend
-from tests.helpers.pretend_cuda import CPU, CUDA
+from tests.helpers.simulated_cuda import CPU, CUDA
 from tests.kernels.reference import Step, make_step, naive_attention
 from tests.kernels.test_cpu_backends import SHAPES
 

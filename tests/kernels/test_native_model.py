@@ -57,7 +57,7 @@ def architecture(
 
 
 DELTA = DeltaNet(4, key_heads=2, heads=4, key=16, value=20)
-MAMBA = Mamba2(4, heads=6, value=12, state=16, groups=2, norm_groups=2, least=0.01, most=0.5)
+MAMBA = Mamba2(4, heads=6, value=12, state=16, groups=2, least=0.01, most=0.5)
 ARCHITECTURES = {
     "llama": architecture(LLAMA, LLAMA, tied=True),
     "biases, windows, two tables": architecture(
@@ -110,7 +110,7 @@ ARCHITECTURES = {
     ),
     "Mamba 2": architecture(
         Layer(MAMBA, DENSE), Layer(Attention(PLAIN), FEW, residual_scale=0.7),
-        Layer(replace(MAMBA, groups=1, norm_groups=1, conv_bias=False, bias=True), None,
+        Layer(replace(MAMBA, groups=1, conv_bias=False, bias=True), None,
               ("input_norm",)),
         Layer(None, MLP(80, "relu2", gated=False), ("mlp_norm",)),
         ropes=(),
@@ -308,7 +308,7 @@ def test_weights_of_other_shapes_are_refused(change: Weights) -> None:
 
 @pytest.mark.parametrize("layer", [
     Layer(Attention(PLAIN, 1), DENSE), Layer(Attention(PLAIN._replace(kv_heads=3)), DENSE),
-    Layer(replace(DELTA, key_heads=3), DENSE), Layer(replace(MAMBA, norm_groups=5), DENSE),
+    Layer(replace(DELTA, key_heads=3), DENSE), Layer(replace(MAMBA, groups=5), DENSE),
 ])  # fmt: skip
 def test_numbers_that_contradict_each_other_are_refused(layer: Layer) -> None:
     a = architecture(layer)

@@ -14,7 +14,7 @@ from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.operations import experts
 from tests.helpers.decoders import DECODERS
 from tests.helpers.models import tiny_model
-from tests.kernels.gpu import pretend_gpu
+from tests.kernels.gpu import simulated_gpu
 from tests.kernels.triton_launches import launch_triton
 from tests.runtime.model.test_fused_experts import assert_right
 
@@ -74,7 +74,7 @@ def test_experts_add_up_to_what_torch_finds(monkeypatch) -> None:
 
 def test_a_model_of_experts_runs_by_them(tmp_path: Path, monkeypatch) -> None:
     path = tiny_model("qwen3_moe", tmp_path, tokenizer=False, **DECODERS["qwen3_moe"])
-    with pretend_gpu() as gpu:
+    with simulated_gpu() as gpu:
         launch_triton(gpu.device, monkeypatch)
         experts.triton_product.cache_clear()
         gpu.kernels.moe.is_compiled = False

@@ -1,5 +1,5 @@
-"""Engines over the Triton backend with CUDA graphs, on a pretended GPU: its kernels run in Triton's
-interpreter, on the memory of the pretended tensors."""
+"""Engines over the Triton backend with CUDA graphs, on a simulated GPU: its kernels run in Triton's
+interpreter, on the memory of the simulated tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.decoders import DECODERS
 from tests.helpers.drafts import speculate
 from tests.helpers.engines import generated, is_greedy, run
 from tests.helpers.models import tiny_model
-from tests.helpers.pretend_cuda import Device, pretend_cuda
+from tests.helpers.simulated_cuda import Device, simulated_cuda
 from tests.kernels.triton_launches import launch_triton
 from tests.runtime.engine.gpu_schedules import compare_graphs
 
@@ -34,7 +34,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 @pytest.fixture
 def device(monkeypatch) -> Iterator[Device]:
-    with pretend_cuda() as device:
+    with simulated_cuda() as device:
         launch_triton(device, monkeypatch)
         yield device
 

@@ -1,4 +1,4 @@
-"""Prompts in graphs of FlashInfer's backend that Triton prefills, on a pretended GPU: FlashInfer's
+"""Prompts in graphs of FlashInfer's backend that Triton prefills, on a simulated GPU: FlashInfer's
 kernels are stand-ins, and Triton's run in its interpreter."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tests.helpers import engines
 from tests.helpers.decoders import DECODERS
 from tests.helpers.engines import generated, is_greedy, run
 from tests.helpers.models import tiny_model
-from tests.helpers.pretend_cuda import CUDA
-from tests.kernels.gpu import Gpu, pretend_gpu
+from tests.helpers.simulated_cuda import CUDA
+from tests.kernels.gpu import Gpu, simulated_gpu
 from tests.kernels.reference import error, make_step
 from tests.kernels.triton_launches import launch_triton
 
@@ -37,7 +37,7 @@ KIND = LayerKind(8, 2, 16, 16, 0.3)
 
 @pytest.fixture
 def gpu(monkeypatch) -> Iterator[Gpu]:
-    with pretend_gpu() as gpu:
+    with simulated_gpu() as gpu:
         launch_triton(gpu.device, monkeypatch)
         yield gpu
 

@@ -1,4 +1,4 @@
-"""Lets the pretended device launch Triton's kernels, which its interpreter runs."""
+"""Lets the simulated device launch Triton's kernels, which its interpreter runs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.pretend_cuda import Device
+from tests.helpers.simulated_cuda import Device
 
 
 class Launched:
-    """A kernel that the pretended device launches, so that a graph records it."""
+    """A kernel that the simulated device launches, so that a graph records it."""
 
     def __init__(self, device: Device, kernel: Any) -> None:
         self._device, self._kernel = device, kernel

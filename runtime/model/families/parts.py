@@ -144,7 +144,7 @@ def granite_mamba(config: Config) -> Mamba2:
     width, heads, value, state, groups = (config.size(f"mamba_{name}") for name in names)
     least, most = config.get("time_step_limit")
     biases = config.flag("mamba_conv_bias"), config.flag("mamba_proj_bias")
-    return Mamba2(width, heads, value, state, groups, groups, *biases, float(least), float(most))
+    return Mamba2(width, heads, value, state, groups, *biases, float(least), float(most))
 
 
 def nemotron_mamba(config: Config) -> Mamba2:
@@ -153,4 +153,4 @@ def nemotron_mamba(config: Config) -> Mamba2:
     names = "conv_kernel mamba_num_heads mamba_head_dim ssm_state_size n_groups".split()
     width, heads, value, state, groups = (config.size(name) for name in names)
     biases, least = (config.flag("use_conv_bias"), config.flag("use_bias")), "time_step_min"
-    return Mamba2(width, heads, value, state, groups, groups, *biases, config.number(least))
+    return Mamba2(width, heads, value, state, groups, *biases, config.number(least))

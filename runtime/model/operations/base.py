@@ -89,8 +89,10 @@ class LoadedLayer:
 class Operations:
     """The operations on the T rows of a step; hidden states are [T, hidden_size].
 
-    Attributes:
+    Args:
         recur: the recurrence of delta nets and Mamba 2.
+
+    Attributes:
         rounds: not 0 while the products of quantized weights round their rows to 8 bits; None if no
             product can.
     """
@@ -99,11 +101,12 @@ class Operations:
 
     name = f"torch {torch.__version__}"
 
-    def __init__(self, architecture: Architecture, dtype: torch.dtype) -> None:
-        self.architecture, self._dtype = architecture, dtype
+    def __init__(
+        self, architecture: Architecture, dtype: torch.dtype, recur: Recurrence | None = None
+    ) -> None:
+        self.architecture, self._dtype, self._recur = architecture, dtype, recur
         self.layers: list[LoadedLayer] = []
         self.eps = architecture.eps
-        self.recur: Recurrence | None = None
 
     def product(self, *parts: Part) -> Any:
         """At load: one product of the rows of all parts."""
@@ -156,7 +159,7 @@ class Operations:
                 ones = torch.ones(mixer.kind.value_dim, device=self.table.device)
                 loaded.norms["value_norm"] = ones.to(self._dtype)
         elif mixer is not None:
-            loaded.recurrent = RecurrentMixer(mixer, weights, self.product, self.recur, self.eps)
+            loaded.recurrent = RecurrentMixer(mixer, weights, self.product, self._recur, self.eps)
             loaded.out = self.product(part("o"))
         if isinstance(spec.mlp, MLP):
             up = part("up")

@@ -15,6 +15,7 @@ import torch
 from radixcache.errors import first_line
 from radixcache.kernels.fallback import first_that_runs
 from radixcache.kernels.load_flashinfer import load_flashinfer
+from radixcache.kernels.recurrence import Recurrence
 from radixcache.runtime.model.description import MLP, Architecture, Attention, Experts, Weights
 from radixcache.runtime.model.operations.base import LoadedLayer, Operations, Part
 from radixcache.runtime.model.operations.experts import GroupedExperts
@@ -28,9 +29,11 @@ _ACTIVATIONS = {"silu": "silu_and_mul", "gelu_tanh": "gelu_tanh_and_mul", "gelu"
 class FusedOperations(Operations):
     """Kernels overwrite their inputs: rows of queries, keys and residuals change in place."""
 
-    def __init__(self, architecture: Architecture, dtype: torch.dtype) -> None:
+    def __init__(
+        self, architecture: Architecture, dtype: torch.dtype, recur: Recurrence | None
+    ) -> None:
         flashinfer = load_flashinfer()
-        super().__init__(architecture, dtype)
+        super().__init__(architecture, dtype, recur)
         self.name = f"FlashInfer {flashinfer.__version__}"
         self._kernels: Any = flashinfer
         offset = "gemma_" if architecture.norm_offset else ""  # the kernel adds 1, in float32
@@ -121,9 +124,11 @@ class FusedOperations(Operations):
 
 
 @torch.inference_mode()
-def tried(architecture: Architecture, dtype: torch.dtype, device: torch.device) -> FusedOperations:
+def tried(
+    architecture: Architecture, dtype: torch.dtype, device: torch.device, recur: Recurrence | None
+) -> FusedOperations:
     """The operations after each kernel has run once, which loads or compiles it."""
-    operations = FusedOperations(architecture, dtype)
+    operations = FusedOperations(architecture, dtype, recur)
 
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -117,14 +117,14 @@ class NativeOperations(Operations):
         vectors = [self._vector(w.get(n)) for n in ("rate", "rate_bias", "skip", "mixer_norm")]
         out = self._product(w, "o").struct
         if isinstance(mixer, ShortConv):
-            sizes, names, limits = (0, 0, 0, 0, 1), ["in"], (0.0, 0.0)
+            sizes, names, limits = (0, 0, 0, 0), ["in"], (0.0, 0.0)
         elif isinstance(mixer, DeltaNet):
-            sizes = mixer.key_heads, mixer.heads, mixer.key, mixer.value, 1
+            sizes = mixer.key_heads, mixer.heads, mixer.key, mixer.value
             names, limits = ["in", "z", "ba"], (0.0, float("inf"))
         else:
-            sizes = mixer.groups, mixer.heads, mixer.state, mixer.value, mixer.norm_groups
+            sizes = mixer.groups, mixer.heads, mixer.state, mixer.value
             names, limits = ["in"], (mixer.least, mixer.most)
-        if sizes[1] % (sizes[0] or 1) or mixer.out_width % sizes[4]:
+        if sizes[1] % (sizes[0] or 1):
             raise ValueError(f"{mixer} cuts its heads into parts of different sizes")
         kind = native.RECURRENCES.index(type(mixer).__name__)
         inputs = self._structs(3, self._products(w, *names))

@@ -132,7 +132,7 @@ class RecurrentMixer:
         tokens = Tokens(query, key, value, (w["rate"] * gain).exp(), gain, False)
         out = self._recur(state, tokens, step.slots) + w["skip"][:, None] * value
         gated = out.flatten(1) * F.silu(z.float())
-        parts = gated.unflatten(1, (mamba.norm_groups, -1))
+        parts = gated.unflatten(1, (mamba.groups, -1))
         return F.rms_norm(parts, parts.shape[2:], eps=self._eps).flatten(1) * w["mixer_norm"]
 
     def _convolve(self, x: torch.Tensor, conv: torch.Tensor, step: StepStates) -> torch.Tensor:

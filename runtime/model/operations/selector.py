@@ -35,15 +35,12 @@ def choose_operations(
         return NativeOperations(architecture, dtype)
     recur = find_recurrence(architecture, device)
     if attention.name.startswith("FlashInfer"):
-        fused, errors = first_that_runs(partial(tried, architecture, dtype, device))
+        fused, errors = first_that_runs(partial(tried, architecture, dtype, device, recur))
         if fused is not None:
-            fused.recur = recur
             return fused
         reason = first_line(errors[0])
         _log.warning("norms, RoPE and activations run in torch: FlashInfer: %s", reason)
-    operations = Operations(architecture, dtype)
-    operations.recur = recur
-    return operations
+    return Operations(architecture, dtype, recur)
 
 
 def find_recurrence(architecture: Architecture, device: torch.device) -> Recurrence | None:

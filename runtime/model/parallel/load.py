@@ -45,7 +45,7 @@ class LeadingModel(TransformersModel):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        if self.bytes_per_state:
+        if self.state_shapes:
             raise refusal(self.model_type, "its recurrent layers are not shared out among ranks")
 
     @property

@@ -1,4 +1,4 @@
-"""The whole check on a pretended GPU, over the tests' stand-in for FlashInfer."""
+"""The whole check on a simulated GPU, over the tests' stand-in for FlashInfer."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from radixcache.kernels.torch_backend import TorchBackend
 from radixcache.runtime.engine import model_runner
 from radixcache.runtime.engine.worker import Worker
 from radixcache.runtime.model import cuda_graphs
-from tests.helpers.pretend_cuda import CUDA, Device
-from tests.kernels.gpu import pretend_gpu
+from tests.helpers.simulated_cuda import CUDA, Device
+from tests.kernels.gpu import simulated_gpu
 
 _TINY = llama(256, 64, 64, 2, 4, 2, 16, 1024)
 SMALL = Sizes(
@@ -65,10 +65,10 @@ def rehearsal_place(out: Path) -> Iterator[Place]:
         gc.freeze()  # what is imported: memory is tidied up after each of many engines
     try:
         with (
-            pretend_gpu() as gpu,
+            simulated_gpu() as gpu,
             patch.object(model_runner, "MIN_SAVED", 1),
             patch.object(cuda_graphs, "batch_sizes", _three_sizes),
-            patch.object(Worker, "_run", _pretending(gpu.device)),
+            patch.object(Worker, "_run", _simulating(gpu.device)),
         ):
 
             def stand_for_triton(*args: Any) -> AttentionBackend:  # which takes any head
@@ -83,15 +83,15 @@ def rehearsal_place(out: Path) -> Iterator[Place]:
             gc.unfreeze()
 
 
-def _pretending(device: Device) -> Callable[[Worker], None]:
+def _simulating(device: Device) -> Callable[[Worker], None]:
     """Torch's modes are a thread's own: the engine's thread enters it, too."""
     run = Worker._run
 
-    def pretend(worker: Worker) -> None:
+    def simulate(worker: Worker) -> None:
         with device:
             run(worker)
 
-    return pretend
+    return simulate
 
 
 def _three_sizes(largest: int) -> list[int]:

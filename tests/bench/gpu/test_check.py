@@ -1,4 +1,4 @@
-"""The GPU check, rehearsed on a pretended GPU: every line of it runs, and it can fail."""
+"""The GPU check, rehearsed on a simulated GPU: every line of it runs, and it can fail."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Found = dict[str, dict[str, Row]]
 
 
 def run(folder: Path, *sections: str, prepare: Callable[[Place], Any] | None = None) -> Found:
-    """Sections in this process, on the pretended GPU."""
+    """Sections in this process, on the simulated GPU."""
     found: Found = {}
     with rehearsal_place(folder) as place:
         if prepare is not None:

@@ -1,4 +1,4 @@
-"""Random schedules of an engine on the pretended GPU, over FlashInfer's own Python.
+"""Random schedules of an engine on the simulated GPU, over FlashInfer's own Python.
 
     PYTHONPATH=.venv-gpu/flashinfer python -m tests.runtime.engine.gpu_schedules --seed 1
 
@@ -49,7 +49,7 @@ numbers of rows add in other orders."""
 
 
 @contextmanager
-def pretending() -> Iterator[None]:
+def simulating() -> Iterator[None]:
     with (
         pinning_cuda(flashinfer=True),
         patch.object(
@@ -67,7 +67,7 @@ def make_models(root: Path) -> dict[str, Path]:
 
 
 def run_schedule(folders: dict[str, Path], seed: int, num_requests: int = 12) -> Counter[str]:
-    """Play one of the schedules, within `pretending`; what it has seen."""
+    """Play one of the schedules, within `simulating`; what it has seen."""
     rng = random.Random(seed)
     is_hybrid = seed % 4 == 3
     families = HYBRIDS if is_hybrid else FAMILIES
@@ -170,7 +170,7 @@ def main() -> int:
     seen = Counter[str]()
     with tempfile.TemporaryDirectory() as root:
         folders = make_models(Path(root))
-        with pretending():
+        with simulating():
             for seed in range(args.seed, args.seed + args.count):
                 try:
                     seen += run_schedule(folders, seed)

@@ -1,4 +1,4 @@
-"""Random schedules in CUDA graphs on the pretended GPU: see `gpu_schedules`."""
+"""Random schedules in CUDA graphs on the simulated GPU: see `gpu_schedules`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.cover import seeds
-from tests.runtime.engine.gpu_schedules import make_models, pretending, run_schedule
+from tests.runtime.engine.gpu_schedules import make_models, run_schedule, simulating
 
 pytest.importorskip("flashinfer", reason="`make test-gpu` brings it")
 
@@ -21,7 +21,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(autouse=True)
 def gpu(folders) -> Iterator[None]:
-    with pretending():
+    with simulating():
         yield
 
 

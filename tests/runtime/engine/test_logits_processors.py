@@ -24,7 +24,7 @@ from radixcache.runtime.spec_decode.proposer import NO_TOKENS
 from tests.helpers import engines
 from tests.helpers.engines import assert_no_page_is_lost, finish, generated, plain_model
 from tests.helpers.models import EOS, VOCAB_SIZE
-from tests.helpers.pretend_cuda import pretend_cuda
+from tests.helpers.simulated_cuda import simulated_cuda
 
 SEED = 20_261_125
 CPU = torch.device("cpu")
@@ -118,7 +118,7 @@ def test_logits_are_edited_as_the_definitions_say(vocab: int, place: str) -> Non
         make_sequence(prompt, one, vocab, ends) for prompt, one in zip(prompts, params, strict=True)
     ]
     editor, before = LogitsProcessors(), list[Sequence]()
-    with pretend_cuda() as pretended:
+    with simulated_cuda() as simulated:
         device = torch.device("cuda", 0) if place == "device" else CPU
         for step in range(23):
             batch = rng.sample(before, rng.randrange(1, 1 + len(before))) if step % 3 == 2 else (
@@ -131,9 +131,9 @@ def test_logits_are_edited_as_the_definitions_say(vocab: int, place: str) -> Non
                 sequence.num_computed = len(sequence)
             logits = 8 * torch.randn(len(batch), vocab, generator=torch.manual_seed(SEED + step))
             raw = logits.to(device)
-            pretended.waits.clear()
+            simulated.waits.clear()
             edited = editor.edit(rows_of(batch), raw)
-            assert not pretended.waits
+            assert not simulated.waits
             assert torch.equal(raw.cpu(), logits), "raw logits are for others, too"
             for row, sequence in zip(range(len(batch)), batch, strict=True):
                 index = sequences.index(sequence)

@@ -29,7 +29,7 @@ from tests.helpers.hash_model import (
     greedy,
     hash_engine,
 )
-from tests.helpers.pretend_cuda import CUDA, pretend_cuda
+from tests.helpers.simulated_cuda import CUDA, simulated_cuda
 
 
 def make_quick_engine(path: Path, monkeypatch, **options) -> Engine:
@@ -109,7 +109,7 @@ def test_a_token_that_never_came_is_not_cached(cache) -> None:
 
 
 class DeviceHashModel(HashModel):
-    """On a pretended GPU, which knows the tokens of the step before and sees the logits first."""
+    """On a simulated GPU, which knows the tokens of the step before and sees the logits first."""
 
     ranks = None
 
@@ -133,10 +133,10 @@ class DeviceRecurrentModel(RecurrentHashModel):
 
 
 def fuzz(seed: int, num_requests: int, recurrent: bool = False) -> Counter[str]:
-    """Requests of every kind on a pretended GPU, of which a tenth fail; each cached slot is
+    """Requests of every kind on a simulated GPU, of which a tenth fail; each cached slot is
     compared with its path after each failure, and every answer with the model's."""
     rng, seen = random.Random(seed), Counter[str]()
-    with pretend_cuda():
+    with simulated_cuda():
         model: Any = DeviceRecurrentModel() if recurrent else DeviceHashModel()
         page_size = rng.choice([1, 2, 4, 16])
         num_pages = rng.choice([90, 300]) // page_size + 4

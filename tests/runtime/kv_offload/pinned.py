@@ -1,4 +1,4 @@
-"""An engine on a pretended GPU whose evicted pages go to pinned host memory, and on to a disk."""
+"""An engine on a simulated GPU whose evicted pages go to pinned host memory, and on to a disk."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from radixcache.runtime.kv_offload.disk import DiskStore
 from radixcache.runtime.kv_offload.host import HostStore
 from radixcache.runtime.kv_offload.offload import Offload
 from radixcache.runtime.model.kv_pool import KVPool, LayerShape
-from tests.helpers import pretend_cuda
+from tests.helpers import simulated_cuda
 from tests.helpers.engines import generated
 from tests.helpers.hash_model import HashModel
-from tests.helpers.pretend_cuda import CUDA, Device, DeviceTensor
-from tests.kernels.gpu import pretend_gpu
+from tests.helpers.simulated_cuda import CUDA, Device, DeviceTensor
+from tests.kernels.gpu import simulated_gpu
 
 _COPY = torch.ops.aten.copy_.default
 
 
 class PinnedDevice(Device):
-    """A pretended GPU that copies to and from registered host memory, in the order of its stream.
+    """A simulated GPU that copies to and from registered host memory, in the order of its stream.
 
     Only the device touches that memory, so that it may be thought of as the device sees it: each
     copy has run by the time of the next.
@@ -60,7 +60,7 @@ class PinnedDevice(Device):
                 if self.rng.random() < self.failures:
                     raise torch.OutOfMemoryError("CUDA out of memory")
                 self.launches += 1
-                to, what = (pretend_cuda.unwrap(side) for side in (target, source))
+                to, what = (simulated_cuda.unwrap(side) for side in (target, source))
                 to.copy_(what)
                 return target
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -77,9 +77,10 @@ class PinnedDevice(Device):
 
 @contextmanager
 def pinning_cuda(flashinfer: bool = False) -> Iterator[PinnedDevice]:
-    """`pretend_cuda`, or `pretend_gpu`, where host memory can be registered."""
-    with patch.object(pretend_cuda, "Device", PinnedDevice), ExitStack() as stack:
-        made = stack.enter_context(pretend_gpu() if flashinfer else pretend_cuda.pretend_cuda())
+    """`simulated_cuda`, or `simulated_gpu`, where host memory can be registered."""
+    with patch.object(simulated_cuda, "Device", PinnedDevice), ExitStack() as stack:
+        make = simulated_gpu if flashinfer else simulated_cuda.simulated_cuda
+        made: Any = stack.enter_context(make())
         device = getattr(made, "device", made)
         assert isinstance(device, PinnedDevice)
         runtime = SimpleNamespace(

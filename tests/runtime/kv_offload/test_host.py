@@ -1,4 +1,4 @@
-"""Pages in host memory below a GPU's pool, which is pretended: the answers are as without."""
+"""Pages in host memory below a GPU's pool, which is simulated: the answers are as without."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.helpers.cover import seeds
 from tests.helpers.engines import plain_greedy
 from tests.helpers.hash_model import greedy
 from tests.helpers.models import tiny_model
-from tests.helpers.pretend_cuda import CUDA
+from tests.helpers.simulated_cuda import CUDA
 from tests.helpers.traffic import play
 from tests.runtime.kv_offload.disk_engine import Asker
 from tests.runtime.kv_offload.pinned import Pinned, PinnedDevice, pinning_cuda

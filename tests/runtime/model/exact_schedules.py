@@ -26,6 +26,7 @@ import torch
 from radixcache import HashBlockCache, PagePool, PrefixCache, RadixCache, SamplingParams
 from radixcache.kernels.attention import PagedBatch
 from radixcache.lease import WindowTable
+from radixcache.runtime.engine.build import choose_logits_cache, choose_planner
 from radixcache.runtime.engine.chunk import Chunk
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.scheduler import Scheduler
@@ -34,7 +35,7 @@ from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.request import Request, Sequence
 from radixcache.states import SequenceStates
-from tests.helpers.engines import in_use, logits_cache, make_planner
+from tests.helpers.engines import in_use
 from tests.helpers.gguf_converter import convert
 from tests.helpers.gguf_files import write_model
 from tests.helpers.models import VOCAB_SIZE, tiny_model
@@ -217,8 +218,8 @@ class Schedule:
             pages += min(80 * scale, windows.window + step) // windows.page_size + 4
         pool = PagePool(pages, page_size)
         self.cache: PrefixCache = kind(pool)
-        planner = make_planner(self.cache, num_states, windows)
-        kept = None if num_states else logits_cache(self.cache, model.vocab_size)
+        planner = choose_planner(self.cache, num_states, windows)
+        kept = choose_logits_cache(self.cache, model.vocab_size, num_states)
         scheduler = Scheduler(self.cache, step, most, planner=planner, logits_cache=kept)
         kv_pool = model.allocate(pool.num_pages, page_size, num_states, windows)
         self.engine = Engine(model, kv_pool, self.cache, scheduler)

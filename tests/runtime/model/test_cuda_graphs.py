@@ -1,4 +1,4 @@
-"""Steps in CUDA graphs, and the engine on a GPU: pretended, with a stand-in for FlashInfer."""
+"""Steps in CUDA graphs, and the engine on a GPU: simulated, with a stand-in for FlashInfer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.helpers.cover import covering
 from tests.helpers.drafts import speculate
 from tests.helpers.engines import generated, plain_greedy, run
 from tests.helpers.models import tiny_model
-from tests.kernels.gpu import Gpu, pretend_gpu
+from tests.kernels.gpu import Gpu, simulated_gpu
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch) -> Iterator[Gpu]:
     monkeypatch.setattr(engines, "paged_model", load)
-    with pretend_gpu() as gpu:
+    with simulated_gpu() as gpu:
         yield gpu
 
 

@@ -11,14 +11,14 @@ from radixcache.runtime.engine.logits_cache import PromptLogitsCache
 from radixcache.runtime.engine.scheduler import Scheduler
 from radixcache.runtime.model.load import load_model
 from tests.helpers.engines import generated, plain_greedy, run
-from tests.kernels.gpu import pretend_gpu
+from tests.kernels.gpu import simulated_gpu
 
 
 def test_an_engine_runs_on_it_and_leaves_the_current_device_alone(path) -> None:
     """Events of another device wait for nothing: pinned buffers would change in flight."""
     prompts = [[1, 2, 3], [7, 8, 9, 10, 11], [5] * 20]
     expected = [[plain_greedy(path, prompt, 12)] for prompt in prompts]
-    with pretend_gpu(index=1):
+    with simulated_gpu(index=1):
         model = load_model(path, device="cuda:1", dtype="float32")
         assert model.device == torch.device("cuda", 1)
         cache = RadixCache(PagePool(64, 4))
@@ -35,5 +35,5 @@ def test_an_engine_runs_on_it_and_leaves_the_current_device_alone(path) -> None:
 
 
 def test_one_that_is_not_there_is_refused_in_a_sentence(path) -> None:
-    with pretend_gpu(), pytest.raises(InvalidRequest, match="CUDA has 1 here"):
+    with simulated_gpu(), pytest.raises(InvalidRequest, match="CUDA has 1 here"):
         load_model(path, device="cuda:1")

@@ -19,7 +19,7 @@ from radixcache.runtime.model.operations.experts import GroupedExperts
 from radixcache.runtime.model.operations.fused_experts import FusedExperts
 from tests.helpers.decoders import DECODERS
 from tests.helpers.models import tiny_model
-from tests.helpers.pretend_cuda import CUDA
+from tests.helpers.simulated_cuda import CUDA
 from tests.kernels import moe
 from tests.runtime.model.test_paged_model import (
     STEPS,

@@ -1,4 +1,4 @@
-"""The decoder loop with FlashInfer's fused kernels, on a pretended GPU with a stand-in for them."""
+"""The decoder loop with FlashInfer's fused kernels, on a simulated GPU with a stand-in for them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("gpu")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[tuple[str, int], Path]:
-    """Of each family, with two and with three layers. They are made before a GPU is pretended,
+    """Of each family, with two and with three layers. They are made before a GPU is simulated,
     which forgets the modules that are imported meanwhile."""
     root = tmp_path_factory.mktemp("models")
     made = {}

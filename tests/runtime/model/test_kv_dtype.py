@@ -138,7 +138,7 @@ def test_scales_of_a_checkpoint_are_read(tmp_path: Path) -> None:
             scales(**{names[0]: wrong})
 
 
-# On a GPU, which is pretended.
+# On a GPU, which is simulated.
 
 
 def test_fp8_gives_a_hit_the_tokens_of_a_miss(gpu, path: Path, monkeypatch) -> None:

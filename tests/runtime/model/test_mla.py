@@ -18,7 +18,7 @@ from radixcache.runtime.model.transformers_patches import mla
 from tests.helpers import engines
 from tests.helpers.engines import generated, is_greedy, make_engine, run
 from tests.helpers.models import MLA, tiny_model
-from tests.kernels.gpu import pretend_gpu
+from tests.kernels.gpu import simulated_gpu
 from tests.runtime.model.test_paged_model import (
     STEPS,
     plain_logits,
@@ -117,7 +117,7 @@ def test_on_a_gpu_decodes_take_graphs_or_torch_where_flashinfer_has_no_kernel(
     rng, params = random.Random(3), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     stem = [rng.randrange(250) for _ in range(30)]
     prompts = [[*stem[: rng.randint(5, 30)], rng.randrange(250)] for _ in range(6)]
-    with pretend_gpu() as gpu:
+    with simulated_gpu() as gpu:
         monkeypatch.setattr(
             engines, "paged_model", lambda path, _: load_model(path, device="cuda", dtype=dtype)
         )

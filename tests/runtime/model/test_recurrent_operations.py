@@ -30,7 +30,7 @@ from tests.helpers.cover import seeds
 from tests.helpers.decoders import DECODERS
 from tests.helpers.models import HYBRIDS, VOCAB_SIZE, tiny_model
 from tests.helpers.traffic import serve
-from tests.kernels.gpu import pretend_gpu
+from tests.kernels.gpu import simulated_gpu
 from tests.kernels.recurrence import loop
 
 EVERY_RUN = ("lfm2", "qwen3_5_text", "bamba", "olmo_hybrid")
@@ -151,9 +151,9 @@ def test_states_move_between_slots_as_in_the_native_loop(folder, family, seed) -
 @pytest.mark.parametrize("family", FAMILIES)
 @seeds(2, 9)
 def test_a_step_in_a_graph_has_the_bits_of_the_eager_one(folder, family, seed) -> None:
-    """On a pretended GPU: padded rows, kept states and slots that move, in shapes of graphs."""
+    """On a simulated GPU: padded rows, kept states and slots that move, in shapes of graphs."""
     path = folder(family)
-    with pretend_gpu():
+    with simulated_gpu():
         model = load_model(path, device="cuda", dtype="float32")
         assert isinstance(model, Decoder)
         pools = [model.allocate(3000, 1, 60) for _ in range(2)]
@@ -195,7 +195,7 @@ def test_random_schedules_on_a_gpu_get_the_tokens_of_transformers(
         with _disable_current_modes():
             return engines.is_greedy(path, prompt, tokens)
 
-    with pretend_gpu():
+    with simulated_gpu():
         engine = engines.make_engine(
             path,
             page_size=page_size,
@@ -221,7 +221,7 @@ def test_a_convolution_of_one_tap_keeps_no_inputs(tmp_path, name) -> None:
 
 def test_an_llm_on_a_gpu_has_two_states_for_each_sequence(folder) -> None:
     path = folder("lfm2")
-    with pretend_gpu():
+    with simulated_gpu():
         size = load_model(path, device="cuda").bytes_per_state
         options = {"kv_cache_memory_bytes": "1MiB", "device": "cuda", "page_size": 4}
         for num_states, running in ((9, 4), (2, 1), (200, 8)):
@@ -256,7 +256,7 @@ def test_without_a_kernel_transformers_layers_run_without_graphs(
 ) -> None:
     caplog.set_level("INFO", "radixcache")
     paths = {family: folder(family) for family in ("bamba", "lfm2")}
-    with pretend_gpu() as gpu:
+    with simulated_gpu() as gpu:
 
         def broken(states: Any, *inputs: Any) -> Any:
             if fails:

@@ -11,7 +11,7 @@ from starlette.types import Scope
 from radixcache import LLM
 from radixcache.runtime.router import replica as replica_module
 from radixcache.runtime.router.replica import END
-from tests.runtime.router.pretend import world as make_world
+from tests.runtime.router.simulated_ray import world as make_world
 
 pytestmark = pytest.mark.anyio
 

@@ -25,8 +25,8 @@ from radixcache.runtime.router.replica import Description
 from radixcache.runtime.router.scaling import by_queued_tokens
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.pools import GrammarPool
-from tests.runtime.router.pretend import Answer, World
-from tests.runtime.router.pretend import world as make_world
+from tests.runtime.router.simulated_ray import Answer, World
+from tests.runtime.router.simulated_ray import world as make_world
 
 STREAMS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a b c", "max_tokens": 40},

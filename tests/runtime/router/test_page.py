@@ -11,7 +11,7 @@ import uvicorn
 from radixcache import LLM
 from radixcache.runtime.server.http.listener import listen
 from radixcache.runtime.server.http.serve import configure
-from tests.runtime.router.pretend import world
+from tests.runtime.router.simulated_ray import world
 from tests.runtime.server.page.browser import Page, browser
 
 

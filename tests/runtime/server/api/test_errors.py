@@ -17,7 +17,7 @@ from radixcache.runtime.server.protocol.openai import (
 )
 from radixcache.runtime.server.protocol.responses import ResponsesRequest
 from tests.helpers.models import tiny_model
-from tests.runtime.server.api.apis import SCHEMA, user
+from tests.runtime.server.api.apis import user
 from tests.runtime.server.live import LiveServer, assert_error, live
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -45,7 +45,6 @@ def result(call_id: str | None) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call_id, "content": "x"}
 
 
-BY_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 MARKED = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
 NO_CALL = "message 1: a tool's result has the id of a call before it"
 NO_MEDIA = "not supported: models here read and write text"

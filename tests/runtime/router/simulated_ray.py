@@ -1,4 +1,4 @@
-"""Replicas in this process: the app and all of `Replica`, with a pretended Ray between."""
+"""Replicas in this process: the app and all of `Replica`, with a simulated Ray between."""
 
 from __future__ import annotations
 

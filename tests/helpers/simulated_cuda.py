@@ -1,7 +1,7 @@
-"""A CUDA device that is pretended on a CPU, so that what is written for a GPU runs everywhere.
+"""A CUDA device that is simulated on a CPU, so that what is written for a GPU runs everywhere.
 
-Within `pretend_cuda()` plain torch computes on tensors that say that they are on "cuda". What a CPU
-forgives is an error, as it is on a GPU:
+Within `simulated_cuda()` plain torch computes on tensors that say that they are on "cuda". What a
+CPU forgives is an error, as it is on a GPU:
 
 - an operation on tensors of the device and of the host together, scalars excepted;
 - in a capture, what waits for the device: `item`, `nonzero`, copies not from or to pinned memory;
@@ -98,7 +98,7 @@ class Event:
         self._before = self._launches = 0
 
     def record(self, stream: object = None) -> None:
-        """On the current device, on which nothing is done if it is not the pretended one."""
+        """On the current device, on which nothing is done if it is not the simulated one."""
         elsewhere = self._device is not None and self._device.current != self._device.place.index
         self._before = 0 if elsewhere else next(Copies._numbers)
         self._launches = self._device.launches if self._device is not None else 0
@@ -141,7 +141,7 @@ class DeviceTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise AssertionError(f"{func} on a device that is no longer pretended")
+        raise AssertionError(f"{func} on a device that is no longer simulated")
 
     def numpy(self, *, force: bool = False) -> Any:
         if not force:
@@ -418,14 +418,14 @@ def _let_cuda_be_guarded() -> None:
 
 
 @contextmanager
-def pretend_cuda(index: int = 0) -> Iterator[Device]:
+def simulated_cuda(index: int = 0) -> Iterator[Device]:
     """A device "cuda:<index>" for this thread, whose current device is 0 at first; whatever this
     replaces is as before afterwards."""
     _let_cuda_be_guarded()
     device = Device(torch.device("cuda", index))
     streams = [_Stream()]  # the last one is current
     properties = SimpleNamespace(
-        name="a GPU pretended on a CPU: no time means anything", total_memory=1 << 30,
+        name="a GPU simulated on a CPU: no time means anything", total_memory=1 << 30,
         multi_processor_count=132, major=9, minor=0, shared_memory_per_multiprocessor=228 << 10,
         shared_memory_per_block_optin=227 << 10,
     )  # fmt: skip
