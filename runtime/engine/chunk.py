@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixcache.base import Tokens
+from radixcache.lease import Lease
 from radixcache.runtime.request import Sequence
 from radixcache.runtime.spec_decode.proposer import NO_TOKENS
 from radixcache.states import SequenceStates
@@ -29,6 +30,12 @@ class Chunk(NamedTuple):
     """Drafted tokens, computed as well; `num_computed` does not include them."""
     is_unread: bool = False
     """The chunk is one token that only the device knows when it is scheduled."""
+
+    @property
+    def lease(self) -> Lease:
+        """The lease of its sequence, which runs."""
+        assert self.sequence.lease is not None
+        return self.sequence.lease
 
     @property
     def tokens(self) -> Tokens:
