@@ -122,11 +122,12 @@ class KVPool:
             copies: (source, target, n) triples; all sources are read before any target is written.
             window_copies: the same for pages of the windowed layers.
         """
+        is_view = self.device.type == "cpu"  # what indices read is a copy already
         read = []
         for in_window, triples in ((False, copies), (True, window_copies)):
             for source, target in self._places(triples):
                 read += [
-                    (block, target, block[source].clone())
+                    (block, target, block[source].clone() if is_view else block[source])
                     for (windowed, _), block in self._blocks.items()
                     if windowed == in_window
                 ]
