@@ -195,7 +195,7 @@ class Engine:
                 self.scheduler.finish(sequence, "abort")
             self._adding = None
         for sequence in [*self.scheduler.open]:  # its last token may be its end
-            if len(sequence.generated):
+            if not sequence.is_fresh:
                 self.output_processor.changed[sequence.request] = None
                 self.output_processor.end_if_done(sequence)
         self._cut_off = False

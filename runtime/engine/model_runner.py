@@ -84,7 +84,7 @@ class ModelRunner:
         page_size = self._pool.page_size
         decodes, prefills = list[Chunk](), list[Chunk]()
         for chunk in chunks:
-            is_decode = self._num_decodes(chunk) == chunk.num_new
+            is_decode = chunk.num_new == 1 or (self.graphs is not None and chunk.num_tokens <= 1)
             (decodes if is_decode else prefills).append(chunk)
         shared: tuple[SharedPrefix, ...] = ()
         if self._model.attention.reads_shared_once:
@@ -97,12 +97,13 @@ class ModelRunner:
             order, shared = group_by_prefix(prefixes, min_saved)
             decodes = [decodes[i] for i in order]
         chunks = decodes + prefills
-        tables, query_lens, kv_lens, counts = list[Pages](), list[int](), list[int](), list[int]()
-        for chunk in chunks:
-            count, end = self._num_decodes(chunk), chunk.end
-            counts.append(count)
+        counts = [chunk.num_new for chunk in decodes]
+        query_lens = [1] * sum(counts) + [chunk.num_new for chunk in prefills]
+        counts += [1] * len(prefills)
+        tables, kv_lens = list[Pages](), list[int]()
+        for chunk, count in zip(chunks, counts, strict=True):
+            end = chunk.end
             tables += [chunk.lease.page_table] * count
-            query_lens += [chunk.num_new // count] * count
             kv_lens += range(end - count + 1, end + 1)
         if shared:
             starts = [0, *accumulate(counts)]
@@ -138,10 +139,6 @@ class ModelRunner:
             for window, start in zip(windows, starts, strict=True)
         ]
         return replace(batch.sparing(spared, self._pool.spare_page), window=window)
-
-    def _num_decodes(self, chunk: Chunk) -> int:
-        """How many sequences of the batch a chunk takes."""
-        return chunk.num_new if self.graphs is not None and chunk.num_tokens <= 1 else 1
 
     def _compute(
         self,

@@ -142,7 +142,7 @@ class Scheduler:
         """
         going_on = [
             s for s in sampled
-            if s.finish_reason is None and len(s.generated) + 1 < s.max_tokens
+            if s.finish_reason is None and s.num_generated + 1 < s.max_tokens
         ]  # fmt: skip
         drafts = self.proposer if going_on else None
         expected = drafts is not None and drafts.expects(going_on)
@@ -169,7 +169,7 @@ class Scheduler:
         skipped = {*(sampled or ())}
         going = [s for s in self.running if s not in skipped]
         # One token first, then what a grammar has forced, then prompts, the shortest rest first.
-        rank = lambda s: (len(s.pending) > 1, s.in_prefill, s.in_prefill * len(s.pending))  # noqa: E731
+        rank = lambda s: (s.num_pending > 1, s.in_prefill, s.in_prefill * s.num_pending)  # noqa: E731
         prompts = [sequence for sequence in going if sequence.in_prefill]
         share = 1
         if prompts and not self._is_full:  # half for waiting prompts, if one may begin
@@ -258,7 +258,7 @@ class Scheduler:
         in_vain = self._no_room and self._tried == self.cache.changes
         if in_vain and self.planner is NO_CHECKPOINTS and not self.loads.pending:
             return
-        if not self.budget.room(0) or len(self.running) >= self.max_num_seqs:
+        if not self.waiting or not self.budget.room(0) or len(self.running) >= self.max_num_seqs:
             return  # before the waiting prompts are looked up
         budget, ending = self.budget, self._ending(chunks)
         prompts = [sequence for sequence in self.running if sequence.in_prefill]
@@ -369,22 +369,22 @@ class Scheduler:
         """
         lease = sequence.lease
         assert lease is not None
-        tokens = sequence.pending[: max(1, budget // sequence.token_cost)]
-        end = sequence.num_computed + len(tokens)
-        if sequence.in_prefill or not len(tokens):
+        count = min(sequence.num_pending, max(1, budget // sequence.token_cost))
+        end = sequence.num_computed + count
+        if sequence.in_prefill or not count:
             self.planner.take(sequence, end)
             self.cache.reserve(lease, end)
             self.on_publish(sequence, end)
-            if not len(tokens):
+            if not count:
                 self.cache.touch(lease)
             elif end > lease.num_tokens:  # else computed for its logits only
                 self.cache.publish(lease, sequence.tokens[lease.num_tokens : end])
-            sequence.request.prefilled_tokens += len(tokens)
-            self._shares.note(sequence.request.client, len(tokens))
+            sequence.request.prefilled_tokens += count
+            self._shares.note(sequence.request.client, count)
         else:
-            self.reserve_decode(sequence, len(tokens))
+            self.reserve_decode(sequence, count)
         start, sequence.num_computed = sequence.num_computed, end
-        return Chunk(sequence, len(tokens), self.planner.plan(sequence, start, end))
+        return Chunk(sequence, count, self.planner.plan(sequence, start, end))
 
     def reserve_decode(self, sequence: Sequence, count: int = 1) -> None:
         """Reserve pages for the next tokens of a decoding sequence, and for more where they last.
