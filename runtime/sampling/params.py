@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from math import inf
 from typing import Any
 
@@ -18,11 +19,11 @@ MAX_PROMPT_LOGPROBS = 20
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def _is_float(value: Any) -> bool:
-    return isinstance(value, float | np.floating) or (_is_int(value) and abs(value) < 2**1023)
+    return isinstance(value, (float, np.floating)) or (_is_int(value) and abs(value) < 2**1023)
 
 
 def _is_text(value: object) -> bool:
@@ -37,7 +38,7 @@ def _is_bias(value: Any) -> bool:
 
 def _all(is_one: Callable[[Any], bool]) -> Callable[[Any], bool]:
     def holds(value: Any) -> bool:
-        listed = isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)
+        listed = isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
         return listed and all(map(is_one, value))
 
     return holds
@@ -133,14 +134,12 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, np.generic | np.ndarray):
+        for name, optional, (holds, rule) in _checks():
+            value = getattr(self, name)
+            if isinstance(value, (np.generic, np.ndarray)):
                 value = value.tolist()
-                object.__setattr__(self, field.name, value)
-            kind, optional, _ = str(field.type).partition(" | None")
-            holds, rule = _KINDS[kind]
-            _require((optional and value is None) or holds(value), field.name, rule, value)
+                object.__setattr__(self, name, value)
+            _require((optional and value is None) or holds(value), name, rule, value)
         for name, least, most, rule in _RANGES:
             value = getattr(self, name)
             _require(value is None or least <= value <= most, name, rule, value)
@@ -174,6 +173,13 @@ class SamplingParams:
             parts += [f"min_p {self.min_p:g}"] if self.min_p > 0 else []
         penalty = self.repetition_penalty
         return ", ".join(parts + ([f"repetition_penalty {penalty:g}"] if penalty != 1 else []))
+
+
+@cache
+def _checks() -> list[tuple[str, bool, tuple[Callable[[Any], bool], str]]]:
+    """For each field: its name, whether it may be None, and what else it takes."""
+    types = [(one.name, *str(one.type).partition(" | None")) for one in fields(SamplingParams)]
+    return [(name, bool(optional), _KINDS[kind]) for name, kind, optional, _ in types]
 
 
 def _require(holds: object, name: str, rule: str, value: object) -> None:
