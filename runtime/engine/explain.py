@@ -35,8 +35,10 @@ user: show it to the engine's administrator alone, and `Miss.redacted()` to all 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -96,6 +98,7 @@ class Explainer:
         """The cost of loading so many pages, and of computing so many tokens instead."""
         self._marks = table_of(marks)
         self._known = GhostIndex(num_tokens)
+        self._put_off: deque[Callable[[], None]] = deque()
 
     def explain(
         self, tokens: TokensLike, hit: int, namespace: Hashable = None, kv: int = 0
@@ -108,20 +111,29 @@ class Explainer:
         The stretches follow each other without a gap, from `hit` to the last token, which belongs
         to none. Call it before the rest is published, or remembered. O(len(tokens)).
         """
-        tokens = as_tokens(tokens)
+        misses, find_last = self._explain(as_tokens(tokens), hit, namespace, kv)
+        return misses if find_last is None else [*misses, find_last()]
+
+    def _explain(
+        self, tokens: Tokens, hit: int, namespace: Hashable, kv: int = 0
+    ) -> tuple[list[Miss], Callable[[], Miss] | None]:
+        """`explain`, and what finds the last miss, if one is left: that takes long, and asks
+        neither the cache nor the ghost index."""
+        self.catch_up()
         last = len(tokens) - 1
         if hit >= last:
-            return []
+            return [], None
         below, reach = self._explain_below(tokens[:last], hit, max(hit, kv), namespace)
         if below:
-            return [*below, *self.explain(tokens, reach, namespace)]
+            misses, find_last = self._explain(tokens, reach, namespace)
+            return [*below, *misses], find_last
         length, branches = self._known.follow(tokens, namespace, len(tokens) + WINDOW, BRANCHES)
         known = max(hit, min(length, last))
         misses = self._explain_known(tokens, hit, known, namespace)
-        if known < last:
-            known_texts = branches if length == known else []
-            misses.append(_explain_new(tokens, known, known_texts, self._marks))
-        return misses
+        if known == last:
+            return misses, None
+        known_texts = branches if length == known else []
+        return misses, partial(_explain_new, tokens, known, known_texts, self._marks)
 
     def _explain_below(
         self, tokens: Tokens, hit: int, kv: int, namespace: Hashable
@@ -170,31 +182,50 @@ class Explainer:
     def observe(
         self, tokens: TokensLike, hit: int, namespace: Hashable = None, kv: int = 0
     ) -> list[Miss]:
-        """`explain` for a request that is being admitted: counts in `missed_tokens`."""
-        misses = [
-            replace(miss, computed=True) if miss.reason in BELOW.values() else miss
-            for miss in self.explain(tokens, hit, namespace, kv)
-        ]
-        for miss in misses:
+        """`explain` for a request that is being admitted: counts in `missed_tokens`. `catch_up`
+        adds the last miss."""
+        found, find_last = self._explain(as_tokens(tokens), hit, namespace, kv)
+        misses: list[Miss] = []
+
+        def note(miss: Miss) -> None:
+            by_load = miss.reason in BELOW.values()
+            misses.append(replace(miss, computed=True) if by_load else miss)
             self.missed_tokens[miss.reason] += len(miss)
+
+        for miss in found:
+            note(miss)
+        if find_last is not None:
+            self.put_off(lambda: note(find_last()))
         return misses
 
     def remember(self, tokens: TokensLike, namespace: Hashable = None) -> None:
         """All of `tokens` is computed now. O(len(tokens)), amortised."""
         self._known.remember(tokens, namespace)
 
+    def put_off(self, work: Callable[[], None]) -> None:
+        """Let `work` wait for `catch_up`, so that a step is launched before it."""
+        self._put_off.append(work)
+
+    def catch_up(self) -> None:
+        """Do what was put off; whatever depends on it calls this."""
+        while self._put_off:
+            self._put_off.popleft()()
+
     def known(self, tokens: TokensLike, namespace: Hashable = None) -> int:
         """How many of the first tokens are remembered, the last one left out. O(len(tokens))."""
+        self.catch_up()
         return self._known.match(tokens, namespace)
 
     def continuations(self, tokens: Tokens, namespace: Hashable, count: int) -> list[Tokens]:
         """Up to `count` tokens that came after all of `tokens`, the newest of at most `BRANCHES`
         texts first. O(len(tokens))."""
+        self.catch_up()
         known, texts = self._known.follow(tokens, namespace, count, BRANCHES)
         return texts if known == len(tokens) else []
 
     def check(self) -> None:
         """Verify the invariants of the ghost index. O(everything)."""
+        self.catch_up()
         self._known.check()
 
 

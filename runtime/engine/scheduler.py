@@ -68,6 +68,7 @@ class Scheduler:
             prompt is computed.
         proposer: drafts tokens; not for a recurrent model, whose state would then hold them.
         on_publish: called before the first n tokens of a sequence are published.
+        catch_up: does what `on_publish` has put off until the step is launched.
         step_seconds: what a step should take at most, by what `StepBudget` measures.
     """
 
@@ -83,15 +84,15 @@ class Scheduler:
         logits_cache: PromptLogitsCache | None = None,
         proposer: DraftProposer | None = None,
         on_publish: OnPublish = lambda sequence, num_tokens: None,
+        catch_up: Callable[[], None] = lambda: None,
         step_seconds: float | None = None,
     ) -> None:
         self.cache = cache
-        self.planner, self.loads, self.on_publish = planner, loads, on_publish
-        self.logits_cache, self.proposer = logits_cache, proposer
+        self.planner, self.loads, self.proposer = planner, loads, proposer
+        self.on_publish, self.catch_up, self.logits_cache = on_publish, catch_up, logits_cache
         self.max_num_batched_tokens = max_num_batched_tokens
         self.budget = StepBudget(step_seconds)
-        self.max_num_seqs = max_num_seqs
-        self.policy = policy
+        self.max_num_seqs, self.policy = max_num_seqs, policy
         self.open: dict[Sequence, None] = {}
         """All sequences that have not ended, in order of arrival; a failed step changes none."""
         self.waiting: deque[Sequence] = deque()
@@ -124,8 +125,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         self.loads.begin_step()
         self._lacks_pages = False
-        victim = self._victim()
-        if victim is not None:
+        if (victim := self._victim()) is not None:
             self._preempt(victim)
             self._short_of_pages = self._no_room = False
         self._fill(chunks)
@@ -415,8 +415,7 @@ class Scheduler:
     def fail(self, sequence: Sequence, error: str, *, invalid: bool = False) -> None:
         """End a sequence that cannot go on; `invalid` if the request is to blame."""
         self._failed.append(sequence.request)
-        sequence.request.error = error
-        sequence.request.error_is_invalid = invalid
+        sequence.request.error, sequence.request.error_is_invalid = error, invalid
         self.finish(sequence, "error")
         sequence.request.note_end()
 
@@ -432,6 +431,7 @@ class Scheduler:
             self._shares.note(sequence.request.client, len(sequence.unpublished))
             self.on_publish(sequence, sequence.num_computed)
             self.cache.publish(sequence.lease, sequence.unpublished, written=True)
+            self.catch_up()
         self.planner.leave(sequence)
         self._release(sequence)
         self._ahead = DECODE_AHEAD
@@ -440,8 +440,7 @@ class Scheduler:
         assert sequence.lease is not None
         self.cache.release(sequence.lease)
         self.planner.release(sequence)
-        sequence.lease = None
-        sequence.num_computed = 0
+        sequence.lease, sequence.num_computed = None, 0
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """End a sequence, running or waiting."""
@@ -461,6 +460,7 @@ class Scheduler:
         """The step that was scheduled last has run: its KV and its checkpoints are there."""
         self.cache.commit()
         self.planner.commit()
+        self.catch_up()
 
     def reset(self) -> None:
         """Forget all KV, states, kept logits and texts to draft from.
