@@ -111,29 +111,27 @@ class Explainer:
         The stretches follow each other without a gap, from `hit` to the last token, which belongs
         to none. Call it before the rest is published, or remembered. O(len(tokens)).
         """
-        misses, find_last = self._explain(as_tokens(tokens), hit, namespace, kv)
-        return misses if find_last is None else [*misses, find_last()]
+        misses, rest = self._explain(as_tokens(tokens), hit, namespace, kv)
+        return misses + [find() for find in rest]
 
     def _explain(
         self, tokens: Tokens, hit: int, namespace: Hashable, kv: int = 0
-    ) -> tuple[list[Miss], Callable[[], Miss] | None]:
-        """`explain`, and what finds the last miss, if one is left: that takes long, and asks
-        neither the cache nor the ghost index."""
+    ) -> tuple[list[Miss], list[Callable[[], Miss]]]:
+        """`explain`; what finds the last miss takes long, and asks no cache and no index."""
         self.catch_up()
         last = len(tokens) - 1
         if hit >= last:
-            return [], None
+            return [], []
         below, reach = self._explain_below(tokens[:last], hit, max(hit, kv), namespace)
         if below:
-            misses, find_last = self._explain(tokens, reach, namespace)
-            return [*below, *misses], find_last
+            misses, rest = self._explain(tokens, reach, namespace)
+            return below + misses, rest
         length, branches = self._known.follow(tokens, namespace, len(tokens) + WINDOW, BRANCHES)
         known = max(hit, min(length, last))
         misses = self._explain_known(tokens, hit, known, namespace)
-        if known == last:
-            return misses, None
         known_texts = branches if length == known else []
-        return misses, partial(_explain_new, tokens, known, known_texts, self._marks)
+        find_last = partial(_explain_new, tokens, known, known_texts, self._marks)
+        return misses, [find_last] * (known < last)
 
     def _explain_below(
         self, tokens: Tokens, hit: int, kv: int, namespace: Hashable
@@ -182,20 +180,20 @@ class Explainer:
     def observe(
         self, tokens: TokensLike, hit: int, namespace: Hashable = None, kv: int = 0
     ) -> list[Miss]:
-        """`explain` for a request that is being admitted: counts in `missed_tokens`. `catch_up`
-        adds the last miss."""
-        found, find_last = self._explain(as_tokens(tokens), hit, namespace, kv)
-        misses: list[Miss] = []
+        """`explain` for a request that is being admitted. `catch_up` adds the last miss, and counts
+        all of them in `missed_tokens`."""
+        found, rest = self._explain(as_tokens(tokens), hit, namespace, kv)
+        misses = [
+            replace(miss, computed=True) if miss.reason in BELOW.values() else miss
+            for miss in found
+        ]
 
-        def note(miss: Miss) -> None:
-            by_load = miss.reason in BELOW.values()
-            misses.append(replace(miss, computed=True) if by_load else miss)
-            self.missed_tokens[miss.reason] += len(miss)
+        def finish() -> None:
+            misses.extend(find() for find in rest)
+            for miss in misses:
+                self.missed_tokens[miss.reason] += len(miss)
 
-        for miss in found:
-            note(miss)
-        if find_last is not None:
-            self.put_off(lambda: note(find_last()))
+        self.put_off(finish)
         return misses
 
     def remember(self, tokens: TokensLike, namespace: Hashable = None) -> None:

@@ -90,9 +90,11 @@ class StepBudget:
 
     def _token_seconds(self, position: int) -> float:
         depth = _depth(position)
-        if depth in self._measured or not self._measured:
-            return self._measured.get(depth, 0.0)
-        near = min(self._measured, key=lambda known: abs(known - depth))
+        if not self._measured:
+            return 0.0
+        near = depth
+        if depth not in self._measured:
+            near = min(self._measured, key=lambda known: abs(known - depth))
         return self._measured[near] * float(_DEEPER ** max(0, depth - near))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -148,7 +149,7 @@ class KVPool:
             at, to, slot = send(np.stack([sources, targets, slots]), self.device)
             yield (at, layers, slot), (to, layers, slot)
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         """Bytes of a page: of all layers, or of the full or windowed ones, whichever need more."""
         return sum(block[0].nbytes for block in self._whole)
