@@ -60,7 +60,7 @@ class Chunk(NamedTuple):
     @property
     def is_behind(self) -> bool:
         """Whether tokens of the sequence are left for later steps."""
-        return self.sequence.num_computed < len(self.sequence)
+        return self.sequence.num_pending > 0
 
     @property
     def is_last(self) -> bool:
@@ -70,7 +70,7 @@ class Chunk(NamedTuple):
     @property
     def ends_prompt(self) -> bool:
         """Whether the first token is sampled, by the logits at the prompt's end."""
-        return not self.is_unread and self.is_last and self.sequence.is_fresh
+        return self.sequence.is_fresh and not self.is_unread and self.is_last
 
     @property
     def cost(self) -> int:

@@ -392,7 +392,7 @@ class Engine:
         if len(kept) < len(ends):  # in a step without drafts
             ends = [ends[at] for at in kept]
             logits = logits[send(np.array(kept, np.int64), self.model.device)]
-        may_keep = hits or any(not chunk.is_unread for chunk in ends)
+        may_keep = hits or any(chunk.ends_prompt for chunk in ends)
         if self.scheduler.logits_cache is not None and may_keep:
             prompts = [(c.sequence.request.prompt_key if c.ends_prompt else None) for c in ends]
             used = [chunk.sequence.request.prompt_key for chunk in hits]

@@ -169,7 +169,7 @@ class Scheduler:
         skipped = {*(sampled or ())}
         going = [s for s in self.running if s not in skipped]
         # One token first, then what a grammar has forced, then prompts, the shortest rest first.
-        rank = lambda s: (s.num_pending > 1, s.in_prefill, s.in_prefill * s.num_pending)  # noqa: E731
+        rank = lambda s: (s.num_pending > 1, s.in_prefill and s.num_pending)  # noqa: E731
         prompts = [sequence for sequence in going if sequence.in_prefill]
         share = 1
         if prompts and not self._is_full:  # half for waiting prompts, if one may begin
