@@ -75,12 +75,11 @@ class PagedBatch:
     ) -> PagedBatch:
         """The batch of sequences with these page tables, which may be longer than is needed."""
         counts = [-(-length // page_size) for length in kv_lens]
+        used = [table[:count] for table, count in zip(tables, counts, strict=True)]
         return cls(
             qo_indptr=offsets(query_lens),
             kv_indptr=offsets(counts),
-            kv_indices=np.concatenate(
-                [table[:count] for table, count in zip(tables, counts, strict=True)]
-            ),
+            kv_indices=np.concatenate(used),
             kv_last_page_len=(np.array(kv_lens, np.int32) - 1) % page_size + 1,
             page_size=page_size,
             shared=shared,

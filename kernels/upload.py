@@ -46,23 +46,18 @@ class Upload:
         if end > len(self._numbers):
             assert not self._is_fixed, "graphs read these addresses"
             self._grow(max(end, 2 * len(self._numbers)))
-        for array, (start, stop) in zip(arrays, places, strict=True):
-            self._numbers[start:stop] = array
+        for array, place in zip(arrays, places, strict=True):
+            self._numbers[slice(*place)] = array
         host, device = self._cut(0, end)
         device.copy_(host, non_blocking=True)
-        return [self._cut(start, stop) for start, stop in places]
+        return [self._cut(*place) for place in places]
 
     def _grow(self, capacity: int) -> None:
         host = torch.zeros(capacity, dtype=torch.int32, pin_memory=self._place.type == "cuda")
         device = torch.zeros(capacity, dtype=torch.int32, device=self._place)
         self._numbers = host.numpy()
-
         # Views take longer to make than the copy, and steps of one shape have nearly all the same.
-        @lru_cache(1024)
-        def cut(start: int, stop: int) -> Staged:
-            return Staged(host[start:stop], device[start:stop])
-
-        self._cut = cut
+        self._cut = lru_cache(1024)(lambda start, end: Staged(host[start:end], device[start:end]))
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

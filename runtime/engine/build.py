@@ -335,7 +335,7 @@ def _before_publish(
             sequence.tokens, hit, request.namespace, kv=lease.num_tokens
         )
     tokens = sequence.tokens[:num_tokens]
-    explainer.put_off(partial(explainer.remember, tokens, request.namespace))
+    explainer.put_off.append(partial(explainer.remember, tokens, request.namespace))
     if proposer is not None:
         proposer.remember(sequence, num_tokens)
 

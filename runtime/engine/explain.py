@@ -98,7 +98,8 @@ class Explainer:
         """The cost of loading so many pages, and of computing so many tokens instead."""
         self._marks = table_of(marks)
         self._known = GhostIndex(num_tokens)
-        self._put_off: deque[Callable[[], None]] = deque()
+        self.put_off: deque[Callable[[], None]] = deque()
+        """What waits for `catch_up`, so that a step is launched before it."""
 
     def explain(
         self, tokens: TokensLike, hit: int, namespace: Hashable = None, kv: int = 0
@@ -193,21 +194,17 @@ class Explainer:
             for miss in misses:
                 self.missed_tokens[miss.reason] += len(miss)
 
-        self.put_off(finish)
+        self.put_off.append(finish)
         return misses
 
     def remember(self, tokens: TokensLike, namespace: Hashable = None) -> None:
         """All of `tokens` is computed now. O(len(tokens)), amortised."""
         self._known.remember(tokens, namespace)
 
-    def put_off(self, work: Callable[[], None]) -> None:
-        """Let `work` wait for `catch_up`, so that a step is launched before it."""
-        self._put_off.append(work)
-
     def catch_up(self) -> None:
         """Do what was put off; whatever depends on it calls this."""
-        while self._put_off:
-            self._put_off.popleft()()
+        while self.put_off:
+            self.put_off.popleft()()
 
     def known(self, tokens: TokensLike, namespace: Hashable = None) -> int:
         """How many of the first tokens are remembered, the last one left out. O(len(tokens))."""

@@ -65,10 +65,8 @@ class FairShares:
             queues.setdefault(sequence.request.client, []).append(sequence)
         in_order: dict[Hashable, Iterator[Sequence]] = {}
         while queues:
-            client = next(iter(queues))
-            if len(queues) > 1:
-                slots = Counter(sequence.request.client for sequence in running)
-                client = min(queues, key=lambda client: (slots[client], self._served[client]))
+            slots = Counter(sequence.request.client for sequence in running)
+            client = min(queues, key=lambda client: (slots[client], self._served[client]))
             if client not in in_order:
                 in_order[client] = iter(order(queues[client]))
             try:

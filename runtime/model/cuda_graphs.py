@@ -303,13 +303,12 @@ def pad(batch: PagedBatch, shape: Shape, spare_page: int) -> PagedBatch:
     if not shape.only_decodes:
         length, ends = max(1, shape.tokens - tokens), [shape.tokens] * missing
     first, others = -(-length // size), missing - 1  # pages of the first, one for each other
+    last_page_len = [(length - 1) % size + 1, *[1] * others]
     return PagedBatch(
         qo_indptr=_extended(batch.qo_indptr, ends),
         kv_indptr=_extended(batch.kv_indptr, range(end + first, end + first + missing)),
         kv_indices=_extended(batch.kv_indices, [spare_page] * (first + others)),
-        kv_last_page_len=_extended(
-            batch.kv_last_page_len, [(length - 1) % size + 1, *[1] * others]
-        ),
+        kv_last_page_len=_extended(batch.kv_last_page_len, last_page_len),
         page_size=size,
         shared=batch.shared,
         window=None if batch.window is None else pad(batch.window, shape, spare_page),

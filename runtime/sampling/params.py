@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
 from math import inf
 from typing import Any
 
@@ -134,7 +133,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
-        for name, optional, (holds, rule) in _checks():
+        for name, optional, (holds, rule) in _CHECKS:
             value = getattr(self, name)
             if isinstance(value, (np.generic, np.ndarray)):
                 value = value.tolist()
@@ -175,11 +174,11 @@ class SamplingParams:
         return ", ".join(parts + ([f"repetition_penalty {penalty:g}"] if penalty != 1 else []))
 
 
-@cache
-def _checks() -> list[tuple[str, bool, tuple[Callable[[Any], bool], str]]]:
-    """For each field: its name, whether it may be None, and what else it takes."""
-    types = [(one.name, *str(one.type).partition(" | None")) for one in fields(SamplingParams)]
-    return [(name, bool(optional), _KINDS[kind]) for name, kind, optional, _ in types]
+_CHECKS = [
+    (field.name, "None" in str(field.type), _KINDS[str(field.type).removesuffix(" | None")])
+    for field in fields(SamplingParams)
+]
+"""For each field: its name, whether it may be None, and what else it takes."""
 
 
 def _require(holds: object, name: str, rule: str, value: object) -> None:
