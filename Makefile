@@ -46,7 +46,7 @@ test: $(VENV)/.stamp-dev  ## run the tests, in up to four processes (3 to 5 minu
 
 test-gpu: $(VENV)/.stamp-dev $(GPU)/.stamp  ## the GPU path, on a CPU: FlashInfer's own Python over pretended kernels; Triton's interpreter (5 minutes)
 	@PYTHONPATH=$(GPU)/flashinfer $(BIN)/python -m pytest $(PROCESSES) tests/kernels tests/runtime/model tests/runtime/engine tests/runtime/kv_offload/test_host.py tests/bench/gpu $(ARGS)
-	@TRITON_INTERPRET=1 PYTHONPATH=$(GPU)/triton $(BIN)/python -m pytest $(PROCESSES) tests/kernels/test_triton_*.py $(ARGS)
+	@TRITON_INTERPRET=1 PYTHONPATH=$(GPU)/triton:$(GPU)/flashinfer $(BIN)/python -m pytest $(PROCESSES) tests/kernels/test_triton_*.py $(ARGS)
 
 test-clients: $(VENV)/.stamp-dev $(CLIENTS)/.stamp  ## LangChain, LlamaIndex and other clients against a live server (2 minutes)
 	@SERVER_PYTHON=$(BIN)/python $(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from radixcache.errors import first_line
 from radixcache.kernels.attention import (
     Arrays,
     AttentionBackend,
@@ -37,6 +38,7 @@ from radixcache.kernels.attention import (
     PagedBatch,
 )
 from radixcache.kernels.cascade import MIN_ROWS, split_levels
+from radixcache.kernels.fallback import first_that_runs
 from radixcache.kernels.kv_format import FP8, encode
 from radixcache.kernels.load_flashinfer import explain_failure, load_flashinfer
 from radixcache.kernels.upload import Staged, StepUploads
@@ -60,6 +62,9 @@ FA3_TOKENS = 512
 """The mean number of new tokens per sequence from which fa3 takes 0.44 to 0.72 of fa2's time (H100,
 up to 8,192 tokens after up to 30,000). Below, fa3 is slower: it neither splits the KV nor packs a
 group of query heads."""
+
+ONE_PROMPT = 2
+"""Sequences of a graph in which one prompt is prefilled: the other is padding."""
 
 _WORKSPACE = 128 << 20  # bytes, as FlashInfer's documentation says; too little for wide groups
 _WRAPPER_BYTES = 8 << 20  # each wrapper's own workspace on the device, for its work split
@@ -216,15 +221,25 @@ class FlashInferBackend(AttentionBackend):
         self._fixed_ints: dict[tuple[_Use, LayerKind], torch.Tensor] = {}
         self._fixed_in_group: dict[int, torch.Tensor] = {}
         self._wrappers: dict[tuple[Any, ...], Any] = {}
+        plain = [kind for kind in self._kinds if kind.window is None and kind.softcap is None]
+        hopper = torch.cuda.get_device_capability(device) == (9, 0)
+        self._for_hopper = plain if hopper and self._kv_dtype == dtype else []
+        """Kinds of layers for which there are kernels that use this GPU better than fa2's."""
         self._fa3: set[LayerKind] = set()
-        """Kinds of layers whose fa3 kernel is compiled and loaded."""
+        """Those whose fa3 kernel is compiled and loaded."""
+        self._short_prefills: Any = None
+        """The module of Triton's prefills, if they run."""
 
     def compile_in_background(self) -> None:
-        hopper = torch.cuda.get_device_capability(self.device) == (9, 0)
-        plain = [kind for kind in self._kinds if kind.window is None and kind.softcap is None]
-        plain *= self._kv_dtype == self.dtype
-        if hopper and plain:
-            Thread(target=self._load_fa3, args=(plain,), name="fa3", daemon=True).start()
+        if self._for_hopper:
+            Thread(target=self._load_fa3, args=(self._for_hopper,), name="fa3", daemon=True).start()
+
+    def _load_short_prefills(self) -> Any:
+        from radixcache.kernels import triton_prefill
+
+        for kind in self._for_hopper:
+            triton_prefill.try_prefill(kind, self.dtype, self.device)
+        return triton_prefill
 
     def _load_fa3(self, kinds: Sequence[LayerKind]) -> None:
         start, types = time.perf_counter(), (self.dtype,) * 3
@@ -252,6 +267,10 @@ class FlashInferBackend(AttentionBackend):
             if len(self._fixed_indices[False, "shared"]) < max_indices:
                 raise ValueError(f"room was made for fewer page numbers than {max_indices}")
             return
+        if self._for_hopper:
+            self._short_prefills, errors = first_that_runs(self._load_short_prefills)
+            if errors:
+                _log.info("prompts in graphs go to fa2: Triton: %s", first_line(errors[0]))
         windowed = any(kind.window is not None for kind in self._kinds)
         for uploads in (self._uploads, self._window_uploads)[: 1 + windowed]:
             uploads.allocate_fixed(_upload_capacity(max_rows, max_indices))
@@ -336,8 +355,14 @@ class FlashInferBackend(AttentionBackend):
     def _plan_wrapper(
         self, part: _Part, kind: LayerKind, batch: PagedBatch, fixed: FixedShape | None
     ) -> Any:
-        """A wrapper that is planned for these rows and layers."""
+        """A wrapper that is planned for these rows and layers, or what runs like one."""
         use, tables = part.use, part.tables
+        if use == "prefill" and fixed and self._goes_to_triton(kind, fixed):
+            indices = (tables.qo_indptr, tables.kv_indptr, tables.indices, tables.kv_lens)
+            return self._short_prefills.TritonPrefill(
+                kind, batch.page_size, *(index.device for index in indices), 0, *fixed,
+                workspace=self._workspace,
+            )  # fmt: skip
         count, tokens = len(tables.kv_lens.host), len(tables.sequence.host)
         is_long = not fixed and use in ("prefill", "ragged") and tokens >= FA3_TOKENS * count
         # Named explicitly: "auto" would take fa3 on Hopper for everything.
@@ -386,6 +411,13 @@ class FlashInferBackend(AttentionBackend):
                 **options,
             )
         return wrapper
+
+    def _goes_to_triton(self, kind: LayerKind, fixed: FixedShape) -> bool:
+        """Whether Triton prefills this shape: one prompt, whose rows fill a half of its tile."""
+        if self._short_prefills is None or fixed.sequences != ONE_PROMPT:
+            return False
+        group = kind.query_heads // kind.kv_heads
+        return kind in self._for_hopper and kind.head_dim <= 128 and fixed.tokens * group >= 64
 
     def _make_wrapper(
         self, use: _Use, kind: LayerKind, fixed: FixedShape | None, version: str, windowed: bool

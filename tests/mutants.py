@@ -74,10 +74,11 @@ def environment(mutant: Mutant) -> dict[str, str]:
     if not mutant.name.startswith("gpu:"):
         return dict(os.environ)
     interprets = "triton" in mutant.tests
-    found = ROOT / ".venv-gpu" / ("triton" if interprets else "flashinfer")
-    if not found.exists():
+    found = [ROOT / ".venv-gpu" / name for name in ["triton"] * interprets + ["flashinfer"]]
+    if not found[0].exists():
         raise SystemExit(f"{mutant.name}: `make .venv-gpu/.stamp` brings what its tests need")
-    return {**os.environ, "PYTHONPATH": str(found), "TRITON_INTERPRET": str(int(interprets))}
+    path = ":".join(map(str, found))
+    return {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": str(int(interprets))}
 
 
 def changed(text: str, mutant: Mutant) -> str:

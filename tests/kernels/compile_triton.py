@@ -15,8 +15,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from radixcache.kernels import triton_backend, triton_recurrence
-from radixcache.kernels.triton_backend import block_of
+from radixcache.kernels import triton_kernels, triton_recurrence
+from radixcache.kernels.triton_prefill import MIN_SPLIT, block_of, rows_of
 
 DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
@@ -29,23 +29,25 @@ TARGETS = {
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64 << 10),
 }
 INDICES = {"slots", "kv_indptr", "kv_indices", "kv_lens", "qo_indptr"}
-COUNTS = {"decodes", "window", "scale", "softcap"}
+COUNTS = {"first_sequence", "splits", "window", "scale", "softcap"}
 POINTERS = {"key", "value", "k_pages", "v_pages", "query", "out"}
 
 
-def constants(dtype: str, dim: int, rows: int, amd: bool) -> dict[str, Any]:
+def constants(dtype: str, dim: int, rows: int, splits: int, amd: bool) -> dict[str, Any]:
     exact = dtype == "fp32"
     return {
         "DIM": dim, "DIM_2": dim, "VALUE": dim, "VALUE_2": dim, "WINDOW": True, "SOFTCAP": True,
         "PAGE": 16, "GROUP": 4, "BLOCK": block_of(dim, DTYPES[dtype], amd), "EXACT": exact,
-        "UPCAST": False, "SPLITS": triton_backend.SPLITS, "SINKS": True,
-        "MIN_SPLIT": triton_backend.MIN_SPLIT, "ROWS": rows,
+        "UPCAST": False, "SPLITS": splits, "SPLIT": splits > 1, "SINKS": True, "LSE": True,
+        "MIN_SPLIT": MIN_SPLIT, "ROWS": rows,
     }  # fmt: skip
 
 
-def compile_one(name: str, rows: int, target: str, dtype: str, dim: int) -> None:
-    kernel = getattr(triton_backend, name)
-    known = constants(dtype, dim, rows, target == "gfx942")
+def compile_one(
+    name: str, rows: int, splits: int, target: str, dtype: str, dim: int, **options: int
+) -> None:
+    kernel = getattr(triton_kernels, name)
+    known = constants(dtype, dim, rows, splits, target == "gfx942")
 
     def kind(argument: str) -> str:
         if argument in known:
@@ -56,13 +58,13 @@ def compile_one(name: str, rows: int, target: str, dtype: str, dim: int) -> None
             return "*i8" if "pages" in argument else "*bf16"
         if argument in POINTERS:
             return f"*{dtype}"
-        if argument in ("parts", "sums", "sinks"):
+        if argument in ("parts", "sums", "sinks", "lse"):
             return "*fp32"
         return "fp32" if argument in ("scale", "softcap") else "i32"
 
     signature = {argument: kind(argument) for argument in kernel.arg_names}
     values = {name: value for name, value in known.items() if name in signature}
-    compile_for(target, kernel, signature, values, f"{dtype} {dim} {name}")
+    compile_for(target, kernel, signature, values, f"{dtype} {dim} {name}", **options)
 
 
 def compile_recurrence(target: str, delta: bool, key: int, value: int) -> None:
@@ -100,6 +102,9 @@ if __name__ == "__main__":
         for target, dim in product(TARGETS, (64, 128, 256, 512)):
             if (target, dtype, dim) == ("gfx942", "fp32", 512):
                 continue  # no tile fits: plain torch computes there
-            tile = block_of(dim, DTYPES[dtype], target == "gfx942")
-            for name, rows in ("_append", 0), ("_decode", 16), ("_merge", 0), ("_prefill", tile):
-                compile_one(name, rows, target, dtype, dim)
+            tile = rows_of(dim, dim, DTYPES[dtype], target == "gfx942")
+            compile_one("append_kernel", 0, 1, target, dtype, dim)
+            compile_one("decode_kernel", 16, 16, target, dtype, dim)
+            compile_one("merge_kernel", 0, 16, target, dtype, dim)
+            for splits in (1, 16):
+                compile_one("prefill_kernel", tile, splits, target, dtype, dim, num_stages=2)

@@ -34,12 +34,17 @@ from tests.kernels.test_cpu_backends import SHAPES
 from tests.kernels.test_kv_format import attend, held
 
 pytest.importorskip("triton", reason="`make test-gpu` brings it")
-from radixcache.kernels import triton_backend
+from radixcache.kernels import triton_backend, triton_prefill
 
-if not triton_backend.INTERPRETED:
+if not triton_prefill.INTERPRETED:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
 CPU = torch.device("cpu")
+KERNELS = [
+    (triton_backend, "append_kernel"),
+    (triton_prefill, "prefill_kernel"),
+    (triton_prefill, "merge_kernel"),
+]
 
 
 def make_backend(dtype: torch.dtype = torch.float32):
@@ -75,9 +80,12 @@ def test_16_bits_are_off_by_their_rounding(dtype, limit) -> None:
     assert error(step, run(step, make_backend(dtype), scale=0.125), scale=0.125) < limit
 
 
-def test_keys_in_several_parts_are_merged() -> None:
-    step = make_step(5, [(1, 4 * triton_backend.MIN_SPLIT + 70), (1, 3)], heads=(2, 1), dim=16)
-    assert error(step, run(step, make_backend(), scale=0.25), scale=0.25) < 1e-5
+@pytest.mark.parametrize("window", [None, 600])
+def test_keys_in_several_parts_are_merged(window) -> None:
+    size = triton_prefill.MIN_SPLIT
+    step = make_step(5, [(1, 4 * size + 70), (1, 3), (70, 3 * size - 9)], heads=(2, 1), dim=16)
+    options = {"scale": 0.25, "window": window}
+    assert error(step, run(step, make_backend(), **options), **options) < 1e-5
 
 
 @pytest.mark.parametrize("window", [None, 30])
@@ -105,8 +113,8 @@ def test_a_step_with_prefill_in_a_graph_launches_the_same_and_is_filled_up(
     the prefill kernel, so all but their last bits are the eager step's."""
     backend, grids = make_backend(), list[list[tuple[int, ...]]]()
     backend.allocate_fixed(8, 2000)
-    for kernel in ("_append", "_prefill"):
-        monkeypatch.setattr(triton_backend, kernel, Spy(getattr(triton_backend, kernel), grids))
+    for module, kernel in KERNELS:
+        monkeypatch.setattr(module, kernel, Spy(getattr(module, kernel), grids))
     for seed, lens in enumerate(
         [
             [(2, 30)],
@@ -133,7 +141,7 @@ def test_a_step_with_prefill_in_a_graph_launches_the_same_and_is_filled_up(
         plan = backend.plan_fixed(pad(step.batch, shape, spare))
         out = plan.run(inputs_of(padded, scale=0.25))
         assert error(step, out[: len(step.query)], scale=0.25) < 2e-5
-    assert all(each == grids[0] for each in grids) and len(grids[0]) == 2
+    assert all(each == grids[0] for each in grids) and len(grids[0]) == 3
 
 
 class Spy:
@@ -194,4 +202,4 @@ def test_kernels_compile_for_gpus_that_are_not_here(dtype, tmp_path: Path) -> No
     command = (sys.executable, "-m", "tests.kernels.compile_triton", dtype)
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == (50 if dtype == "fp32" else 54)
+    assert len(done.stdout.splitlines()) == (61 if dtype == "fp32" else 66)

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,37 +20,22 @@ from tests.helpers.drafts import speculate
 from tests.helpers.engines import generated, is_greedy, run
 from tests.helpers.models import tiny_model
 from tests.helpers.pretend_cuda import Device, pretend_cuda
+from tests.kernels.triton_launches import launch_triton
 from tests.runtime.engine.gpu_schedules import compare_graphs
 
 pytest.importorskip("triton", reason="`make test-gpu` brings it")
-from radixcache.kernels import triton_backend
+from radixcache.kernels import triton_prefill
 
-if not triton_backend.INTERPRETED:
+if not triton_prefill.INTERPRETED:
     pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
-class Launched:
-    """A kernel that the pretended device launches, so that a graph records it."""
-
-    def __init__(self, device: Device, kernel: Any) -> None:
-        self._device, self._kernel = device, kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def interpreted(*args: Any, **options: Any) -> None:
-            self._kernel[grid](*args, **options)
-
-        return partial(self._device.launch, interpreted)
-
-
 @pytest.fixture
 def device(monkeypatch) -> Iterator[Device]:
-    monkeypatch.setattr(triton_backend, "SPLITS", 2)  # of which each takes its time
     with pretend_cuda() as device:
-        for name in ("_append", "_decode", "_merge", "_prefill"):
-            kernel = Launched(device, getattr(triton_backend, name))
-            monkeypatch.setattr(triton_backend, name, kernel)
+        launch_triton(device, monkeypatch)
         yield device
 
 

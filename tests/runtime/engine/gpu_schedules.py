@@ -149,7 +149,8 @@ def compare_graphs(engine: Engine, seen: Counter[str]) -> None:
             spread = float(expected.max() - expected.min())
             assert float((found - expected).abs().max()) <= NEAR * spread, "a graph's logits"
         for shape, block in pool._blocks.items():  # all but the spare page, which is the last
-            same = torch.isclose(copy._blocks[shape][:-1], block[:-1], 1e-4, 1e-4)
+            near = 2e-3 if block.dtype == torch.float16 else 1e-4  # rounding may go the other way
+            same = torch.isclose(copy._blocks[shape][:-1], block[:-1], near, 1e-4)
             assert bool(same.all()), "a graph's KV"
         for one, other in zip(*states_of, strict=True):
             same = torch.isclose(one[:num_states], other[:num_states], 1e-4, 1e-4, equal_nan=True)

@@ -1,0 +1,38 @@
+"""Lets the pretended device launch Triton's kernels, which its interpreter runs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.helpers.pretend_cuda import Device
+
+
+class Launched:
+    """A kernel that the pretended device launches, so that a graph records it."""
+
+    def __init__(self, device: Device, kernel: Any) -> None:
+        self._device, self._kernel = device, kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def interpreted(*args: Any, **options: Any) -> None:
+            self._kernel[grid](*args, **options)
+
+        return partial(self._device.launch, interpreted)
+
+
+def launch_triton(device: Device, monkeypatch: pytest.MonkeyPatch, splits: int = 2) -> None:
+    """Launch all kernels there, with few parts of the keys: each takes its time."""
+    from radixcache.kernels import triton_backend, triton_prefill
+
+    monkeypatch.setattr(triton_backend, "SPLITS", splits)
+    monkeypatch.setattr(triton_prefill, "splits_of", lambda tokens: splits)
+    for module, name in (
+        (triton_backend, "append_kernel"),
+        (triton_backend, "decode_kernel"),
+        (triton_prefill, "merge_kernel"),
+        (triton_prefill, "prefill_kernel"),
+    ):
+        monkeypatch.setattr(module, name, Launched(device, getattr(module, name)))
