@@ -8,9 +8,10 @@ the bottom right. The arrays are those that FlashInfer's paged wrappers take.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -73,13 +74,13 @@ class PagedBatch:
         first: NDArray[np.int32] | None = None,
     ) -> PagedBatch:
         """The batch of sequences with these page tables, which may be longer than is needed."""
-        lens = np.array(kv_lens, np.int32)
-        used = [table[:count] for table, count in zip(tables, -(-lens // page_size), strict=True)]
+        counts = [-(-length // page_size) for length in kv_lens]
+        used = [table[:count] for table, count in zip(tables, counts, strict=True)]
         return cls(
-            qo_indptr=np.cumsum([0, *query_lens], dtype=np.int32),
-            kv_indptr=np.cumsum([0, *map(len, used)], dtype=np.int32),
+            qo_indptr=offsets(query_lens),
+            kv_indptr=offsets(counts),
             kv_indices=np.concatenate(used),
-            kv_last_page_len=(lens - 1) % page_size + 1,
+            kv_last_page_len=(np.array(kv_lens, np.int32) - 1) % page_size + 1,
             page_size=page_size,
             shared=shared,
             window=window,
@@ -95,19 +96,21 @@ class PagedBatch:
     @cached_property
     def num_decodes(self) -> int:
         """Leading sequences with one new token each."""
-        longer = np.flatnonzero(self.query_lens != 1)
-        return int(longer[0]) if len(longer) else len(self.query_lens)
+        (longer,) = (self.query_lens != 1).nonzero()
+        return longer.item(0) if len(longer) else len(self.query_lens)
 
     @cached_property
     def query_lens(self) -> NDArray[np.int32]:
         """[B] new tokens of each sequence."""
-        return np.diff(self.qo_indptr)
+        return self.qo_indptr[1:] - self.qo_indptr[:-1]
 
     @cached_property
     def kv_lens(self) -> NDArray[np.int32]:
         """[B] tokens of each sequence, new ones included."""
-        return (np.diff(self.kv_indptr) - 1) * np.int32(self.page_size) + self.kv_last_page_len
+        pages = self.kv_indptr[1:] - self.kv_indptr[:-1]
+        return (pages - 1) * np.int32(self.page_size) + self.kv_last_page_len
 
+    @cached_property
     def positions(self) -> NDArray[np.int64]:
         """[T] absolute position of each new token in its sequence."""
         lens = self.query_lens
@@ -118,7 +121,7 @@ class PagedBatch:
 
     def slots(self) -> NDArray[np.int64]:
         """[T] flat slot (page * page_size + offset) that each new token's K/V is written to."""
-        positions = self.positions()
+        positions = self.positions
         page = np.repeat(self.kv_indptr[:-1], self.query_lens) + positions // self.page_size
         indices = self.kv_indices if self.write_indices is None else self.write_indices
         return indices[page].astype(np.int64) * self.page_size + positions % self.page_size
@@ -148,6 +151,11 @@ class PagedBatch:
         for start, end, count in zip(offsets[:-1], offsets[1:], counts, strict=True):
             to[start : min(end, start + count)] = spare_page
         return replace(self, write_indices=to)
+
+
+def offsets(counts: Iterable[int]) -> NDArray[np.int32]:
+    """[len(counts) + 1] int32, sums of the first counts. `np.cumsum` of a short list is slow."""
+    return np.array([0, *accumulate(counts)], np.int32)
 
 
 class LayerKind(NamedTuple):

@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from threading import Thread
 from typing import Any, Literal, NamedTuple
 
@@ -327,7 +328,7 @@ class FlashInferBackend(AttentionBackend):
         cascade = bool(batch.shared)
         given = [next(staged).device for _ in range(num_arrays)]
         in_group = self._bytes(next(staged).device, fixed) if cascade else None
-        tables = [[next(staged) for _ in _fixed_arrays(sub)] for _, sub in subs]
+        tables = [[*islice(staged, len(_Tables._fields) - 2)] for _ in subs]
         parts: list[_Part] = []
         end = 0
         for (use, sub), arrays_of_sub in zip(subs, tables, strict=True):
@@ -470,12 +471,13 @@ def _upload_capacity(max_rows: int, max_indices: int) -> int:
 
 
 def _fixed_arrays(batch: PagedBatch) -> list[NDArray[np.integer]]:
-    """The fields of `_Tables` whose lengths depend only on the numbers of sequences and tokens."""
+    """The fields of `_Tables` whose lengths depend only on the numbers of sequences and tokens: all
+    but the page numbers."""
     sequence = np.arange(len(batch.query_lens))
     if batch.num_decodes < len(sequence):
         sequence = np.repeat(sequence, batch.query_lens)
     lengths = (batch.kv_last_page_len, batch.kv_lens)
-    return [batch.qo_indptr, batch.kv_indptr, *lengths, sequence, batch.positions()]
+    return [batch.qo_indptr, batch.kv_indptr, *lengths, sequence, batch.positions]
 
 
 def _split_kv_bytes(kind: LayerKind, device: torch.device) -> int:

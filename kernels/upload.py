@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,24 +39,25 @@ class Upload:
 
         The caller makes sure that the previous transfer has run (`Fence`).
         """
-        sizes, start = [], 0
+        places, end = [], 0
         for array in arrays:
-            sizes += [len(array), -len(array) % _ALIGN]
-        if (end := sum(sizes)) > len(self._host):
+            places.append((end, end + len(array)))
+            end += -(-len(array) // _ALIGN) * _ALIGN
+        if end > len(self._numbers):
             assert not self._is_fixed, "graphs read these addresses"
-            self._grow(max(end, 2 * len(self._host)))
-        for array in arrays:
-            self._view[start : start + len(array)] = array
-            start += len(array) + -len(array) % _ALIGN
-        host, device = self._host[:end], self._device[:end]
+            self._grow(max(end, 2 * len(self._numbers)))
+        for array, place in zip(arrays, places, strict=True):
+            self._numbers[slice(*place)] = array
+        host, device = self._cut(0, end)
         device.copy_(host, non_blocking=True)
-        # One call makes all views: one by one, they take as long as the copy.
-        return list(map(Staged, host.split(sizes)[::2], device.split(sizes)[::2]))
+        return [self._cut(*place) for place in places]
 
     def _grow(self, capacity: int) -> None:
-        self._host = torch.zeros(capacity, dtype=torch.int32, pin_memory=self._place.type == "cuda")
-        self._view = self._host.numpy()
-        self._device = torch.zeros(capacity, dtype=torch.int32, device=self._place)
+        host = torch.zeros(capacity, dtype=torch.int32, pin_memory=self._place.type == "cuda")
+        device = torch.zeros(capacity, dtype=torch.int32, device=self._place)
+        self._numbers = host.numpy()
+        # Views take longer to make than the copy, and steps of one shape have nearly all the same.
+        self._cut = lru_cache(1024)(lambda start, end: Staged(host[start:end], device[start:end]))
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -205,20 +205,15 @@ class LLM:
             EngineFailed: the steps of these requests failed twice in a row.
             EngineStopped: `close` was called.
         """
-        from tqdm import tqdm
-
         inputs = self.inputs.process(prompts, sampling_params, special=prefix is None)
-        bar = tqdm(
-            total=len(inputs),
-            desc="Prompts",
-            unit="prompt",
-            disable=not use_tqdm or len(inputs) < 2,
-            leave=False,
-        )
         job = Job()
-        with bar:
-            for _ in listen(self.worker, job, lambda: self.add(inputs, cache_salt, prefix)):
-                bar.update()
+        ended = listen(self.worker, job, lambda: self.add(inputs, cache_salt, prefix))
+        if use_tqdm and len(inputs) > 1:
+            from tqdm import tqdm
+
+            ended = tqdm(ended, total=len(inputs), desc="Prompts", unit="prompt", leave=False)
+        for _ in ended:
+            pass
         return job.outputs()
 
     def stream(

@@ -112,6 +112,17 @@ class Sequence:
         return self._length
 
     @property
+    def num_generated(self) -> int:
+        """How many tokens are generated."""
+        return self._length - len(self.request.prompt_token_ids)
+
+    @property
+    def num_pending(self) -> int:
+        """How many tokens lack KV; while decoding, the last one and those before it that a grammar
+        has forced."""
+        return self._length - self.num_computed
+
+    @property
     def num_loaded(self) -> int:
         """Tokens loaded from a tier below the pool."""
         return sum(len(part) for part in self.loaded)
@@ -140,12 +151,6 @@ class Sequence:
     def in_prefill(self) -> bool:
         """Whether some of the tokens that it was admitted with lack KV."""
         return self.num_computed < self.prefill_end
-
-    @property
-    def pending(self) -> Tokens:
-        """The tokens without KV; while decoding, the last one and those before it that a grammar
-        has forced."""
-        return self._tokens[self.num_computed : self._length]
 
     @property
     def unpublished(self) -> Tokens:
@@ -181,7 +186,7 @@ class Sequence:
         """Append a sampled token; if this is cut off, it was not appended."""
         self._tokens[self._length] = token
         if logprobs is not None:
-            self.logprobs[len(self.generated) :] = [logprobs]
+            self.logprobs[self.num_generated :] = [logprobs]
         self._length += 1
 
     def output(self) -> CompletionOutput:
@@ -194,11 +199,11 @@ class Sequence:
     def has_delta(self) -> bool:
         """Whether tokens or the end have come since the last `take_delta`."""
         ended = self.finish_reason is not None and not self._end_taken
-        return ended or self._num_taken < len(self.generated)
+        return ended or self._num_taken < self.num_generated
 
     def take_delta(self) -> Delta:
         """Return what is new since the last call. O(new tokens), where `output` is O(all)."""
-        start, self._num_taken = self._num_taken, len(self.generated)
+        start, self._num_taken = self._num_taken, self.num_generated
         self._end_taken = self.finish_reason is not None
         return self._since(start, self._take_text())
 
@@ -306,10 +311,9 @@ class Request:
             self.admitted = time.perf_counter()
 
     def note_token(self) -> None:
-        """Note when the first token came, and the end if this was it."""
+        """Note when the first token came."""
         if self.first_token is None:
             self.first_token = time.perf_counter()
-        self.note_end()
 
     def note_end(self) -> None:
         """Note the time of the end, once it has come."""
@@ -320,7 +324,7 @@ class Request:
         """The state of the request."""
         ttft, latency, rate = self.ttft, self.latency, None
         if ttft is not None:
-            decoded = sum(len(s.generated) - s.num_first for s in self.sequences)
+            decoded = sum(s.num_generated - s.num_first for s in self.sequences)
             if decoded > 0 and latency > ttft:
                 rate = decoded / (latency - ttft)
         return RequestOutput(

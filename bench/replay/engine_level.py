@@ -61,8 +61,9 @@ class ScriptedEngine(Engine):
         cache = scheme.make(kv_pool.num_pages * kv_pool.page_size)
         drafts: dict[str, Any] = {}
         if serving.speculate:
-            proposer, on_publish = explain_and_draft(Explainer(cache), model.eos_token_ids)
-            drafts = {"proposer": proposer, "on_publish": on_publish}
+            texts = Explainer(cache)
+            proposer, on_publish = explain_and_draft(texts, model.eos_token_ids)
+            drafts = {"proposer": proposer, "on_publish": on_publish, "catch_up": texts.catch_up}
         scheduler = Scheduler(  # no logits cache: every scheme computes a prompt's last token
             cache,
             serving.max_num_batched_tokens,

@@ -154,6 +154,7 @@ def build_engine(args: EngineArgs) -> Built:
                 logits_cache=choose_logits_cache(cache, model.vocab_size, num_states),
                 proposer=proposer,
                 on_publish=on_publish,
+                catch_up=explainer.catch_up,
                 step_seconds=STEP_SECONDS,
             )
             engine = Engine(
@@ -341,14 +342,16 @@ def explain_and_draft(
 def _before_publish(
     explainer: Explainer, proposer: DraftProposer | None, sequence: Sequence, num_tokens: int
 ) -> None:
-    """Explain a request when it is admitted, and remember the tokens that it computes."""
+    """Explain a request when it is admitted, and remember the tokens that it computes; what takes
+    long is put off until the step is launched."""
     request, lease = sequence.request, sequence.lease
     if request.explanation is None and lease is not None:
         hit = lease.num_tokens - sequence.num_recomputed
         request.explanation = explainer.observe(
             sequence.tokens, hit, request.namespace, kv=lease.num_tokens
         )
-    explainer.remember(sequence.tokens[:num_tokens], request.namespace)
+    tokens = sequence.tokens[:num_tokens]
+    explainer.put_off.append(partial(explainer.remember, tokens, request.namespace))
     if proposer is not None:
         proposer.remember(sequence, num_tokens)
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixcache.base import Tokens
+from radixcache.lease import Lease
 from radixcache.runtime.request import Sequence
 from radixcache.runtime.spec_decode.proposer import NO_TOKENS
 from radixcache.states import SequenceStates
@@ -29,6 +30,12 @@ class Chunk(NamedTuple):
     """Drafted tokens, computed as well; `num_computed` does not include them."""
     is_unread: bool = False
     """The chunk is one token that only the device knows when it is scheduled."""
+
+    @property
+    def lease(self) -> Lease:
+        """The lease of its sequence, which runs."""
+        assert self.sequence.lease is not None
+        return self.sequence.lease
 
     @property
     def tokens(self) -> Tokens:
@@ -53,7 +60,7 @@ class Chunk(NamedTuple):
     @property
     def is_behind(self) -> bool:
         """Whether tokens of the sequence are left for later steps."""
-        return self.sequence.num_computed < len(self.sequence)
+        return self.sequence.num_pending > 0
 
     @property
     def is_last(self) -> bool:
@@ -63,7 +70,7 @@ class Chunk(NamedTuple):
     @property
     def ends_prompt(self) -> bool:
         """Whether the first token is sampled, by the logits at the prompt's end."""
-        return not self.is_unread and self.is_last and self.sequence.is_fresh
+        return self.sequence.is_fresh and not self.is_unread and self.is_last
 
     @property
     def cost(self) -> int:

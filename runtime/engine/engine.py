@@ -195,7 +195,7 @@ class Engine:
                 self.scheduler.finish(sequence, "abort")
             self._adding = None
         for sequence in [*self.scheduler.open]:  # its last token may be its end
-            if len(sequence.generated):
+            if not sequence.is_fresh:
                 self.output_processor.changed[sequence.request] = None
                 self.output_processor.end_if_done(sequence)
         self._cut_off = False
@@ -392,7 +392,7 @@ class Engine:
         if len(kept) < len(ends):  # in a step without drafts
             ends = [ends[at] for at in kept]
             logits = logits[send(np.array(kept, np.int64), self.model.device)]
-        may_keep = hits or any(not chunk.is_unread for chunk in ends)
+        may_keep = hits or any(chunk.ends_prompt for chunk in ends)
         if self.scheduler.logits_cache is not None and may_keep:
             prompts = [(c.sequence.request.prompt_key if c.ends_prompt else None) for c in ends]
             used = [chunk.sequence.request.prompt_key for chunk in hits]

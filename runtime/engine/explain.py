@@ -35,8 +35,10 @@ user: show it to the engine's administrator alone, and `Miss.redacted()` to all 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -96,6 +98,8 @@ class Explainer:
         """The cost of loading so many pages, and of computing so many tokens instead."""
         self._marks = table_of(marks)
         self._known = GhostIndex(num_tokens)
+        self.put_off: deque[Callable[[], None]] = deque()
+        """What waits for `catch_up`, so that a step is launched before it."""
 
     def explain(
         self, tokens: TokensLike, hit: int, namespace: Hashable = None, kv: int = 0
@@ -108,20 +112,27 @@ class Explainer:
         The stretches follow each other without a gap, from `hit` to the last token, which belongs
         to none. Call it before the rest is published, or remembered. O(len(tokens)).
         """
-        tokens = as_tokens(tokens)
+        misses, rest = self._explain(as_tokens(tokens), hit, namespace, kv)
+        return misses + [find() for find in rest]
+
+    def _explain(
+        self, tokens: Tokens, hit: int, namespace: Hashable, kv: int = 0
+    ) -> tuple[list[Miss], list[Callable[[], Miss]]]:
+        """`explain`; what finds the last miss takes long, and asks no cache and no index."""
+        self.catch_up()
         last = len(tokens) - 1
         if hit >= last:
-            return []
+            return [], []
         below, reach = self._explain_below(tokens[:last], hit, max(hit, kv), namespace)
         if below:
-            return [*below, *self.explain(tokens, reach, namespace)]
+            misses, rest = self._explain(tokens, reach, namespace)
+            return below + misses, rest
         length, branches = self._known.follow(tokens, namespace, len(tokens) + WINDOW, BRANCHES)
         known = max(hit, min(length, last))
         misses = self._explain_known(tokens, hit, known, namespace)
-        if known < last:
-            known_texts = branches if length == known else []
-            misses.append(_explain_new(tokens, known, known_texts, self._marks))
-        return misses
+        known_texts = branches if length == known else []
+        find_last = partial(_explain_new, tokens, known, known_texts, self._marks)
+        return misses, [find_last] * (known < last)
 
     def _explain_below(
         self, tokens: Tokens, hit: int, kv: int, namespace: Hashable
@@ -170,31 +181,46 @@ class Explainer:
     def observe(
         self, tokens: TokensLike, hit: int, namespace: Hashable = None, kv: int = 0
     ) -> list[Miss]:
-        """`explain` for a request that is being admitted: counts in `missed_tokens`."""
+        """`explain` for a request that is being admitted. `catch_up` adds the last miss, and counts
+        all of them in `missed_tokens`."""
+        found, rest = self._explain(as_tokens(tokens), hit, namespace, kv)
         misses = [
             replace(miss, computed=True) if miss.reason in BELOW.values() else miss
-            for miss in self.explain(tokens, hit, namespace, kv)
+            for miss in found
         ]
-        for miss in misses:
-            self.missed_tokens[miss.reason] += len(miss)
+
+        def finish() -> None:
+            misses.extend(find() for find in rest)
+            for miss in misses:
+                self.missed_tokens[miss.reason] += len(miss)
+
+        self.put_off.append(finish)
         return misses
 
     def remember(self, tokens: TokensLike, namespace: Hashable = None) -> None:
         """All of `tokens` is computed now. O(len(tokens)), amortised."""
         self._known.remember(tokens, namespace)
 
+    def catch_up(self) -> None:
+        """Do what was put off; whatever depends on it calls this."""
+        while self.put_off:
+            self.put_off.popleft()()
+
     def known(self, tokens: TokensLike, namespace: Hashable = None) -> int:
         """How many of the first tokens are remembered, the last one left out. O(len(tokens))."""
+        self.catch_up()
         return self._known.match(tokens, namespace)
 
     def continuations(self, tokens: Tokens, namespace: Hashable, count: int) -> list[Tokens]:
         """Up to `count` tokens that came after all of `tokens`, the newest of at most `BRANCHES`
         texts first. O(len(tokens))."""
+        self.catch_up()
         known, texts = self._known.follow(tokens, namespace, count, BRANCHES)
         return texts if known == len(tokens) else []
 
     def check(self) -> None:
         """Verify the invariants of the ghost index. O(everything)."""
+        self.catch_up()
         self._known.check()
 
 

@@ -23,7 +23,7 @@ class FairShares:
 
     def __init__(self) -> None:
         self._served: Counter[Hashable] = Counter()
-        self._gone: Counter[Hashable] = Counter()
+        self._gone: dict[Hashable, int] = {}
         """`_served` of clients that left with more than the least, kept in case they come back."""
 
     def come(self, client: Hashable) -> None:
@@ -33,7 +33,7 @@ class FairShares:
         if not self._served:
             self._gone.clear()
         least = min(self._served.values(), default=0)
-        self._gone = Counter({c: n for c, n in self._gone.items() if n > least})
+        self._gone = {c: n for c, n in self._gone.items() if n > least}
         self._served[client] = max(self._gone.pop(client, 0), least)
 
     def leave(self, client: Hashable) -> None:

@@ -159,6 +159,8 @@ def as_prompts(prompts: Prompts) -> list[Prompt]:
         raise InvalidRequest(
             f"prompts are strings, token ids or dicts, not {type(prompts).__name__}"
         )
+    if isinstance(prompts, np.ndarray) and prompts.ndim == 1 and prompts.dtype.kind in "iu":
+        return [prompts] if len(prompts) else []
     many = cast(list[Prompt], list(prompts))
     if many and isinstance(many[0], int | np.integer):
         return [cast(TokensLike, many)]

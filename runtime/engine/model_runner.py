@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -11,12 +12,14 @@ from numpy.typing import NDArray
 from radixcache.base import Tokens
 from radixcache.kernels.attention import PagedBatch, SharedPrefix
 from radixcache.kernels.cascade import MIN_SAVED, group_by_prefix
-from radixcache.lease import WindowTable
+from radixcache.lease import PageCopy, WindowTable
+from radixcache.pages import Pages
 from radixcache.runtime.engine.chunk import Chunk
 from radixcache.runtime.engine.sampler import PendingStep
 from radixcache.runtime.model.cuda_graphs import CudaGraphRunner
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel, Unread
+from radixcache.states import SequenceStates
 
 
 class ModelRunner:
@@ -48,17 +51,15 @@ class ModelRunner:
             ids, rows = np.zeros(len(chunks), np.int32), np.arange(len(chunks))
             return chunks, self._compute(chunks, ids, batch, rows, unread)
         tokens = np.concatenate([chunk.tokens for chunk in chunks])
-        ends = np.cumsum([chunk.num_new for chunk in chunks])
-        wanted = [
-            np.arange(end - 1 - len(chunk.draft), end)
-            for chunk, end in zip(chunks, ends, strict=True)
-            if chunk.is_last
-        ]
-        rows = np.concatenate([*wanted, np.arange(0)])
-        for chunk, end in zip(chunks, ends, strict=True):
+        wanted, scored, end = list[int](), list[int](), 0
+        for chunk in chunks:
+            end += chunk.num_new
+            if chunk.is_last:
+                wanted += range(end - 1 - len(chunk.draft), end)
             if chunk.sequence.scoring is not None:
                 first = end - chunk.sequence.num_computed  # the row that position 0 would have
-                rows = np.append(rows, chunk.scored_positions + first)
+                scored += (chunk.scored_positions + first).tolist()
+        rows = np.array(wanted + scored, np.int64)
         return chunks, self._compute(chunks, tokens, batch, rows, unread)
 
     def _unread(self, chunks: list[Chunk], before: PendingStep | None) -> Unread | None:
@@ -66,12 +67,13 @@ class ModelRunner:
         if before is None:
             return None
         place = {row.sequence: at for at, row in enumerate(before.rows)}
-        found, end = [], 0
+        rows, sources, end = list[int](), list[int](), 0
         for chunk in chunks:
             end += chunk.num_new
             if chunk.is_unread:
-                found.append((end - 1, place[chunk.sequence]))
-        return Unread.of(found, before.tokens) if found else None
+                rows.append(end - 1)
+                sources.append(place[chunk.sequence])
+        return Unread.of(rows, sources, before.tokens) if rows else None
 
     def _batch(self, chunks: list[Chunk]) -> tuple[list[Chunk], PagedBatch]:
         """The page tables of a step, and its chunks in the order of the batch.
@@ -80,37 +82,35 @@ class ModelRunner:
         token longer: a layer writes all new K/V before it attends.
         """
         page_size = self._pool.page_size
-        counts = [self._num_decodes(chunk) for chunk in chunks]
-        is_decode = [count == chunk.num_new for count, chunk in zip(counts, chunks, strict=True)]
-        decodes = [c for c, one in zip(chunks, is_decode, strict=True) if one]
-        chunks = decodes + [c for c, one in zip(chunks, is_decode, strict=True) if not one]
-        tables = []
+        decodes, prefills = list[Chunk](), list[Chunk]()
         for chunk in chunks:
-            assert chunk.sequence.lease is not None
-            tables.append(chunk.sequence.lease.page_table[: -(-chunk.end // page_size)])
+            is_decode = chunk.num_new == 1 or (self.graphs is not None and chunk.num_tokens <= 1)
+            (decodes if is_decode else prefills).append(chunk)
         shared: tuple[SharedPrefix, ...] = ()
         if self._model.attention.reads_shared_once:
             min_saved = MIN_SAVED * len(self._pool.layers) // self._pool.page_bytes
             # Without the last page of any row: that of the first one, if there are drafts.
-            ends = [-(-(chunk.end - chunk.num_new + 1) // page_size) for chunk in decodes]
-            shortest = [table[:end] for table, end in zip(tables, ends, strict=False)]
-            order, shared = group_by_prefix(shortest, min_saved)
-            chunks = [chunks[i] for i in order] + chunks[len(decodes) :]
-            tables = [tables[i] for i in order] + tables[len(decodes) :]
-        if max(counts) > 1:
-            counts = [self._num_decodes(chunk) for chunk in chunks]
-            starts = np.cumsum([0, *counts]).tolist()
+            prefixes = [
+                chunk.lease.page_table[: -(-(chunk.end - chunk.num_new + 1) // page_size)]
+                for chunk in decodes
+            ]
+            order, shared = group_by_prefix(prefixes, min_saved)
+            decodes = [decodes[i] for i in order]
+        chunks = decodes + prefills
+        counts = [chunk.num_new for chunk in decodes]
+        query_lens = [1] * sum(counts) + [chunk.num_new for chunk in prefills]
+        counts += [1] * len(prefills)
+        tables, kv_lens = list[Pages](), list[int]()
+        for chunk, count in zip(chunks, counts, strict=True):
+            end = chunk.end
+            tables += [chunk.lease.page_table] * count
+            kv_lens += range(end - count + 1, end + 1)
+        if shared:
+            starts = [0, *accumulate(counts)]
             shared = tuple(
                 SharedPrefix(starts[first], starts[first + size] - starts[first], num_pages)
                 for first, size, num_pages in shared
             )
-            tables = [table for table, n in zip(tables, counts, strict=True) for _ in range(n)]
-            each = list(zip(chunks, counts, strict=True))
-            kv_lens = [c.end - left for c, n in each for left in reversed(range(n))]
-            query_lens = [c.num_new // n for c, n in each for _ in range(n)]
-        else:
-            kv_lens = [chunk.end for chunk in chunks]
-            query_lens = [chunk.num_new for chunk in chunks]
         batch = PagedBatch.of(tables, query_lens, kv_lens, page_size, shared)
         return chunks, self._with_windows(batch, chunks, counts)
 
@@ -123,8 +123,8 @@ class ModelRunner:
             return batch
         windows = list[WindowTable]()
         for chunk, count in zip(chunks, counts, strict=True):
-            assert chunk.sequence.lease is not None and chunk.sequence.lease.window is not None
-            windows += [chunk.sequence.lease.window] * count
+            assert chunk.lease.window is not None
+            windows += [chunk.lease.window] * count
         first = np.array([window.first for window in windows], np.int32)
         window = PagedBatch.of(
             [window.pages for window in windows],
@@ -140,10 +140,6 @@ class ModelRunner:
         ]
         return replace(batch.sparing(spared, self._pool.spare_page), window=window)
 
-    def _num_decodes(self, chunk: Chunk) -> int:
-        """How many sequences of the batch a chunk takes."""
-        return chunk.num_new if self.graphs is not None and chunk.num_tokens <= 1 else 1
-
     def _compute(
         self,
         chunks: list[Chunk],
@@ -157,12 +153,15 @@ class ModelRunner:
         The page copies run before, all in the device's order: a page may be evicted and written
         again while the step before still reads it.
         """
-        leases = [chunk.sequence.lease for chunk in chunks]
-        copies = [copy for lease in leases if lease for copy in lease.take_copies()]
-        window_copies = [copy for lease in leases if lease for copy in lease.take_window_copies()]
+        copies, window_copies, states = list[PageCopy](), list[PageCopy](), list[SequenceStates]()
+        for chunk in chunks:
+            lease = chunk.lease
+            copies += lease.take_copies()
+            window_copies += lease.take_window_copies()
+            if chunk.states is not None:
+                states.append(chunk.states)
         if copies or window_copies:
             self._pool.copy(copies, window_copies)
-        states = [chunk.states for chunk in chunks if chunk.states is not None]
         if self.graphs is not None:
             logits = self.graphs.run(tokens, batch, rows, unread, states)
             if logits is not None:

@@ -32,7 +32,7 @@ class OutputProcessor:
         """Read the tokens of a step, and note the requests that got one."""
         tokens, highest_logits, *top_tokens = step.fetched.read()
         top = dict(zip(step.asking, zip(*top_tokens, strict=True), strict=True))
-        for sequence, places in by_sequence(step.rows):
+        for sequence, places in by_sequence(step.rows).items():
             if sequence.finish_reason is not None:  # since the step was launched
                 continue
             self.changed[sequence.request] = None
@@ -52,7 +52,7 @@ class OutputProcessor:
                     goes_on = goes_on and draft[accepted : accepted + 1] == [token]
                     accepted += goes_on
                     self.end_if_done(sequence)
-            sequence.num_first = sequence.num_first or len(sequence.generated)
+            sequence.num_first = sequence.num_first or sequence.num_generated
             if draft:
                 assert self._scheduler.proposer is not None
                 self._scheduler.proposer.learn(sequence, len(draft), accepted)
@@ -93,7 +93,7 @@ class OutputProcessor:
 
     def end_if_done(self, sequence: Sequence) -> None:
         """End a sequence if its last token is its end; called again if this was cut off."""
-        token = sequence.generated.item(-1)
+        token = sequence.tokens.item(-1)
         try:
             reason = self._end_reason(sequence, token)
         except (MemoryError, RecursionError):
@@ -106,6 +106,8 @@ class OutputProcessor:
             if reason:
                 self._scheduler.finish(sequence, reason)
         sequence.request.note_token()
+        if sequence.finish_reason is not None:
+            sequence.request.note_end()
 
     def _end_reason(self, sequence: Sequence, token: int) -> str | None:
         params, detokenizer = sequence.request.params, sequence.detokenizer
@@ -117,11 +119,11 @@ class OutputProcessor:
             reason, is_text = "stop", False
         elif complete:
             reason = "stop"
-        elif len(sequence.generated) >= sequence.max_tokens:
+        elif sequence.num_generated >= sequence.max_tokens:
             reason = "length"
         if detokenizer is not None:
             if is_text or params.include_stop_str_in_output:
-                detokenizer.append(token, len(sequence.generated) - 1)
+                detokenizer.append(token, sequence.num_generated - 1)
             if reason:
                 detokenizer.finish()
             if detokenizer.stopped_by is not None:

@@ -48,4 +48,4 @@ def may_begin(
         return True
     hit = match(sequence.tokens, sequence.request.namespace)
     missing = len(sequence) - hit
-    return missing <= room(hit) or 2 * missing < min(len(prompt.pending) for prompt in prompts)
+    return missing <= room(hit) or 2 * missing < min(prompt.num_pending for prompt in prompts)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +28,9 @@ class Row(NamedTuple):
         return np.concatenate([generated, self.draft]) if len(self.draft) else generated
 
 
-def by_sequence(rows: list[Row]) -> Iterator[tuple[Sequence, list[int]]]:
+def by_sequence(rows: list[Row]) -> dict[Sequence, list[int]]:
     """The sequences of a step, each with the places of its rows."""
-    for sequence, places in groupby(range(len(rows)), key=lambda place: rows[place].sequence):
-        yield sequence, [*places]
+    places: dict[Sequence, list[int]] = {}
+    for place, row in enumerate(rows):
+        places.setdefault(row.sequence, []).append(place)
+    return places

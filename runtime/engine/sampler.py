@@ -85,7 +85,7 @@ class Sampler:
     def _masked(self, rows: list[Row], logits: torch.Tensor) -> torch.Tensor:
         """`logits` with the tokens that grammars forbid at -inf: a copy if any row has one."""
         at, bits, forbidden = [], [], []
-        for sequence, places in by_sequence(rows):
+        for sequence, places in by_sequence(rows).items():
             if sequence.grammar is None:
                 continue
             masks = np.empty((len(places), -(-logits.shape[1] // 32)), np.int32)

@@ -68,6 +68,7 @@ class Scheduler:
             prompt is computed.
         proposer: drafts tokens; not for a recurrent model, whose state would then hold them.
         on_publish: called before the first n tokens of a sequence are published.
+        catch_up: does what `on_publish` has put off until the step is launched.
         step_seconds: what a step should take at most, by what `StepBudget` measures.
     """
 
@@ -83,15 +84,15 @@ class Scheduler:
         logits_cache: PromptLogitsCache | None = None,
         proposer: DraftProposer | None = None,
         on_publish: OnPublish = lambda sequence, num_tokens: None,
+        catch_up: Callable[[], None] = lambda: None,
         step_seconds: float | None = None,
     ) -> None:
         self.cache = cache
-        self.planner, self.loads, self.on_publish = planner, loads, on_publish
-        self.logits_cache, self.proposer = logits_cache, proposer
+        self.planner, self.loads, self.proposer = planner, loads, proposer
+        self.on_publish, self.catch_up, self.logits_cache = on_publish, catch_up, logits_cache
         self.max_num_batched_tokens = max_num_batched_tokens
         self.budget = StepBudget(step_seconds)
-        self.max_num_seqs = max_num_seqs
-        self.policy = policy
+        self.max_num_seqs, self.policy = max_num_seqs, policy
         self.open: dict[Sequence, None] = {}
         """All sequences that have not ended, in order of arrival; a failed step changes none."""
         self.waiting: deque[Sequence] = deque()
@@ -124,8 +125,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         self.loads.begin_step()
         self._lacks_pages = False
-        victim = self._victim()
-        if victim is not None:
+        if (victim := self._victim()) is not None:
             self._preempt(victim)
             self._short_of_pages = self._no_room = False
         self._fill(chunks)
@@ -142,7 +142,7 @@ class Scheduler:
         """
         going_on = [
             s for s in sampled
-            if s.finish_reason is None and len(s.generated) + 1 < s.max_tokens
+            if s.finish_reason is None and s.num_generated + 1 < s.max_tokens
         ]  # fmt: skip
         drafts = self.proposer if going_on else None
         expected = drafts is not None and drafts.expects(going_on)
@@ -169,7 +169,7 @@ class Scheduler:
         skipped = {*(sampled or ())}
         going = [s for s in self.running if s not in skipped]
         # One token first, then what a grammar has forced, then prompts, the shortest rest first.
-        rank = lambda s: (len(s.pending) > 1, s.in_prefill, s.in_prefill * len(s.pending))  # noqa: E731
+        rank = lambda s: (s.num_pending > 1, s.in_prefill and s.num_pending)  # noqa: E731
         prompts = [sequence for sequence in going if sequence.in_prefill]
         share = 1
         if prompts and not self._is_full:  # half for waiting prompts, if one may begin
@@ -258,7 +258,7 @@ class Scheduler:
         in_vain = self._no_room and self._tried == self.cache.changes
         if in_vain and self.planner is NO_CHECKPOINTS and not self.loads.pending:
             return
-        if not self.budget.room(0) or len(self.running) >= self.max_num_seqs:
+        if not self.waiting or not self.budget.room(0) or len(self.running) >= self.max_num_seqs:
             return  # before the waiting prompts are looked up
         budget, ending = self.budget, self._ending(chunks)
         prompts = [sequence for sequence in self.running if sequence.in_prefill]
@@ -369,22 +369,22 @@ class Scheduler:
         """
         lease = sequence.lease
         assert lease is not None
-        tokens = sequence.pending[: max(1, budget // sequence.token_cost)]
-        end = sequence.num_computed + len(tokens)
-        if sequence.in_prefill or not len(tokens):
+        count = min(sequence.num_pending, max(1, budget // sequence.token_cost))
+        end = sequence.num_computed + count
+        if sequence.in_prefill or not count:
             self.planner.take(sequence, end)
             self.cache.reserve(lease, end)
             self.on_publish(sequence, end)
-            if not len(tokens):
+            if not count:
                 self.cache.touch(lease)
             elif end > lease.num_tokens:  # else computed for its logits only
                 self.cache.publish(lease, sequence.tokens[lease.num_tokens : end])
-            sequence.request.prefilled_tokens += len(tokens)
-            self._shares.note(sequence.request.client, len(tokens))
+            sequence.request.prefilled_tokens += count
+            self._shares.note(sequence.request.client, count)
         else:
-            self.reserve_decode(sequence, len(tokens))
+            self.reserve_decode(sequence, count)
         start, sequence.num_computed = sequence.num_computed, end
-        return Chunk(sequence, len(tokens), self.planner.plan(sequence, start, end))
+        return Chunk(sequence, count, self.planner.plan(sequence, start, end))
 
     def reserve_decode(self, sequence: Sequence, count: int = 1) -> None:
         """Reserve pages for the next tokens of a decoding sequence, and for more where they last.
@@ -415,8 +415,7 @@ class Scheduler:
     def fail(self, sequence: Sequence, error: str, *, invalid: bool = False) -> None:
         """End a sequence that cannot go on; `invalid` if the request is to blame."""
         self._failed.append(sequence.request)
-        sequence.request.error = error
-        sequence.request.error_is_invalid = invalid
+        sequence.request.error, sequence.request.error_is_invalid = error, invalid
         self.finish(sequence, "error")
         sequence.request.note_end()
 
@@ -432,6 +431,7 @@ class Scheduler:
             self._shares.note(sequence.request.client, len(sequence.unpublished))
             self.on_publish(sequence, sequence.num_computed)
             self.cache.publish(sequence.lease, sequence.unpublished, written=True)
+            self.catch_up()
         self.planner.leave(sequence)
         self._release(sequence)
         self._ahead = DECODE_AHEAD
@@ -440,8 +440,7 @@ class Scheduler:
         assert sequence.lease is not None
         self.cache.release(sequence.lease)
         self.planner.release(sequence)
-        sequence.lease = None
-        sequence.num_computed = 0
+        sequence.lease, sequence.num_computed = None, 0
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """End a sequence, running or waiting."""
@@ -461,6 +460,7 @@ class Scheduler:
         """The step that was scheduled last has run: its KV and its checkpoints are there."""
         self.cache.commit()
         self.planner.commit()
+        self.catch_up()
 
     def reset(self) -> None:
         """Forget all KV, states, kept logits and texts to draft from.

@@ -92,7 +92,9 @@ class StepBudget:
         depth = _depth(position)
         if not self._measured:
             return 0.0
-        near = min(self._measured, key=lambda known: abs(known - depth))
+        near = depth
+        if depth not in self._measured:
+            near = min(self._measured, key=lambda known: abs(known - depth))
         return self._measured[near] * float(_DEEPER ** max(0, depth - near))
 
 

@@ -212,11 +212,12 @@ class CudaGraphRunner:
         states: Sequence[SequenceStates],
     ) -> AttentionPlan | None:
         """A plan at the addresses that a graph reads; None if it keeps too many states."""
-        count, arrays = len(token_ids), list[NDArray[np.integer]]()
+        count, arrays = len(token_ids), []
         ids, rows = np.zeros(shape.tokens, np.int32), np.zeros(shape.sequences, np.int32)
         rows[: len(logit_rows)] = logit_rows
         # All padding is one token at one position, so that all of it writes the same K/V.
-        positions = np.where(np.arange(shape.tokens) < count, batch.positions(), 0)
+        positions = batch.positions.copy()
+        positions[count:] = 0
         ids[:count] = token_ids
         if self._pool.states is not None:
             spare = self._pool.states.num_slots
@@ -295,27 +296,29 @@ def prefill_shapes(attention: AttentionBackend, max_rows: int) -> list[Shape]:
 def pad(batch: PagedBatch, shape: Shape, spare_page: int) -> PagedBatch:
     """A batch padded on the spare page: with decodes of one token, or with one prefill of all
     missing tokens and sequences without new tokens."""
-    missing = shape.sequences - len(batch.query_lens)
-    queries = np.ones(missing, np.int32)
+    missing = shape.sequences - len(batch.kv_last_page_len)
+    if not missing:
+        return batch
+    tokens, end, size = batch.qo_indptr.item(-1), batch.kv_indptr.item(-1), batch.page_size
+    length, ends = 1, [*range(tokens + 1, tokens + 1 + missing)]
     if not shape.only_decodes:
-        queries[:] = 0
-        queries[:1] = shape.tokens - batch.qo_indptr[-1]
-    lens = np.maximum(queries, 1)
-    pages = -(-lens // batch.page_size)
+        length, ends = max(1, shape.tokens - tokens), [shape.tokens] * missing
+    first, others = -(-length // size), missing - 1  # pages of the first, one for each other
+    last_page_len = [(length - 1) % size + 1, *[1] * others]
     return PagedBatch(
-        qo_indptr=np.append(
-            batch.qo_indptr, batch.qo_indptr[-1] + np.cumsum(queries, dtype=np.int32)
-        ),
-        kv_indptr=np.append(
-            batch.kv_indptr, batch.kv_indptr[-1] + np.cumsum(pages, dtype=np.int32)
-        ),
-        kv_indices=np.append(batch.kv_indices, np.full(pages.sum(), spare_page, np.int32)),
-        kv_last_page_len=np.append(batch.kv_last_page_len, (lens - 1) % batch.page_size + 1),
-        page_size=batch.page_size,
+        qo_indptr=_extended(batch.qo_indptr, ends),
+        kv_indptr=_extended(batch.kv_indptr, range(end + first, end + first + missing)),
+        kv_indices=_extended(batch.kv_indices, [spare_page] * (first + others)),
+        kv_last_page_len=_extended(batch.kv_last_page_len, last_page_len),
+        page_size=size,
         shared=batch.shared,
         window=None if batch.window is None else pad(batch.window, shape, spare_page),
-        first=None if batch.first is None else np.append(batch.first, np.zeros(missing, np.int32)),
+        first=None if batch.first is None else _extended(batch.first, [0] * missing),
     )
+
+
+def _extended(array: NDArray[np.int32], numbers: Sequence[int]) -> NDArray[np.int32]:
+    return np.concatenate([array, np.array(numbers, np.int32)])
 
 
 def _free_memory(device: torch.device) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -122,11 +123,12 @@ class KVPool:
             copies: (source, target, n) triples; all sources are read before any target is written.
             window_copies: the same for pages of the windowed layers.
         """
+        is_view = self.device.type == "cpu"  # what indices read is a copy already
         read = []
         for in_window, triples in ((False, copies), (True, window_copies)):
             for source, target in self._places(triples):
                 read += [
-                    (block, target, block[source].clone())
+                    (block, target, block[source].clone() if is_view else block[source])
                     for (windowed, _), block in self._blocks.items()
                     if windowed == in_window
                 ]
@@ -147,7 +149,7 @@ class KVPool:
             at, to, slot = send(np.stack([sources, targets, slots]), self.device)
             yield (at, layers, slot), (to, layers, slot)
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         """Bytes of a page: of all layers, or of the full or windowed ones, whichever need more."""
         return sum(block[0].nbytes for block in self._whole)

@@ -51,9 +51,8 @@ class Unread(NamedTuple):
     tokens: torch.Tensor
 
     @classmethod
-    def of(cls, places: list[tuple[int, int]], tokens: torch.Tensor) -> Unread:
-        """Make it from pairs of a step's row and the place of its token in `tokens` [R]."""
-        rows, sources = map(list, zip(*places, strict=True))
+    def of(cls, rows: list[int], sources: list[int], tokens: torch.Tensor) -> Unread:
+        """Make it from a step's rows and the places of their tokens in `tokens` [R]."""
         same = sources == list(range(len(tokens)))
         return cls(rows, tokens if same else tokens[send(sources, tokens.device)])
 
@@ -247,7 +246,7 @@ class PagedModel(ABC):
             [R, vocab_size] float32, on the model's device.
         """
         arrays = (self.plans_slots and slot_arrays(batch, states)) or []
-        plan = self.attention.plan(batch, token_ids, batch.positions(), logit_rows, *arrays)
+        plan = self.attention.plan(batch, token_ids, batch.positions, logit_rows, *arrays)
         if unread is not None:
             unread.write(plan.arrays[0])
         with self._step(batch, pool, states):

@@ -18,11 +18,11 @@ MAX_PROMPT_LOGPROBS = 20
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def _is_float(value: Any) -> bool:
-    return isinstance(value, float | np.floating) or (_is_int(value) and abs(value) < 2**1023)
+    return isinstance(value, (float, np.floating)) or (_is_int(value) and abs(value) < 2**1023)
 
 
 def _is_text(value: object) -> bool:
@@ -37,7 +37,7 @@ def _is_bias(value: Any) -> bool:
 
 def _all(is_one: Callable[[Any], bool]) -> Callable[[Any], bool]:
     def holds(value: Any) -> bool:
-        listed = isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)
+        listed = isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
         return listed and all(map(is_one, value))
 
     return holds
@@ -133,14 +133,12 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, np.generic | np.ndarray):
+        for name, optional, (holds, rule) in _CHECKS:
+            value = getattr(self, name)
+            if isinstance(value, (np.generic, np.ndarray)):
                 value = value.tolist()
-                object.__setattr__(self, field.name, value)
-            kind, optional, _ = str(field.type).partition(" | None")
-            holds, rule = _KINDS[kind]
-            _require((optional and value is None) or holds(value), field.name, rule, value)
+                object.__setattr__(self, name, value)
+            _require((optional and value is None) or holds(value), name, rule, value)
         for name, least, most, rule in _RANGES:
             value = getattr(self, name)
             _require(value is None or least <= value <= most, name, rule, value)
@@ -174,6 +172,13 @@ class SamplingParams:
             parts += [f"min_p {self.min_p:g}"] if self.min_p > 0 else []
         penalty = self.repetition_penalty
         return ", ".join(parts + ([f"repetition_penalty {penalty:g}"] if penalty != 1 else []))
+
+
+_CHECKS = [
+    (field.name, "None" in str(field.type), _KINDS[str(field.type).removesuffix(" | None")])
+    for field in fields(SamplingParams)
+]
+"""For each field: its name, whether it may be None, and what else it takes."""
 
 
 def _require(holds: object, name: str, rule: str, value: object) -> None:

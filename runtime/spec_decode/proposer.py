@@ -212,7 +212,7 @@ class DraftProposer:
         return self.length.chances(kind, state.match, count, least)
 
     def _find_paths(self, sequence: Sequence) -> None:
-        state, room = self._state(sequence), sequence.max_tokens - len(sequence.generated)
+        state, room = self._state(sequence), sequence.max_tokens - sequence.num_generated
         state.paths = self._continue(sequence.tokens, sequence.request.namespace, room)
         state.path_start = len(sequence)
         state.is_idle = not state.paths
@@ -220,7 +220,7 @@ class DraftProposer:
     def _look_up(self, sequence: Sequence, count: int) -> list[int]:
         """The likely next tokens, at most as many as the sequence may generate before its last."""
         request, length, state = sequence.request, len(sequence), self._state(sequence)
-        count = min(count, sequence.max_tokens - len(sequence.generated) - 1)
+        count = min(count, sequence.max_tokens - sequence.num_generated - 1)
         if count < 1 or sequence.scoring is not None:
             return []
         if state.paths is None:

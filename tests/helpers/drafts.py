@@ -69,6 +69,7 @@ def speculate(engine: Engine, num_tokens: int = 4000) -> DraftProposer:
     explainer = Explainer(engine.cache, num_tokens)
     scheduler, ends = engine.scheduler, engine.model.eos_token_ids
     scheduler.proposer, scheduler.on_publish = explain_and_draft(explainer, ends)
+    scheduler.catch_up = explainer.catch_up
     return draft_always(engine)
 
 

@@ -157,7 +157,7 @@ def test_a_replay_reads_only_what_plan_fixed_rewrote() -> None:
         choices = [[(0, size, share)], [(0, 4, share), (4, 4, share - 1)], [(0, 5, share)]]
         groups = choices[rng.integers(3) if size == 8 else 0]
         batch = with_shared(step.batch, *groups) if share else step.batch
-        plan = backend.plan_fixed(batch, np.arange(size), batch.positions())
+        plan = backend.plan_fixed(batch, np.arange(size), batch.positions)
         if (size, bool(share)) not in captured:
             inputs = [torch.zeros(t.shape, device=CUDA) for t in (step.query, step.key, step.value)]
             graph = torch.cuda.CUDAGraph()
@@ -196,7 +196,7 @@ def test_a_replay_of_a_step_with_prefill_gives_the_bits_of_the_eager_one(shape, 
         )
         spare = len(pages.k) - 1
         padded = pad(step.batch, shape, spare)
-        plan = backend.plan_fixed(padded, padded.positions())
+        plan = backend.plan_fixed(padded, padded.positions)
         if graph is None:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):

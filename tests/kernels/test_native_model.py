@@ -194,7 +194,7 @@ class Model:
         lens, ends = [part.end - part.start for part in parts], [part.end for part in parts]
         batch = PagedBatch.of([part.table for part in parts], lens, ends, PAGE)
         tokens = np.concatenate([part.text[part.start : part.end] for part in parts])
-        plan = NativeBackend().plan(batch, tokens, batch.positions(), np.arange(len(tokens)))
+        plan = NativeBackend().plan(batch, tokens, batch.positions, np.arange(len(tokens)))
         states = [part.states for part in parts] if pool.states is not None else []
         return list(self.operations.run(pool, plan, states).split(lens))
 

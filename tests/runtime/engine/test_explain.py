@@ -90,7 +90,9 @@ class World:
         hit = lease.cached_tokens
         misses = self.explainer.explain(tokens, hit, namespace)
         self.compare(misses, tokens, hit, namespace)
-        assert self.explainer.observe(tokens, hit, namespace) == misses
+        observed = self.explainer.observe(tokens, hit, namespace)
+        self.explainer.catch_up()
+        assert observed == misses
         for miss in misses:
             self.counted[miss.reason] += len(miss)
         chunk = tokens[: self.rng.choice([hit + 1, len(tokens), len(tokens)])]

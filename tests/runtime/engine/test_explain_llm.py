@@ -179,6 +179,28 @@ def test_a_served_request_carries_its_explanation_and_is_counted_once(path: Path
     assert stats.hit_tokens + missed + stats.requests == stats.query_tokens
 
 
+def test_a_step_is_launched_before_its_prompts_are_compared_with_others(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But each prompt of a step is compared with those before it."""
+    llm = LLM(path, page_size=4, kv_cache_memory_bytes="1MiB")
+    run, seen = llm.engine.runner.run, list[list[Any]]()
+
+    def launch(*step: Any) -> Any:
+        seen.append([None if r.explanation is None else [*r.explanation] for r in requests])
+        return run(*step)
+
+    monkeypatch.setattr(llm.engine.runner, "run", launch)
+    text = "a text that begins in two prompts"
+    prompts = [llm.encode(text + end) for end in (" at once", " and then another end")]
+    requests = [llm.engine.add_request(prompt, GREEDY) for prompt in prompts]
+    finish(llm.engine)
+    new = [Miss("first_seen", 0, len(prompts[0]) - 1, len(prompts[0]))]
+    assert requests[0].explanation == new == seen[0][0]
+    assert requests[1].explanation is not None and requests[1].explanation[0].in_flight
+    assert requests[1].explanation[:-1] == seen[0][1]
+
+
 def test_generated_tokens_are_remembered_like_prompts(path: Path) -> None:
     llm = LLM(path, page_size=4, kv_cache_memory_bytes="1MiB")
     (output,) = llm.generate("some text", GREEDY)

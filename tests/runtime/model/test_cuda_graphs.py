@@ -269,11 +269,14 @@ def test_the_device_goes_on_while_the_host_waits_for_tokens(
     assert graphs_of(made)
 
 
-def test_a_hit_of_64_tokens_is_a_graph_and_twelve_operations_beside_it(folders, gpu) -> None:
-    """From the schedule to the token, however many layers there are."""
+@pytest.mark.parametrize("length", [128, 120])
+def test_a_hit_of_64_tokens_is_a_graph_and_twelve_operations_beside_it(
+    folders, gpu, length
+) -> None:
+    """From the schedule to the token, however many layers there are; with a page to copy, too."""
     made, rng = engines.make_engine(folders["llama"]), np.random.default_rng(7)
     document, params = (
-        rng.integers(0, 256, 128).tolist(),
+        rng.integers(0, 256, length).tolist(),
         SamplingParams(temperature=0, max_tokens=1),
     )
     run(made, [document], params)
@@ -285,6 +288,7 @@ def test_a_hit_of_64_tokens_is_a_graph_and_twelve_operations_beside_it(folders, 
         engines.finish(made)
     assert Shape(64, 2) in graphs_of(made)
     assert len(launched) <= 12, launched
+    assert bool(made.cache.stats.copied_pages) == bool(length % 16)
 
 
 @pytest.mark.parametrize("ends_first", [True, False])
