@@ -96,7 +96,10 @@ def _attend_block(
         page = tl.load(table + at // PAGE, mask=there, other=0).to(tl.int64)
     else:
         page = tl.load(table + at // PAGE).to(tl.int64)
-    k_at, v_at = page * k_page + at % PAGE * k_slot, page * v_page + at % PAGE * v_slot
+    k_at = page * k_page + at % PAGE * k_slot
+    v_at = k_at  # both sides have the same strides, if the same shape
+    if VALUE != DIM:
+        v_at = page * v_page + at % PAGE * v_slot
     if UPCAST:
         q = q.to(tl.float32)
     there = there[:, None]
@@ -133,23 +136,32 @@ def _attend_block(
 @triton.jit
 def _attend(
     q, best, total, mixed, begin, free, stop, low, high, k_pages, v_pages, table, k_page, k_slot,
-    v_page, v_slot, scale, softcap, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
+    v_page, v_slot, scale, softcap, FREE: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, EXACT: tl.constexpr, UPCAST: tl.constexpr, ALIGN: tl.constexpr,
     DIM: tl.constexpr, DIM_2: tl.constexpr, VALUE: tl.constexpr, VALUE_2: tl.constexpr,
 ):  # fmt: skip
-    """The keys [begin, stop); every row sees those before `free`, whole blocks from `begin` on."""
-    for at in range(begin, free, BLOCK):
-        best, total, mixed = _attend_block(
-            q, best, total, mixed, at, stop, low, high, k_pages, v_pages, table, k_page, k_slot,
-            v_page, v_slot, scale, softcap, False, SOFTCAP, PAGE, BLOCK, EXACT, UPCAST, ALIGN, DIM,
-            DIM_2, VALUE, VALUE_2,
-        )  # fmt: skip
-    for at in range(free, stop, BLOCK):
-        best, total, mixed = _attend_block(
-            q, best, total, mixed, at, stop, low, high, k_pages, v_pages, table, k_page, k_slot,
-            v_page, v_slot, scale, softcap, True, SOFTCAP, PAGE, BLOCK, EXACT, UPCAST, ALIGN, DIM,
-            DIM_2, VALUE, VALUE_2,
-        )  # fmt: skip
+    """The keys [begin, stop); with FREE, every row sees those before `free`, which are whole
+    blocks, and a few blocks are left, for which no pipeline is filled."""
+    if FREE:
+        for at in range(begin, free, BLOCK):
+            best, total, mixed = _attend_block(
+                q, best, total, mixed, at, stop, low, high, k_pages, v_pages, table, k_page, k_slot,
+                v_page, v_slot, scale, softcap, False, SOFTCAP, PAGE, BLOCK, EXACT, UPCAST, ALIGN,
+                DIM, DIM_2, VALUE, VALUE_2,
+            )  # fmt: skip
+        for at in tl.range(free, stop, BLOCK, num_stages=1):
+            best, total, mixed = _attend_block(
+                q, best, total, mixed, at, stop, low, high, k_pages, v_pages, table, k_page, k_slot,
+                v_page, v_slot, scale, softcap, True, SOFTCAP, PAGE, BLOCK, EXACT, UPCAST, ALIGN,
+                DIM, DIM_2, VALUE, VALUE_2,
+            )  # fmt: skip
+    else:
+        for at in range(begin, stop, BLOCK):
+            best, total, mixed = _attend_block(
+                q, best, total, mixed, at, stop, low, high, k_pages, v_pages, table, k_page, k_slot,
+                v_page, v_slot, scale, softcap, True, SOFTCAP, PAGE, BLOCK, EXACT, UPCAST, ALIGN,
+                DIM, DIM_2, VALUE, VALUE_2,
+            )  # fmt: skip
     return best, total, mixed
 
 
@@ -185,11 +197,10 @@ def decode_kernel(
         best = tl.full((ROWS,), -float("inf"), tl.float32)
         total, mixed = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, VALUE_2), tl.float32)
         table = kv_indices + tl.load(kv_indptr + row)
-        free = first if WINDOW else first + (stop - first) // BLOCK * BLOCK
         best, total, mixed = _attend(
-            q, best, total, mixed, first, free, stop, low, high, k_pages + kv_head * k_head,
+            q, best, total, mixed, first, 0, stop, low, high, k_pages + kv_head * k_head,
             v_pages + kv_head * v_head, table, k_page, k_slot, v_page, v_slot, scale, softcap,
-            SOFTCAP, PAGE, BLOCK, EXACT, UPCAST, ALIGN, DIM, DIM_2, VALUE, VALUE_2,
+            False, SOFTCAP, PAGE, BLOCK, EXACT, UPCAST, ALIGN, DIM, DIM_2, VALUE, VALUE_2,
         )  # fmt: skip
         out_mask = (r < GROUP)[:, None] & (v < VALUE)[None, :]
         tl.store(parts + part[:, None] * VALUE + v[None, :], mixed / total[:, None], mask=out_mask)
@@ -233,8 +244,9 @@ def prefill_kernel(
 ):  # fmt: skip
     """A tile of a sequence's last tokens times query heads of one KV head, causal, over all keys
     that it sees or over one part of its sequence's."""
-    sequence, kv_head = first_sequence + tl.program_id(0), tl.program_id(1)
-    tile, split = tl.program_id(2) // splits, tl.program_id(2) % splits
+    # Tiles that read the same keys run at the same time.
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    sequence, split = first_sequence + tl.program_id(2) // splits, tl.program_id(2) % splits
     first_token = tl.load(qo_indptr + sequence)
     count = tl.load(qo_indptr + sequence + 1) - first_token
     r = tile * ROWS + tl.arange(0, ROWS)
@@ -243,9 +255,9 @@ def prefill_kernel(
         token, head = r // GROUP, kv_head * GROUP + r % GROUP
         mine = token < count
         d, v = tl.arange(0, DIM_2), tl.arange(0, VALUE_2)
-        row = (first_token + token).to(tl.int64)
-        q_at = query + row[:, None] * query_row + head[:, None] * query_head + d[None, :]
-        q = tl.load(q_at, mask=mine[:, None] & (d < DIM)[None, :], other=0.0)
+        row = first_token + token
+        q_at = query + row.to(tl.int64)[:, None] * query_row + head[:, None] * query_head
+        q = tl.load(q_at + d[None, :], mask=mine[:, None] & (d < DIM)[None, :], other=0.0)
         cached = length - count
         high = tl.where(mine, cached + token, -1)
         low = tl.zeros((ROWS,), tl.int32)
@@ -261,24 +273,23 @@ def prefill_kernel(
             size = tl.cdiv(tl.cdiv(length - first, splits), BLOCK) * BLOCK
             first += split * tl.maximum(size, MIN_SPLIT)
             stop = tl.minimum(stop, first + tl.maximum(size, MIN_SPLIT))
-        free = first
-        if not WINDOW:
-            free = tl.maximum(first, tl.minimum(stop, tile_low + 1) // BLOCK * BLOCK)
+        free = tl.maximum(first, tl.minimum(stop, tile_low + 1) // BLOCK * BLOCK)
         best = tl.full((ROWS,), -float("inf"), tl.float32)
         total, mixed = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, VALUE_2), tl.float32)
         best, total, mixed = _attend(
             q, best, total, mixed, first, free, stop, low, high, k_pages + kv_head * k_head,
             v_pages + kv_head * v_head, kv_indices + tl.load(kv_indptr + sequence), k_page, k_slot,
-            v_page, v_slot, scale, softcap, SOFTCAP, PAGE, BLOCK, EXACT, UPCAST, ALIGN, DIM, DIM_2,
-            VALUE, VALUE_2,
+            v_page, v_slot, scale, softcap, not WINDOW, SOFTCAP, PAGE, BLOCK, EXACT, UPCAST, ALIGN,
+            DIM, DIM_2, VALUE, VALUE_2,
         )  # fmt: skip
-        place = row * tl.num_programs(1) * GROUP + head
+        place = row.to(tl.int64) * tl.num_programs(1) * GROUP + head
         there = mine[:, None] & (v < VALUE)[None, :]
         if SPLIT:
             place = place * splits + split
             tl.store(sums + place, best + tl.log2(total), mask=mine)
-            mixed /= tl.where(total > 0, total, 1.0)[:, None]
-            tl.store(parts + place[:, None] * VALUE + v[None, :], mixed, mask=there)
+            if first < stop:
+                mixed /= tl.where(total > 0, total, 1.0)[:, None]
+                tl.store(parts + place[:, None] * VALUE + v[None, :], mixed, mask=there)
         else:
             if SINKS:
                 total += tl.exp2(tl.load(sinks + head, mask=mine, other=0.0) * LOG2_E - best)

@@ -67,14 +67,14 @@ class TritonPrefill:
         splits = splits_of(len(query))
         assert splits > 1 or lse is None
         known = constants(self.layer, self.page_size, query, pages)
-        rows = rows_of(known["DIM_2"], known["VALUE_2"], query.dtype)
+        rows = rows_of(self.layer, query.dtype)
         tiles = triton.cdiv(self.longest * known["GROUP"], rows)
         parts = sums = query
         if splits > 1:
             parts, sums = allocate_parts(query, self.layer, splits, self.workspace)
         sink = (query, False) if sinks is None else (sinks.float(), True)
         tables = (self.kv_indptr, self.kv_indices, self.kv_lens)
-        prefill_kernel[self.sequences - self.first, self.layer.kv_heads, tiles * splits](
+        prefill_kernel[tiles, self.layer.kv_heads, (self.sequences - self.first) * splits](
             query, out, parts, sums, self.qo_indptr, *pages, *tables, *strides(query, pages),
             self.first, splits, *sink, **known, ROWS=rows, SPLIT=splits > 1, MIN_SPLIT=MIN_SPLIT,
             num_stages=2,
@@ -118,7 +118,7 @@ def merge(
     _, heads, splits, dim = parts.shape
     merge_kernel[len(parts), heads](
         parts, sums, out, sums if lse is None else lse, *sink, LSE=lse is not None, SPLITS=splits,
-        VALUE=dim, VALUE_2=_power(dim),
+        VALUE=dim, VALUE_2=_power(dim), num_warps=2,
     )  # fmt: skip
 
 
@@ -180,9 +180,9 @@ def block_of(dim: int, dtype: torch.dtype, amd: bool = torch.version.hip is not 
     return max(16, 64 >> (dtype == torch.float32) + (dim > 256) + (amd and dim > 128))
 
 
-def rows_of(
-    dim: int, value_dim: int, dtype: torch.dtype, amd: bool = torch.version.hip is not None
-) -> int:
-    """Query heads times tokens per tile of a prefill."""
-    dim = max(dim, value_dim)
-    return 128 if dim <= 128 and dtype.itemsize == 2 and not amd else block_of(dim, dtype, amd)
+def rows_of(layer: LayerKind, dtype: torch.dtype, amd: bool = torch.version.hip is not None) -> int:
+    """Query heads times tokens per tile of a prefill: 128, if registers suffice."""
+    dim = max(_power(layer.head_dim), _power(layer.value_dim))
+    plain = layer.window is None and layer.softcap is None
+    small = plain and dim <= 128 and dtype.itemsize == 2 and not amd
+    return 128 if small else block_of(dim, dtype, amd)

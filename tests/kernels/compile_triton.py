@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from radixcache.kernels import triton_experts, triton_kernels, triton_recurrence
+from radixcache.kernels.attention import LayerKind
 from radixcache.kernels.kv_format import stored_dim
 from radixcache.kernels.triton_prefill import MIN_SPLIT, block_of, rows_of
 
@@ -36,10 +37,13 @@ ODD = {"first_sequence", "splits", "window", "scale", "softcap", "k_head", "v_he
 POINTERS = {"key", "value", "k_pages", "v_pages", "query", "out"}
 
 
-def constants(dtype: str, dim: int, rows: int, splits: int, amd: bool) -> dict[str, Any]:
+def constants(
+    dtype: str, dim: int, rows: int, splits: int, plain: bool, amd: bool
+) -> dict[str, Any]:
     exact = dtype == "fp32"
     return {
-        "DIM": dim, "DIM_2": dim, "VALUE": dim, "VALUE_2": dim, "WINDOW": True, "SOFTCAP": True,
+        "DIM": dim, "DIM_2": dim, "VALUE": dim, "VALUE_2": dim, "WINDOW": not plain,
+        "SOFTCAP": not plain,
         "PAGE": 16, "GROUP": 4, "BLOCK": block_of(dim, DTYPES[dtype], amd), "EXACT": exact,
         "ALIGN": math.gcd(16, stored_dim(dim, torch.int8) if dtype == "int8" else 16),
         "UPCAST": False, "SPLITS": splits, "SPLIT": splits > 1, "SINKS": True, "LSE": True,
@@ -48,10 +52,17 @@ def constants(dtype: str, dim: int, rows: int, splits: int, amd: bool) -> dict[s
 
 
 def compile_one(
-    name: str, rows: int, splits: int, target: str, dtype: str, dim: int, **options: int
+    name: str,
+    rows: int,
+    splits: int,
+    target: str,
+    dtype: str,
+    dim: int,
+    plain: bool = False,
+    **options: int,
 ) -> None:
     kernel = getattr(triton_kernels, name)
-    known = constants(dtype, dim, rows, splits, target == "gfx942")
+    known = constants(dtype, dim, rows, splits, plain, target == "gfx942")
 
     def kind(argument: str) -> str:
         if argument in known:
@@ -124,9 +135,10 @@ if __name__ == "__main__":
         for target, dim in product(TARGETS, (64, 128, 256, 512)):
             if (target, dtype, dim) == ("gfx942", "fp32", 512):
                 continue  # no tile fits: plain torch computes there
-            tile = rows_of(dim, dim, DTYPES[dtype], target == "gfx942")
             compile_one("append_kernel", 0, 1, target, dtype, dim)
             compile_one("decode_kernel", 16, 16, target, dtype, dim)
             compile_one("merge_kernel", 0, 16, target, dtype, dim)
-            for splits in (1, 16):
-                compile_one("prefill_kernel", tile, splits, target, dtype, dim, num_stages=2)
+            for rules, splits in ((None, 16), (9, 1)):
+                kind = LayerKind(4, 1, dim, dim, 1.0, rules, rules)
+                tile, plain = rows_of(kind, DTYPES[dtype], target == "gfx942"), rules is None
+                compile_one("prefill_kernel", tile, splits, target, dtype, dim, plain, num_stages=2)
