@@ -1,5 +1,5 @@
-"""Prompts in graphs of FlashInfer's backend that Triton prefills, on a simulated GPU: FlashInfer's
-kernels are stand-ins, and Triton's run in its interpreter."""
+"""Steps with prefill in graphs of FlashInfer's backend that Triton computes, on a simulated GPU:
+FlashInfer's kernels are stand-ins, and Triton's run in its interpreter."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ KIND = LayerKind(8, 2, 16, 16, 0.3)
 def gpu(monkeypatch) -> Iterator[Gpu]:
     with simulated_gpu() as gpu:
         launch_triton(gpu.device, monkeypatch)
+        monkeypatch.setattr(gpu.backend, "TRITON_HEADS", 512)  # of few heads
         yield gpu
 
 
@@ -55,19 +56,27 @@ def ran(monkeypatch) -> list[TritonPrefill]:
     return ran
 
 
-def test_a_replay_equals_the_reference_and_other_shapes_go_to_fa2(gpu, ran) -> None:
-    """Prompts of any length, fresh, and behind prefixes longer than a part of the keys; with sinks
-    or without, and what fills the step up may be all but two tokens of it."""
+@pytest.mark.parametrize(
+    ("shape", "steps"),
+    [
+        (Shape(64, 2), [[(64, 700)], [(2, 0)], [(33, 1000)], [(64, 0)], [(50, 257)]]),
+        (Shape(64, 8), [[(1, 300), (40, 20)], [(1, 9)] * 5 + [(9, 600), (30, 0)]]),
+    ],
+    ids=str,
+)
+def test_a_replay_equals_the_reference(gpu, ran, shape, steps) -> None:
+    """Decodes and prompts, fresh, and behind prefixes longer than a part of the keys; with sinks or
+    without, and what fills the step up may be all but two tokens of it."""
     backend = gpu.backend.FlashInferBackend(CUDA, torch.float32, [KIND])
     backend.allocate_fixed(24, 4000)
     ran.clear()
-    shape, sinks = Shape(64, 2), torch.linspace(-2, 2, 8)
+    sinks = torch.linspace(-2, 2, 8)
     there = sinks.to(CUDA)
     pages = LayerPages(*torch.zeros(2, 80, 16, 2, 16, device=CUDA))
     inputs = [torch.zeros(shape.tokens, heads, 16, device=CUDA) for heads in (8, 2, 2)]
     graph = None
-    for seed, lens in enumerate([(64, 700), (2, 0), (33, 1000), (1, 600), (64, 0), (50, 257)]):
-        step = make_step(seed, [lens], page_size=16)
+    for seed, lens in enumerate(steps):
+        step = make_step(seed, lens, page_size=16)
         padded = pad(step.batch, shape, len(pages.k) - 1)
         plan = backend.plan_fixed(padded, padded.positions)
         if graph is None:
@@ -86,11 +95,26 @@ def test_a_replay_equals_the_reference_and_other_shapes_go_to_fa2(gpu, ran) -> N
             side[-1] = torch.nan  # nobody reads what was there before
         graph.replay()
         for sink, out in zip((None, sinks), outs, strict=True):
-            assert error(step, out[: lens[0]].cpu(), scale=0.3, sinks=sink) < 2e-5
-    step = make_step(0, [(1, 30), (9, 20)])
-    plan = backend.plan_fixed(pad(step.batch, Shape(64, 8), 79), np.zeros(64))
-    plan.run(LayerInputs(inputs[0], inputs[1], inputs[2], pages, KIND))
-    assert len(ran) == 2
+            assert error(step, out[: len(step.query)].cpu(), scale=0.3, sinks=sink) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "by_triton"),
+    [
+        (Shape(64, 2), KIND, True),
+        (Shape(32, 2), KIND, False),
+        (Shape(64, 2), KIND._replace(query_heads=4), False),
+        (Shape(64, 2), KIND._replace(window=9), False),
+        (Shape(64, 2), KIND._replace(softcap=9.0), False),
+        (Shape(64, 2), KIND._replace(head_dim=256, value_dim=256), False),
+    ],
+    ids=str,
+)
+def test_what_fa2_computes_faster_is_left_to_it(gpu, shape, kind, by_triton) -> None:
+    backend = gpu.backend.FlashInferBackend(CUDA, torch.float32, [kind])
+    backend.allocate_fixed(8, 600)
+    plan = backend.plan_fixed(pad(make_step(3, [(9, 20)]).batch, shape, 40))
+    assert isinstance(plan.parts[0].wrappers[kind], TritonPrefill) == by_triton
 
 
 @pytest.mark.parametrize("broken", [False, True])
