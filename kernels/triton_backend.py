@@ -6,7 +6,7 @@ begin at fixed positions, and nothing is added atomically: **a row's result does
 rest of the batch**, for one kind of launch (decode, or prefill by `splits_of` its tokens).
 
 Its arithmetic is tested on a CPU by Triton's interpreter, and its code is compiled ahead for
-sm_80, sm_90 and gfx942 (`make test-gpu`). An H100 has run it (docs/gpu.md).
+sm_80, sm_90 and gfx942 (`make test-gpu`). An H200 has run it (docs/gpu.md).
 """
 
 from __future__ import annotations
