@@ -29,6 +29,7 @@ def launch_triton(device: Device, monkeypatch: pytest.MonkeyPatch, splits: int =
 
     monkeypatch.setattr(triton_backend, "SPLITS", splits)
     monkeypatch.setattr(triton_prefill, "splits_of", lambda tokens: splits)
+    monkeypatch.setattr(triton_prefill, "SPLIT_TOKENS", 64)  # with which it is tried
     for module, name in (
         (triton_backend, "append_kernel"),
         (triton_backend, "decode_kernel"),
