@@ -103,7 +103,7 @@ def test_a_replay_equals_the_reference(gpu, ran, shape, steps) -> None:
     [
         (Shape(64, 2), KIND, True),
         (Shape(32, 2), KIND, False),
-        (Shape(64, 2), KIND._replace(query_heads=4), False),
+        (Shape(64, 2), KIND._replace(query_heads=16, kv_heads=8), False),
         (Shape(64, 2), KIND._replace(window=9), False),
         (Shape(64, 2), KIND._replace(softcap=9.0), False),
         (Shape(64, 2), KIND._replace(head_dim=256, value_dim=256), False),
