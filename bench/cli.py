@@ -109,10 +109,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     serving("--schedule-policy", choices=("fcfs", "lpm"), default="fcfs")
     engine = parser.add_argument_group("engine level").add_argument
     engine("--model", metavar="M", help="folder, .gguf file or hub id (the bundled model)")
-    engine("--kv-dtype", metavar="D", help="kv_cache_dtype: int8, say (the model's dtype)")
+    engine("--kv-cache-dtype", metavar="D", help="of KV pages: int8, say (the model's dtype)")
     engine("--quantized-activations", choices=("auto", "on", "off"), default="auto")
     engine("--device", default="auto", metavar="D", help="cpu, cuda or auto")
-    engine("--speculate", action="store_true", help="draft tokens from earlier texts (no drafts)")
+    engine(
+        "--speculate", choices=("off", "auto"), default="off", help="draft from earlier texts (off)"
+    )
     engine("--repeats", type=int, default=3, metavar="N", help="timed runs (3)")
     add("--seed", type=int, default=0, metavar="N")
     add("--token-bytes", type=int, metavar="N", help=f"KV bytes per token ({_TOKEN_BYTES})")
@@ -209,10 +211,10 @@ def _check(args: argparse.Namespace) -> None:
         (args.windows and args.level != "index", "--windows are simulated: --level index alone"),
         (args.windows and args.states, "--windows and --states are of different models"),
         (args.windows and args.token_bytes, "--windows has its model's own --token-bytes"),
-        (args.speculate and args.level == "index",
+        (args.speculate != "off" and args.level == "index",
          "--speculate needs a model: --level engine or both"),
-        (args.kv_dtype is not None and args.level == "index",
-         "--kv-dtype is a model's: at --level index say --token-bytes"),
+        (args.kv_cache_dtype is not None and args.level == "index",
+         "--kv-cache-dtype is a model's: at --level index say --token-bytes"),
         (args.seed < 0, f"--seed must be at least 0, not {args.seed}"),
         ((args.file is None) != (args.format is None), "--file and --format go together"),
         *_unused(args),
@@ -268,7 +270,7 @@ def _serving(args: argparse.Namespace) -> Serving:
         args.schedule_policy,
         args.step_time,
         args.states or 0,
-        args.speculate,
+        args.speculate == "auto",
     )
 
 
@@ -288,7 +290,7 @@ def _load_model(args: argparse.Namespace) -> PagedModel:
     return load_model(
         args.model or BUNDLED_MODEL,
         device=args.device,
-        kv_cache_dtype=args.kv_dtype or "auto",
+        kv_cache_dtype=args.kv_cache_dtype or "auto",
         quantized_activations=args.quantized_activations,
     )
 
@@ -312,7 +314,7 @@ def _settings(
         "bytes a token": token_bytes,
         "machine": conditions(),
     }
-    if args.speculate:
+    if serving.speculate:
         settings["drafts"] = "at engine level"
     if args.windows is not None:
         settings["windows of"] = args.windows
@@ -320,8 +322,8 @@ def _settings(
         settings["states"] = args.states
     if model is not None:
         settings |= {"model": args.model or "tabletalk", "device": str(model.device)}
-    if args.kv_dtype is not None:
-        settings["KV"] = args.kv_dtype
+    if args.kv_cache_dtype is not None:
+        settings["KV"] = args.kv_cache_dtype
     if model is not None and model.quantized_activations:
         settings["activations"] = "8 bits"
     return settings

@@ -66,9 +66,10 @@ class RadixCache(PrefixCache):
     def follow(
         self, tokens: TokensLike, namespace: Hashable = None, count: int = 1, branches: int = 1
     ) -> tuple[int, list[Tokens]]:
-        """`cached_length`, and up to `count` tokens that are cached after that along each of up to
-        `branches` branches, newest first; a branch that forks again is followed along its newest.
-        Changes nothing. O(len(tokens) + count * branches)."""
+        """`cached_length`, and up to `branches` texts that are cached after that, up to `count`
+        tokens of each: one for each branch there, newest first, which is followed along its newest
+        where it forks again; if these are fewer, more from these forks. Changes nothing.
+        O(len(tokens) + count * branches)."""
         root = self._tree.find_root(namespace)
         if root is None:
             return 0, []

@@ -11,6 +11,7 @@ that end in mid-page instead of at page boundaries, and with their tokens in sha
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterator
 from itertools import islice
 
@@ -115,23 +116,27 @@ class RadixTree:
             at = at.parent
         return np.concatenate(parts[::-1])
 
-    def _continuation(self, node: Node, position: int, count: int) -> Tokens:
-        """Up to `count` tokens that follow `position`, which is in `node`; a copy. O(count)."""
-        parts = [node.tokens[position - node.start :][:count]]
-        count -= len(parts[0])
-        while count and node.children:
-            node = next(reversed(node.children.values()))
-            parts.append(node.tokens[:count])
-            count -= len(parts[-1])
-        return np.concatenate(parts)
-
     def continuations(self, node: Node, position: int, count: int, branches: int) -> list[Tokens]:
-        """Up to `count` tokens along each of up to `branches` branches at `position`, newest first;
-        where they fork again, along the newest."""
-        if position < node.end:
-            return [self._continuation(node, position, count)]
-        newest = islice(reversed(node.children.values()), branches)
-        return [self._continuation(child, child.start, count) for child in newest]
+        """Up to `branches` texts that follow `position`, up to `count` tokens of each; copies.
+
+        Each branch at `position` gives one, newest first, along the newest where it forks again.
+        If these are fewer, the forks on their ways give more. O(count * branches).
+        """
+        texts = list[Tokens]()
+        waiting = deque([([node.tokens[position - node.start :][:count]], node)])
+        if position == node.end and not node.children:
+            return []
+        while waiting and len(texts) < branches:
+            parts, node = waiting.popleft()
+            left = count - sum(map(len, parts))
+            while left and node.children:
+                room = branches - len(texts) - len(waiting)
+                node, *others = islice(reversed(node.children.values()), room)
+                waiting.extend(([*parts, other.tokens[:left]], other) for other in others)
+                parts.append(node.tokens[:left])
+                left -= len(parts[-1])
+            texts.append(np.concatenate(parts))
+        return texts
 
     def namespace_of(self, node: Node) -> Hashable:
         """The namespace that `node` belongs to. O(depth)."""

@@ -23,8 +23,8 @@ it a hit:
 
 Two texts continue alike if 8 tokens in a row are the same within 16 tokens of their divergence, or
 16 within 1,024. Marks (a tokenizer's added tokens, such as begin and end messages) do not count: a
-template puts the same ones between two messages in all chats. The known texts are the latest
-branches, at most 8, where the prompt diverges from the ghost index.
+template puts the same ones between two messages in all chats. The known texts are at most 8: the
+latest branches where the prompt diverges from the ghost index, then those of these that fork again.
 
 The last token of a prompt is no miss: it is computed to get logits, unless these are kept.
 

@@ -190,10 +190,12 @@ def remove_others(kv_dir: Path, own: Path, about: str) -> None:
             with suppress(RadixCacheError):
                 found = _look(folder)
             if found is not None and found.num_tokens:
-                other = "other weights or another version of " if found.about == about else ""
+                why = f"it is for {about} now"
+                if found.about == about:
+                    why = "other weights, another radixcache or another machine wrote them"
                 _log.warning(
-                    "kv_dir %s: %s tokens are removed, of %s%s; it is for %s now",
-                    kv_dir, f"{found.num_tokens:,}", other, found.about, about,
+                    "kv_dir %s: %s tokens are removed, of %s; %s",
+                    kv_dir, f"{found.num_tokens:,}", found.about, why,
                 )  # fmt: skip
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -269,7 +269,7 @@ def test_the_plots_are_drawn_and_fit_a_phone(page, tmp_path):
 
 def test_both_levels_agree_in_the_command_and_refused_everywhere_is_no_error(capsys):
     flags = "--level both --schemes none radix-16 --repeats 1 --memory 2000 32 --json -".split()
-    flags += ["--kv-dtype", "int8", "--report", "r.html"]
+    flags += ["--kv-cache-dtype", "int8", "--report", "r.html"]
     assert main(["bench", "short:requests=6,answer=2", *flags]) == 0
     report = json.loads(capsys.readouterr().out)
     (found,) = report["workloads"]
@@ -326,7 +326,7 @@ def test_a_report_of_a_model_with_windows_says_what_its_rules_are(capsys):
         ("--step-time 1e308", "must be from 1e-09 to 1e+12"),
         ("--seed -1", "--seed must be at least 0, not -1"),
         ("--file x", "--file and --format go together"),
-        ("--level index --kv-dtype int8", "at --level index say --token-bytes"),
+        ("--level index --kv-cache-dtype int8", "at --level index say --token-bytes"),
         ("--file /nowhere --format mooncake", "cannot read /nowhere"),
         ("--arrivals poisson", "needs a --rate"),
         ("--arrivals trace", "needs a file with times"),

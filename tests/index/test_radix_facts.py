@@ -52,7 +52,7 @@ def test_what_follows_a_prefix_is_read_along_the_branch_added_last() -> None:
     assert follow([1, 2, 6], count=1) == (3, [6])
     assert follow([1, 2], count=0) == (2, [])
     many = [[branch.tolist() for branch in cache.follow([1, 2], None, 3, n)[1]] for n in (2, 9)]
-    assert many == [[[5], [6, 6, 6]], [[5], [6, 6, 6], [3, 8]]]
+    assert many == [[[5], [6, 6, 6]], [[5], [6, 6, 6], [3, 8], [3, 4]]]
     assert cache.follow([1, 2], "tenant")[0] == 0
 
 

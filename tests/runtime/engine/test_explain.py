@@ -204,13 +204,15 @@ class World:
         return ("diverged" if self.met[start] else "first_seen"), False
 
     def branches(self, prefix: Text, namespace: Hashable) -> list[Text]:
-        """What was computed after `prefix`: 8 branches, and along what was new last in each."""
-        found = []
-        for path in self.ways_on.get((namespace, prefix), [])[:8]:
+        """What was computed after `prefix`: 8 texts, along what was new last, the nearest fork's
+        first."""
+        found, waiting = [], [prefix]
+        for path in waiting:
             while following := self.ways_on.get((namespace, path)):
-                path = following[0]
+                path, *others = following
+                waiting += others
             found.append(path[len(prefix) :])
-        return found
+        return [text for text in found if text][:8]
 
 
 def naive_rejoin(

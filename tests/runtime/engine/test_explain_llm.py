@@ -117,6 +117,19 @@ def test_a_prompt_has_diverged_if_it_goes_on_as_a_known_text_and_is_new_if_not(
     assert "computed again" not in told and (reason == "new") == ("move what" not in told)
 
 
+def test_texts_that_part_later_do_not_hide_each_other(tokenizer: Tokenizer) -> None:
+    explainer = Explainer(RadixCache(PagePool(256, 16)), marks=marks(tokenizer))
+
+    def encode(system: str) -> list[int]:
+        return tokenizer.encode(tokenizer.render_chat(chat(system, "Who?")), special=False)
+
+    for system in (CLUB, HELPFUL, "You are a pirate."):  # the last is the newest
+        explainer.remember(encode("It is 10:38. " + system))
+    misses = explainer.explain(encode("It is 10:41. " + CLUB), 0)
+    assert [miss.reason for miss in misses] == ["evicted", "diverged"]
+    assert misses[1].repeated > 50
+
+
 # ----------------------------------------------------------------------------------- through LLM
 
 

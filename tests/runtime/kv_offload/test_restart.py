@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from radixcache import LLM, CacheStats, InvalidRequest, LeaseError, SamplingParams
-from radixcache.runtime.kv_offload import disk, session
+from radixcache.runtime.kv_offload import disk, fingerprint, session
 from radixcache.runtime.kv_offload.files import contents, lock_folder
 from tests.helpers.models import tiny_model
 from tests.runtime.kv_offload.disk_engine import in_a_process
@@ -74,6 +74,19 @@ def test_a_folder_of_another_kv_dtype_is_not_read(tmp_path: Path, caplog) -> Non
             assert bool(hit) == bool(loaded) == (name in answers)
             assert answers.setdefault(name, answer)[0] == answer[0]
     assert "are removed, of tabletalk in float32, KV in float16, pages of 16" in caplog.text
+
+
+def test_pages_of_an_older_format_are_removed_unread(
+    tmp_path: Path, caplog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages of int8 once had other bytes in the same size: only the folder's name tells."""
+    with open_llm(tmp_path, kv_cache_dtype="int8") as llm:
+        before = ask(llm, TABLE + "Who?")[0]
+    monkeypatch.setattr(fingerprint, "FORMAT", fingerprint.FORMAT + 1)
+    with open_llm(tmp_path, kv_cache_dtype="int8") as llm:
+        answer, hit, loaded = ask(llm, TABLE + "Who?")
+    assert (answer[0], hit, loaded) == (before[0], 0, 0)
+    assert "another radixcache or another machine wrote them" in caplog.text
 
 
 def test_what_is_salted_stays_off_the_disk(tmp_path: Path) -> None:
