@@ -19,7 +19,7 @@ def append_kernel(
     DIM: tl.constexpr, DIM_2: tl.constexpr, VALUE: tl.constexpr, VALUE_2: tl.constexpr,
 ):  # fmt: skip
     """Write one token's K and V of one head to its slot."""
-    row, head = tl.program_id(0), tl.program_id(1)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.load(slots + row).to(tl.int64)
     k_at, v_at = at // PAGE * k_page + at % PAGE * k_slot, at // PAGE * v_page + at % PAGE * v_slot
     _store(k_pages + k_at + head * k_head, key + row * key_row + head * key_head, DIM, DIM_2)
@@ -175,7 +175,7 @@ def decode_kernel(
     SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One token's query heads of one KV head, over one part of its keys."""
-    row, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(kv_lens + row)
     start = 0
     if WINDOW:

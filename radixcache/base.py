@@ -58,9 +58,10 @@ def as_tokens(tokens: TokensLike) -> Tokens:
         raise
     except Exception:  # rows of different lengths, or an object that cannot become an array
         raise InvalidRequest("tokens must be a flat sequence of integers") from None
-    if array.dtype == _INT32 and array.ndim == 1:
+    if array is tokens and array.dtype == _INT32 and array.ndim == 1:
         return array
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+    hides = isinstance(tokens, np.ma.MaskedArray)  # `array` has the numbers behind the mask, too
+    if hides or array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidRequest("tokens must be a flat sequence of integers")
     if array.size and not -(2**31) <= array.min() <= array.max() < 2**31:
         raise InvalidRequest("token ids must fit 32 bits")

@@ -190,7 +190,7 @@ class Explainer:
         ]
 
         def finish() -> None:
-            misses.extend(find() for find in rest)
+            misses[len(found) :] = [find() for find in rest]
             for miss in misses:
                 self.missed_tokens[miss.reason] += len(miss)
 
@@ -204,7 +204,12 @@ class Explainer:
     def catch_up(self) -> None:
         """Do what was put off; whatever depends on it calls this."""
         while self.put_off:
-            self.put_off.popleft()()
+            task = self.put_off.popleft()
+            try:
+                task()
+            except (MemoryError, KeyboardInterrupt):  # it is done when the engine has recovered
+                self.put_off.appendleft(task)
+                raise
 
     def known(self, tokens: TokensLike, namespace: Hashable = None) -> int:
         """How many of the first tokens are remembered, the last one left out. O(len(tokens))."""

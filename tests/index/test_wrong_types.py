@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from radixcache import (
@@ -31,7 +32,10 @@ class NoArray:
 
 
 NO_NUMBERS = (None, "x", 2.5, [1])
-NO_TOKENS = (None, "abc", NoArray(), [[1]], [[1, 2], [3]], [1.5], [2**31])
+NO_TOKENS = (
+    None, "abc", NoArray(), [[1]], [[1, 2], [3]], [1.5], [2**31],
+    np.ma.array([1, 2], np.int32, mask=[False, True]),
+)  # fmt: skip
 NO_LEASES: tuple[Any, ...] = (None, "x", [], object)
 REFUSED: list[tuple[str, tuple[Any, ...], type[Exception]]] = [
     *(("reserve", (LEASE, number), InvalidRequest) for number in NO_NUMBERS),

@@ -80,6 +80,21 @@ def test_16_bits_are_off_by_their_rounding(dtype, limit) -> None:
     assert error(step, run(step, make_backend(dtype), scale=0.125), scale=0.125) < limit
 
 
+@pytest.mark.parametrize("lens", [[(3, 5)], [(1, 5)] * 3], ids=["prefill", "decode"])
+def test_rows_are_found_where_32_bits_count_too_few(lens) -> None:
+    """As of 210,000 tokens whose queries, keys and values lie side by side: 80 heads of 128."""
+    step = make_step(3, lens, dtype=torch.float16)
+    memory = torch.empty((1 << 31) + 256, dtype=torch.float16)  # nearly all is never touched
+
+    def far(rows: torch.Tensor, column: int) -> torch.Tensor:
+        return memory[column:].as_strided(rows.shape, (1 << 30, 16, 1)).copy_(rows)
+
+    apart = replace(
+        step, query=far(step.query, 0), key=far(step.key, 128), value=far(step.value, 192)
+    )
+    assert error(step, run(apart, make_backend(torch.float16), scale=0.3), scale=0.3) < 5e-3
+
+
 @pytest.mark.parametrize("window", [None, 600])
 def test_keys_in_several_parts_are_merged(window) -> None:
     size = triton_prefill.MIN_SPLIT

@@ -62,6 +62,7 @@ class Letters(Tokenizer):
         return "".join(TEXTS[i] for i in ids)
 
 
+LOCKING = GrammarBackend.find.__code__, GrammarBackend.read_vocabulary.__code__
 GRAMMARS = GrammarBackend(Letters(), VOCAB, [VOCAB - 1])
 for one_of in STRUCTURES:  # outside of what is cut off
     GRAMMARS.compile(one_of)
@@ -88,8 +89,8 @@ class CutOff:
         sys.settrace(None)
 
     def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
-        if frame.f_code is GrammarBackend.find.__code__:
-            return None  # its lock's end is a line, too: cut off there, it would stay locked
+        if frame.f_code in LOCKING:
+            return None  # a lock's end is a line, too: cut off there, it would stay locked
         name = frame.f_code.co_filename
         if name not in self._known:
             self._known[name] = str(Path(name).resolve()).startswith(FOLDERS)

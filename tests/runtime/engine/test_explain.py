@@ -306,3 +306,19 @@ def test_more_than_can_be_remembered_is_remembered_from_its_start() -> None:
 
 
 # --------------------------------------------------------------------------------- the sentences
+
+
+def test_what_is_put_off_is_done_after_it_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    explainer = Explainer(RadixCache(PagePool(4, 4)))
+    misses = explainer.observe([1, 2, 3], 0)
+    with monkeypatch.context() as patch:
+        patch.setattr("radixcache.runtime.engine.explain.Miss.__len__", cut_off)
+        with pytest.raises(MemoryError):
+            explainer.catch_up()
+    explainer.catch_up()
+    assert [(miss.start, miss.end) for miss in misses] == [(0, 2)]
+    assert sum(explainer.missed_tokens.values()) == 2
+
+
+def cut_off(*_: object) -> int:
+    raise MemoryError
