@@ -12,10 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from radixcache.kernels.triton_prefill import INTERPRETED
+from radixcache.kernels.triton_prefill import AMD, INTERPRETED
 
 COLUMNS = 64
-_AMD = torch.version.hip is not None
 
 
 def grouped_product(
@@ -41,12 +40,12 @@ def grouped_product(
     out = x.new_empty(len(order), columns)
     tiles = min(count, len(order)) + len(order) // rows
     exact = x.dtype == torch.float32
-    block = 64 if exact or _AMD else 128
+    block = 64 if exact or AMD else 128
     grouped_kernel[triton.cdiv(columns, COLUMNS), tiles](
         x, weight, weight if bias is None else bias, out, ends, order, active, columns, depth,
         x.stride(0), *weight.stride()[:2], COUNT=count, COUNT_2=triton.next_power_of_2(count),
         BIAS=bias is not None, GATHER=active > 0, EVEN=depth % block == 0, ROWS=rows,
-        COLUMNS=COLUMNS, BLOCK=block, EXACT=exact, UPCAST=INTERPRETED, num_stages=2 if _AMD else 4,
+        COLUMNS=COLUMNS, BLOCK=block, EXACT=exact, UPCAST=INTERPRETED, num_stages=2 if AMD else 4,
     )  # fmt: skip
     return out
 

@@ -149,19 +149,13 @@ def _attend(
                 v_page, v_slot, scale, softcap, False, SOFTCAP, PAGE, BLOCK, EXACT, UPCAST, ALIGN,
                 DIM, DIM_2, VALUE, VALUE_2,
             )  # fmt: skip
-        for at in tl.range(free, stop, BLOCK, num_stages=1):
-            best, total, mixed = _attend_block(
-                q, best, total, mixed, at, stop, low, high, k_pages, v_pages, table, k_page, k_slot,
-                v_page, v_slot, scale, softcap, True, SOFTCAP, PAGE, BLOCK, EXACT, UPCAST, ALIGN,
-                DIM, DIM_2, VALUE, VALUE_2,
-            )  # fmt: skip
-    else:
-        for at in range(begin, stop, BLOCK):
-            best, total, mixed = _attend_block(
-                q, best, total, mixed, at, stop, low, high, k_pages, v_pages, table, k_page, k_slot,
-                v_page, v_slot, scale, softcap, True, SOFTCAP, PAGE, BLOCK, EXACT, UPCAST, ALIGN,
-                DIM, DIM_2, VALUE, VALUE_2,
-            )  # fmt: skip
+        begin = free
+    for at in tl.range(begin, stop, BLOCK, num_stages=1 if FREE else None):
+        best, total, mixed = _attend_block(
+            q, best, total, mixed, at, stop, low, high, k_pages, v_pages, table, k_page, k_slot,
+            v_page, v_slot, scale, softcap, True, SOFTCAP, PAGE, BLOCK, EXACT, UPCAST, ALIGN, DIM,
+            DIM_2, VALUE, VALUE_2,
+        )  # fmt: skip
     return best, total, mixed
 
 

@@ -25,6 +25,8 @@ MIN_SPLIT = 256  # keys
 INTERPRETED = triton.knobs.runtime.interpret
 """Whether kernels run in Python, on CPU tensors, as in tests."""
 
+AMD = torch.version.hip is not None
+
 
 @dataclass(frozen=True, slots=True)
 class TritonPrefill:
@@ -174,13 +176,13 @@ def _power(size: int) -> int:
     return max(16, triton.next_power_of_2(size))  # which products take
 
 
-def block_of(dim: int, dtype: torch.dtype, amd: bool = torch.version.hip is not None) -> int:
+def block_of(dim: int, dtype: torch.dtype, amd: bool = AMD) -> int:
     """Keys per block: as many as fit into shared memory together with a tile's queries and the
     blocks in flight (NVIDIA 163 KiB or more, AMD 64)."""
     return max(16, 64 >> (dtype == torch.float32) + (dim > 256) + (amd and dim > 128))
 
 
-def rows_of(layer: LayerKind, dtype: torch.dtype, amd: bool = torch.version.hip is not None) -> int:
+def rows_of(layer: LayerKind, dtype: torch.dtype, amd: bool = AMD) -> int:
     """Query heads times tokens per tile of a prefill: 128, if registers suffice."""
     dim = max(_power(layer.head_dim), _power(layer.value_dim))
     plain = layer.window is None and layer.softcap is None
