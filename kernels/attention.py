@@ -272,6 +272,9 @@ class AttentionBackend(ABC):
     name: str
     """Name and version, for users."""
 
+    room = "torch"
+    """The folder of kernels that it is in: `choose_backend` takes the other kernels from there."""
+
     kv_dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.int8)
     """The dtypes of pages that it takes besides the model's."""
 
@@ -298,11 +301,11 @@ class AttentionBackend(ABC):
     def plan_fixed(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> AttentionPlan:
         """Plan a batch whose `run` a CUDA graph captures or replays.
 
-        The launches of `run` and all addresses, those of `AttentionPlan.arrays` included, are the
-        same for all batches with as many sequences and new tokens, if both or neither are decodes
-        only, both or neither have `shared` groups, and `arrays` are as long. The groups come first
-        and have `cascade.MIN_ROWS` rows or more. A batch with prefill has none, and some of its
-        sequences may have no new token.
+        One graph serves batches that agree in these: how many sequences, how many new tokens,
+        whether all are decodes, whether there are `shared` groups, and how long `arrays` are. Their
+        `run` has the same launches and addresses, `AttentionPlan.arrays` included. The groups come
+        first and have `cascade.MIN_ROWS` rows or more. A batch with prefill has none, and some of
+        its sequences may have no new token.
         """
         shape = FixedShape(len(batch.query_lens), int(batch.qo_indptr[-1]))
         return self._plan_tables(batch, arrays, shape)

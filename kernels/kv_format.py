@@ -37,6 +37,22 @@ def encode(heads: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch
     return torch.cat([numbers.flatten(-2), scales.view(torch.int8).flatten(-2)], -1)
 
 
+def isolate(
+    key: torch.Tensor, value: torch.Tensor, dtype: torch.dtype, *, mla: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`key` and `value` [T, heads, dim], but NaN and 0 where pages of `dtype` would not hold both
+    as finite numbers: masks replace scores, but 0 * inf is NaN. So only rows that see such a token
+    become NaN. MLA's values are its keys but for the rotated part `value`, which is NaN."""
+
+    def fits(side: torch.Tensor) -> torch.Tensor:
+        most = side.abs().amax(-1, keepdim=True)
+        return ((most.float() / 127).half() if dtype == torch.int8 else most.to(dtype)).isfinite()
+
+    bad = ~(fits(key) & fits(value))
+    fills = (0, torch.nan) if mla else (torch.nan, 0)
+    return key.masked_fill(bad, fills[0]), value.masked_fill(bad, fills[1])
+
+
 def decode(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Undo `encode`: heads [..., dim] in `dtype`."""
     if stored.dtype != torch.int8:

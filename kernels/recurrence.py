@@ -6,7 +6,7 @@ and reads it with its query.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,45 @@ class Slots(NamedTuple):
     read: torch.Tensor
     write: torch.Tensor
     keeps: torch.Tensor
+
+
+class StepStates(NamedTuple):
+    """Where a step's sequences have their states, on the device.
+
+    Attributes:
+        slots: for the recurrence.
+        read: [B] int64 the slots to read; any slot for a sequence without a state.
+        is_new: [B, 1, 1] whether a sequence has no state yet.
+        saved: [N] int64 the slots that get the inputs of a convolution up to a row.
+        taps: by a convolution's width: [T, width] where each row's inputs are in all inputs:
+            first those in the states, sequence by sequence, then the rows.
+        saved_taps: by width: [N * (width - 1)] where the inputs to save are.
+    """
+
+    slots: Slots
+    read: torch.Tensor
+    is_new: torch.Tensor
+    saved: torch.Tensor
+    taps: dict[int, torch.Tensor]
+    saved_taps: dict[int, torch.Tensor]
+
+    @classmethod
+    def of(cls, arrays: Sequence[torch.Tensor], widths: set[int]) -> StepStates:
+        """Compute the indices from the `slot_arrays`, on the device."""
+        starts, read, write, keeps, owners, rows, saved = arrays
+        at = torch.arange(len(owners), device=owners.device)
+        since = at - starts.index_select(0, owners)
+        taps, saved_taps = {}, {}
+        for width in widths:
+            back = torch.arange(width - 1, -1, -1, device=owners.device)
+            new = (at + len(read) * (width - 1))[:, None] - back
+            held = (owners * (width - 1) + since)[:, None] + (width - 1 - back)
+            taps[width] = torch.where(since[:, None] >= back, new, held)
+            saved_taps[width] = taps[width].index_select(0, rows)[:, 1:].flatten()
+        return cls(
+            Slots(starts, read, write, keeps), read.clamp(min=0).long(),
+            (read < 0)[:, None, None], saved.long(), taps, saved_taps,
+        )  # fmt: skip
 
 
 class Tokens(NamedTuple):

@@ -18,7 +18,7 @@ The token at absolute position p of a sequence lives in slot ``p % page_size`` o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import wraps
 from threading import get_ident
 from typing import Any, ClassVar, TypeVar, cast
@@ -34,7 +34,7 @@ from radixcache.errors import (
     WrongThread,
 )
 from radixcache.events import Cleared, Evicted, Listener, Stored
-from radixcache.lease import Lease
+from radixcache.lease import NO_PAGES, Lease
 from radixcache.nodes import Tokens as Tokens
 from radixcache.pages import PagePool, Pages, as_count
 from radixcache.pins import Pins
@@ -116,6 +116,10 @@ def mutation(method: _F) -> _F:
     return cast(_F, call)
 
 
+Coming = Callable[[], Iterable[tuple[TokensLike, Hashable]]]
+"""Gives the prompts that will be looked up next, in that order, each with its namespace."""
+
+
 class PrefixCache(ABC):
     """A map from token prefixes to KV pages; one instance serves one engine, from one thread.
 
@@ -142,6 +146,8 @@ class PrefixCache(ABC):
     """Keeps the pages that a radix cache evicts; without one they are forgotten."""
     windows: WindowIndex | None = None
     """Keeps pages of layers with a window, if they are apart from those of all other layers."""
+    coming: Coming = staticmethod(lambda: ())
+    """What a radix cache evicts after all else: what these prompts will find."""
     clock = 0
     """The number of the last use that counts for eviction."""
     pins: Pins
@@ -159,9 +165,7 @@ class PrefixCache(ABC):
     """A change is under way, or was cut off."""
 
     def __init__(self, pool: PagePool, granularity: int) -> None:
-        self.pool = pool
-        self.page_size = pool.page_size
-        self.granularity = granularity
+        self.pool, self.page_size, self.granularity = pool, pool.page_size, granularity
         self.pins = Pins(pool.num_pages // 2 * self.caches)
         self.stats = CacheStats()
         self.events = []
@@ -179,6 +183,14 @@ class PrefixCache(ABC):
         """How many leading tokens are cached, where `match` leaves out the last one and those in
         flight in a half-filled page. Changes nothing. O(len(tokens))."""
 
+    def find_pages(self, tokens: Tokens, namespace: Hashable) -> tuple[Pages, int]:
+        """The pages of the longest cached prefix, in flight or not, and its length. O(length)."""
+        return NO_PAGES, 0
+
+    def next_prompts(self, count: int) -> Iterable[tuple[Tokens, Hashable]]:
+        """The first of `coming`, where eviction takes that hint."""
+        return ()
+
     @mutation
     def acquire(
         self,
@@ -191,9 +203,8 @@ class PrefixCache(ABC):
         """Pin the longest cached prefix of `tokens`, at most all but the last; return its lease.
 
         With `include_last`, for callers that have the logits of the last token: pin all of `tokens`
-        if they are cached and written, else the same as without.
-
-        Touches neither statistics nor eviction order until the first `publish`.
+        if they are cached and written, else the same as without. Changes neither statistics nor
+        eviction order until the first `publish`.
         """
         tokens, namespace = as_tokens(tokens), as_namespace(namespace)
         lease = self._acquire(tokens, namespace, resumed, include_last)
@@ -211,7 +222,7 @@ class PrefixCache(ABC):
         """Grow the lease's page table to hold `num_tokens` tokens; evict if needed.
 
         A shared half-filled page at the cursor is appended to in place if no lease has written past
-        the cursor, else replaced by a copy, which `Lease.take_copies` reports.
+        the cursor, else replaced by a copy (copy-on-write), which `Lease.take_copies` reports.
         `OutOfPages` if free and evictable pages do not suffice; then nothing has changed.
         """
         lease, num_tokens = self._mine(lease), as_count(num_tokens, "the number of tokens")
@@ -273,8 +284,11 @@ class PrefixCache(ABC):
         position whose KV is written, and loses reserved pages beyond it and pending copies."""
 
     @mutation
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: Lease, *, ended: bool = False, discard: bool = False) -> None:
         """End a lease: what it published stays cached until evicted, reserved pages are freed.
+
+        With `ended`, as no prompt will go on from there, a radix cache evicts first what the lease
+        alone has used. With `discard`, as its KV is spoilt, that goes at once.
         `LeaseError` if it was released before, or has tokens in flight: commit or roll back first.
         """
         lease = self._mine(lease)
@@ -282,18 +296,24 @@ class PrefixCache(ABC):
             raise LeaseError("the lease has tokens in flight: commit or roll back first")
         if self.windows is not None:
             self.windows.drop(lease)
-        self._end(lease)
+        lease.ended = ended
+        self._end(lease, discard)
 
-    def _end(self, lease: Lease) -> None:
+    def _end(self, lease: Lease, discard: bool = False) -> None:
         self.changes += 1
         self._in_flight.pop(lease, None)
         del self._leases[lease]
         lease.released = True
         self._release(lease)
+        if discard:
+            self._discard(lease)
 
     @abstractmethod
     def _release(self, lease: Any) -> None:
         """Release what a lease holds that has ended, with nothing in flight."""
+
+    def _discard(self, lease: Any) -> None:  # noqa: B027
+        """Forget what an ended lease has published and nothing else needs."""
 
     def _mine(self, lease: Lease) -> Any:
         if not isinstance(lease, Lease) or lease not in self._leases:
@@ -448,9 +468,9 @@ class PrefixCache(ABC):
             lease.released = True
         self.pool.clear()
         self.pins.leases.clear()
+        self._forget_all()
         if self.windows is not None:
             self.windows.clear()
-        self._forget_all()
         self._emit(Cleared())
         self._inside = False
 

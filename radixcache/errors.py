@@ -35,10 +35,6 @@ class Busy(RadixCacheError, RuntimeError):
     """There is no capacity for this right now; try again later."""
 
 
-class RanksLost(RadixCacheError, RuntimeError):
-    """A process of a tensor-parallel model has ended or failed; the model computes no more."""
-
-
 class PinError(RadixCacheError, ValueError):
     """A named prefix is unknown, exists already, is not cached in full, or exceeds the budget."""
 
@@ -49,6 +45,12 @@ class InvalidRequest(RadixCacheError, ValueError):
 
 class ContextExceeded(InvalidRequest):
     """A prompt leaves no room for an answer in the model's context."""
+
+    @classmethod
+    def of(cls, context: float, problem: str) -> ContextExceeded:
+        """The error in words by which clients know that they must cut their prompts."""
+        most = f"This model's maximum context length is {context} tokens"
+        return cls(f"{most}. However, the prompt is too long: {problem}")
 
 
 class ModelError(RadixCacheError, ValueError):

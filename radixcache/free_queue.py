@@ -37,6 +37,8 @@ class FreeQueue:
         self._end = count
         self._linked = count
         self._held = 0
+        self.num_blank = count
+        """Pages at the head that were put there without cached content."""
 
     def __len__(self) -> int:
         """Pages that can be handed out: those in the queue without a holder."""
@@ -64,6 +66,7 @@ class FreeQueue:
             following = self._next[page]
             self._unlink(page)
             page = following
+        self.num_blank -= min(self.num_blank, count)
         return taken
 
     def put(self, pages: Pages) -> None:
@@ -72,7 +75,9 @@ class FreeQueue:
 
     def prepend(self, pages: Iterable[int]) -> None:
         """Link `pages` before the head, in their order. O(len)."""
+        before = self._linked
         self._link(pages, self._end)
+        self.num_blank += self._linked - before
 
     def append(self, pages: Iterable[int]) -> None:
         """Link `pages` after the tail, in their order. O(len)."""
@@ -94,6 +99,7 @@ class FreeQueue:
         for page, following in zip(line, [*line[1:], self._end], strict=True):
             assert self._next[page] == following and self._prev[following] == page, "broken link"
         assert len(line) == len(set(line)) == self._linked + 1, "the queue is miscounted"
+        assert not any(self._refs[page] for page in line[1 : 1 + self.num_blank]), "not blank"
         held = sum(bool(self._refs[page]) for page in line[1:])
         assert held == self._held, f"{held} pages in the queue are held, {self._held} counted"
 

@@ -121,6 +121,10 @@ class HashBlockCache(PrefixCache):
         tokens = as_tokens(tokens)
         return len(self._find(tokens, namespace, len(tokens))) * self.page_size
 
+    def find_pages(self, tokens: Tokens, namespace: Hashable) -> tuple[Pages, int]:
+        pages = self._find(tokens, namespace, len(tokens))
+        return np.array(pages, np.int32), len(pages) * self.page_size
+
     def _find(self, tokens: Tokens, namespace: Hashable, most: int) -> list[int]:
         """Pages of the longest cached prefix of at most `most` tokens. O(len(tokens))."""
         keys = as_block_namespace(namespace)
@@ -213,7 +217,7 @@ class HashBlockCache(PrefixCache):
         return self._allocate(count)
 
     def _make_room(self, count: int) -> None:
-        """Evict windows' checkpoints until `count` pages are free, and those that were last used
+        """Evict windows' saved states until `count` pages are free, and those that were last used
         before the blocks that would go.
 
         Raises:
@@ -297,16 +301,25 @@ class HashBlockCache(PrefixCache):
     def _release(self, lease: BlockLease) -> None:
         self._cut_table(lease, 0)
 
+    def _discard(self, lease: BlockLease) -> None:
+        """Nothing of its hit: blocks do not know which others follow them."""
+        first, end = (n // self.page_size for n in (lease.cached_tokens, lease.num_tokens))
+        for page in lease._table[first:end].tolist():
+            if self._blocks[page] is not None and not self.pool.refs[page]:
+                self._evict_block(page)
+
     # -- eviction ------------------------------------------------------------------------------
 
     def would_evict(self, num_pages: int) -> bool:
         line = (page for page in self._queue if not self.pool.refs[page])
-        cached = any(self._blocks[page] is not None for page in islice(line, num_pages))
+        left = self.pool.num_free - len(self._queue)  # pages of windows, which go before blocks
+        later = max(0, num_pages - left)
+        cached = any(self._blocks[page] is not None for page in islice(line, later))
         return cached or super().would_evict(num_pages)
 
     def _evict(self, num_pages: int) -> int:
         """Free pages forget their blocks. They count as free before and after, and keep their
-        places in the queue; checkpoints of windows go first. O(pages in it)."""
+        places in the queue; saved states of windows go first. O(pages in it)."""
         free = self.pool.num_free
         evicted = 0
         while self.windows is not None and evicted < num_pages and self.windows.evict():
@@ -385,7 +398,8 @@ class HashBlockCache(PrefixCache):
         assert np.array_equal(looking, self._looking), "leases that only look are miscounted"
         self._queue.check()
         unused = np.flatnonzero(refs == looking)
-        assert np.array_equal(np.sort(self.queue), unused), "the free queue != pages not in use"
+        queue = np.union1d(self.queue, pool.free.to_array())
+        assert np.array_equal(queue, unused), "the free queue != pages not in use"
         assert self._in_flight.keys() <= self._leases.keys()
         assert set(self.pins.leases.values()) <= self._leases.keys()
 

@@ -33,13 +33,15 @@ class WindowTable:
         copied: the page that they read, held until the step has run.
         whole: the length from which on the window is whole; tokens before are computed for their
             windows alone, and the full layers' pages that they lie in are not written.
+        known: the length up to which others can find its whole pages.
+        near: the tokens before the prompt's end, whose pages are worth more than others.
     """
 
-    __slots__ = ("copied", "copies", "first", "pages", "shared_slots", "whole")
+    __slots__ = ("copied", "copies", "first", "known", "near", "pages", "shared_slots", "whole")
 
     def __init__(self, first: int, pages: Pages, shared_slots: int = 0, whole: int = 0) -> None:
         self.first, self.pages, self.shared_slots = first, pages, shared_slots
-        self.whole = whole
+        self.whole, self.known, self.near = whole, first, (0, 0)
         self.copies: list[PageCopy] = []
         self.copied: Pages = NO_PAGES
 
@@ -64,6 +66,7 @@ class Lease:
         "_table",
         "cached_tokens",
         "capacity",
+        "ended",
         "namespace",
         "next_step_tokens",
         "num_tokens",
@@ -96,7 +99,7 @@ class Lease:
         """It has published, or was touched: it counts in the statistics and in the LRU order."""
         self.publishing = False
         """It has published in the step being scheduled, which writes those tokens."""
-        self.released = False
+        self.released = self.ended = False
         self.window: WindowTable | None = None
         """Its pages of the layers with a window, if these are kept apart."""
         self._table: Pages = np.empty(query_tokens // page_size + 2, np.int32)

@@ -62,8 +62,6 @@ class Node:
         "serial",
         "start",
     )
-    medium = "pool"
-    """Where the KV is; see `LowerNode.medium`."""
 
     def __init__(self, parent: Node | None, run: Run, start: int, end: int) -> None:
         self.parent = parent

@@ -26,6 +26,10 @@ class FreePages(Protocol):
     """The pages without a holder, in the order in which they are handed out."""
 
     def __len__(self) -> int: ...
+    @property
+    def num_blank(self) -> int:
+        """How many of them hold nothing that can be found, and are handed out first."""
+
     def take(self, count: int) -> Pages: ...
     def put(self, pages: Pages) -> None: ...
     def to_array(self) -> Pages: ...
@@ -40,6 +44,8 @@ class FreeStack:
 
     def __len__(self) -> int:
         return self._len
+
+    num_blank = property(__len__)
 
     def take(self, count: int) -> Pages:
         self._len -= count

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any, cast
+from collections.abc import Hashable, Iterable
+from itertools import islice
+from typing import cast
 
 import numpy as np
 
-from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens, mutation
+from radixcache.base import PrefixCache, Tokens, TokensLike, as_namespace, as_tokens, mutation
 from radixcache.errors import LeaseError, OutOfPages
 from radixcache.events import Evicted, Stored
 from radixcache.eviction import EvictionOrder
-from radixcache.lease import Lease, PageCopy
+from radixcache.lease import NO_PAGES, Lease, PageCopy
 from radixcache.lease import RadixLease as RadixLease
 from radixcache.leased_pages import LeasedPages
 from radixcache.nodes import Node
 from radixcache.pages import PagePool, Pages
-from radixcache.snapshot import Ends, Outline
-from radixcache.tiered_tree import TieredTree
+from radixcache.snapshot import Outline
 from radixcache.tree import RadixTree
 
 
@@ -44,7 +44,7 @@ class RadixCache(PrefixCache):
 
     def _forget_all(self) -> None:
         self._tree = RadixTree(self.pool)
-        self._order = EvictionOrder()
+        self._order = EvictionOrder(self._tree)
         self._leases: dict[RadixLease, None] = {}
         self._held = LeasedPages(self._tree, self._order, self._leases)
         self._in_flight: dict[RadixLease, int] = {}
@@ -56,9 +56,7 @@ class RadixCache(PrefixCache):
 
     def match(self, tokens: TokensLike, namespace: Hashable = None) -> int:
         root = self._tree.find_root(namespace)
-        if root is None:
-            return 0
-        return self._find(root, 0, as_tokens(tokens)[:-1])[1]
+        return 0 if root is None else self._find(root, 0, as_tokens(tokens)[:-1])[1]
 
     def cached_length(self, tokens: TokensLike, namespace: Hashable = None) -> int:
         return self.follow(tokens, namespace, 0)[0]
@@ -70,11 +68,17 @@ class RadixCache(PrefixCache):
         tokens of each: one for each branch there, newest first, which is followed along its newest
         where it forks again; if these are fewer, more from these forks. Changes nothing.
         O(len(tokens) + count * branches)."""
-        root = self._tree.find_root(namespace)
-        if root is None:
-            return 0, []
-        node, position = self._tree.descend(root, 0, as_tokens(tokens))
-        return position, self._tree.continuations(node, position, count, branches)
+        node, end = self._tree.look_up(as_tokens(tokens), namespace)
+        return end, [] if node is None else self._tree.continuations(node, end, count, branches)
+
+    def find_pages(self, tokens: Tokens, namespace: Hashable) -> tuple[Pages, int]:
+        node, end = self._tree.look_up(tokens, namespace)
+        last = -(-end // self.page_size)
+        return NO_PAGES if node is None else self._tree.read_pages(node, 0, last), end
+
+    def next_prompts(self, count: int) -> Iterable[tuple[Tokens, Hashable]]:
+        prompts = islice(self.coming(), count)
+        return ((as_tokens(tokens), as_namespace(namespace)) for tokens, namespace in prompts)
 
     def _find(self, node: Node, position: int, tokens: Tokens) -> tuple[Node, int, int, int]:
         """The node and length of the longest prefix that can be used, how much of it is written,
@@ -121,7 +125,7 @@ class RadixCache(PrefixCache):
         have = lease._num_pages
         wanted = -(-num_tokens // page_size) - have
         boundary = position // page_size
-        page = -1  # the half-filled page at the cursor, unless it is the lease's own
+        page = -1  # the half-filled page at the cursor, unless it is the lease's own: copy-on-write
         if boundary < lease._num_own_from:
             page = lease._table.item(boundary)
         copy = page >= 0 and not (
@@ -134,6 +138,8 @@ class RadixCache(PrefixCache):
             self.stats.copied_pages += 1
         elif page >= 0:
             self.pool.hold(page)
+            if self.windows is not None:  # other tokens may have stood behind the cursor
+                self.windows.left.change(page)
         lease._num_own_from = min(lease._num_own_from, boundary)
         lease._set_pages(have, pages[1:] if copy else pages)
         lease.capacity = lease._num_pages * page_size
@@ -229,7 +235,7 @@ class RadixCache(PrefixCache):
 
     def _end_step(self) -> None:
         super()._end_step()
-        tree = self._tree
+        tree, self._order.wants = self._tree, None
         if tree.in_flight:
             self._held.forget()
         tree.in_flight.clear()
@@ -259,15 +265,8 @@ class RadixCache(PrefixCache):
             lease.node.leave(lease)
             tree.climb(lease.node, lease.num_tokens).enter(lease)
             self._read_table(lease, lease.num_tokens // self.page_size)
-        for node in sorted(doomed, key=lambda node: (-node.start, node.serial)):  # leaves first
-            written = tree.written(node)
-            self._emit_about(Evicted, node, written)
-            if written > node.start:
-                self.pool.drop(node.truncate(written))
-                unsettled.append(node)
-            else:
-                self.pool.drop(node.pages)
-                unsettled.append(tree.remove(node))
+        leaves_first = sorted(doomed, key=lambda node: (-node.start, node.serial))
+        unsettled += [self._cut(node, tree.written(node)) for node in leaves_first]
         self._end_step()
         for node in unsettled:
             self._settle(node)
@@ -275,20 +274,47 @@ class RadixCache(PrefixCache):
     def _release(self, lease: RadixLease) -> None:
         self._held.release(lease)
         lease._drop_own(self.pool)
-        if lease.used:
+        if lease.used or lease.ended:
             self._note_use(lease)
         lease.node.leave(lease)
         self._settle(lease.node)
 
+    def _discard(self, lease: RadixLease) -> None:
+        node = lease.node
+        while node.parent is not None and not node.children:
+            end = max((other.num_tokens for other in node.leases), default=node.start)
+            if end == node.end:
+                break
+            node = self._cut(node, end)
+        self._settle(node)
+
+    def _cut(self, leaf: Node, end: int) -> Node:
+        """Forget what a leaf holds from position `end` on; returns the node that ends there."""
+        self._emit_about(Evicted, leaf, end)
+        if end > leaf.start:
+            self.pool.drop(leaf.truncate(end))
+            return leaf
+        self.pool.drop(leaf.pages)
+        self._order.discard(leaf)
+        return self._tree.remove(leaf)
+
     def _note_use(self, lease: RadixLease) -> None:
         """The tokens up to the lease's cursor have been used last."""
-        node = lease.node
-        if node.parent is not None:
+        self.clock += 1
+        if (node := lease.node).parent is not None:
             if lease.num_tokens < node.end:  # the tail was not used: it keeps its time
                 node = self._split(node, lease.num_tokens)
-            self.clock += 1
             self._tree.straighten(node)
+            if lease.ended and not node.children:
+                others = (other.num_tokens for other in node.leases if other is not lease)
+                end = max(others, default=node.start)
+                if node.start < end < node.end:
+                    self._split(node, end)
+                if end < node.end and node.parent:
+                    node.last_use, node = -1, node.parent
             node.last_use = self.clock
+            if node is not lease.node:
+                self._settle(node)
 
     # -- eviction ------------------------------------------------------------------------------
 
@@ -296,15 +322,16 @@ class RadixCache(PrefixCache):
         """Least recently used leaves first, each from its tail. O(log n) a leaf, O(1) a page."""
         end_free, before = self.pool.num_free + num_pages, self.pool.num_free
         while (missing := end_free - self.pool.num_free) > 0:
-            leaf = self._order.first()
-            age = None if leaf is None else leaf.last_use
+            victim = self._order.victim(self.next_prompts)
+            age = None if victim is None else victim[0].last_use
             if self.windows is not None and self.windows.evict(age):
                 continue
-            if leaf is None:
+            if victim is None:
                 if not self._expose_tails() and not self._tree.share_copies():
                     break
                 continue
-            kept = max(0, leaf.num_pages - missing)
+            leaf, least = victim
+            kept = max(least, leaf.num_pages - missing)
             end = (leaf.first_page + kept) * self.page_size if kept else leaf.start
             self.stats.evicted_tokens += leaf.end - end
             self._emit_about(Evicted, leaf, end)
@@ -315,7 +342,7 @@ class RadixCache(PrefixCache):
                 self.pool.drop(leaf.truncate(end))
             else:
                 self.pool.drop(leaf.pages)
-                self._order.discard_first()
+                self._order.discard(leaf)
                 self._settle(self._tree.remove(leaf))  # a merge frees a page, too
         freed = self.pool.num_free - before
         self.changes += 1
@@ -381,8 +408,8 @@ class RadixCache(PrefixCache):
             self._merge(node)
 
     def _merge(self, node: Node) -> None:
-        child = self._tree.mergeable(node)
-        if child is not None:
+        if (child := self._tree.mergeable(node)) is not None:
+            self._order.note_merge(node, child)
             self._tree.merge(node, child)
 
     # -- cursors and tables --------------------------------------------------------------------
@@ -412,31 +439,8 @@ class RadixCache(PrefixCache):
 
     # -- the whole -----------------------------------------------------------------------------
 
-    def outline(self) -> Outline[Any]:
-        shown = TieredTree(self._tree, self.lower)
-        clock, pins = self.clock, dict[Node, list[str]]()
-        for (_, name), lease in self.pins.leases.items():
-            assert isinstance(lease, RadixLease)
-            pins.setdefault(lease.node, []).append(name)
-        running: dict[Node, list[int]] = {}
-        for lease in self._leases.keys() - self.pins.leases.values():
-            running.setdefault(lease.node, []).append(lease.cached_tokens)
-
-        return Outline(
-            shown.tops(),
-            below=shown.below,
-            sizes=lambda nodes: [node.end - shown.start(node) for node in nodes],
-            ages=lambda nodes: [clock - max(node.last_use, 0) for node in nodes],
-            ends=lambda nodes: {
-                at: Ends(running.get(node, ()), pins.get(node, ()))
-                for at, node in enumerate(nodes)
-                if node.leases
-            },
-            name=lambda node: str(node.serial),
-            start=shown.start,
-            tokens=lambda node: node.tokens[shown.start(node) - node.start :],
-            medium=lambda node: node.medium,
-        )
+    def outline(self) -> Outline[Node]:
+        return self._tree.outline(self.clock, self._leases, self.pins.leases)
 
     def _forget_cached(self) -> None:
         for node in self._tree:
@@ -484,8 +488,7 @@ class RadixCache(PrefixCache):
         node, position, page_size = lease.node, lease.num_tokens, self.page_size
         assert lease in node.leases and not lease.released
         assert node.start < position <= node.end or (node.parent is None and position == 0)
-        boundary, pages = position // page_size, -(-position // page_size)
-        own = lease._num_own_from
+        boundary, pages, own = position // page_size, -(-position // page_size), lease._num_own_from
         assert own == boundary or own == lease._num_pages == pages, f"{lease}: own pages from {own}"
         shared = self._tree.read_pages(node, 0, min(own, pages))
         assert np.array_equal(lease._table[: len(shared)], shared), f"{lease}: stale page table"

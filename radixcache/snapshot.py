@@ -73,7 +73,6 @@ class CachedNode:
         pinned: whether a pinned prefix goes through the node.
         children: oldest first.
         more: the children that the picture leaves out.
-        medium: where its KV is: "pool", or a lower tier, "host" or "disk".
     """
 
     id: str
@@ -87,7 +86,6 @@ class CachedNode:
     pinned: bool = False
     children: list[CachedNode] = field(default_factory=list)
     more: Folded | None = None
-    medium: str = "pool"
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ class Picture:
         roots: the roots of the namespaces that are drawn.
         above: the nodes between the root and `Look.under`, without children.
         more: the namespaces that the picture leaves out, as branches.
-        num_nodes, num_tokens: of the whole cache, without lower tiers.
+        num_nodes, num_tokens: of the whole cache.
     """
 
     roots: dict[Hashable, CachedNode]
@@ -135,7 +133,6 @@ class Outline(Generic[T]):
         name: the id of a node.
         start: the position of a node's first token.
         tokens: [num_tokens] of a node; a view.
-        medium: where its KV is.
     """
 
     def __init__(
@@ -148,9 +145,8 @@ class Outline(Generic[T]):
         name: Callable[[T], str],
         start: Callable[[T], int],
         tokens: Callable[[T], NDArray[np.int32]],
-        medium: Callable[[T], str] = lambda _: "pool",
     ) -> None:
-        self._name, self._start, self._tokens, self._medium = name, start, tokens, medium
+        self._name, self._start, self._tokens = name, start, tokens
         self._namespaces = [*tops]
         # An index below `_first` stands for a namespace's root, the others for nodes, level by
         # level: a parent comes first, and its children are those in [_begin[at], _begin[at + 1]).
@@ -235,14 +231,12 @@ class Outline(Generic[T]):
                 drawn[self._namespaces[root]] = picture = self._describe(root)
                 picture.children.append(self._draw(top, rows, look.levels - 1))
         above = self._path(top)[-2:0:-1] if top is not None else []
-        sizes = zip(self._nodes, self._size[self._first :], strict=True)
-        pool = [size for node, size in sizes if self._medium(node) == "pool"]
         return Picture(
             roots=drawn,
             above=[self._describe(at) for at in above],
             more=more,
-            num_nodes=len(pool),
-            num_tokens=sum(pool),
+            num_nodes=len(self._nodes),
+            num_tokens=sum(self._size),
         )
 
     def spell(self) -> list[Spelled]:
@@ -309,5 +303,4 @@ class Outline(Generic[T]):
             computed_from=computed_from if computed_from < start + size else None,
             pins=sorted(self._ends[at].pins) if at in self._ends else [],
             pinned=pinned,
-            medium=self._medium(node),
         )

@@ -77,7 +77,7 @@ class StoredRun(StoredPages):
         self._state: State = "writing"
         self.first = next(self._make())
         self._made: dict[None, list[StoredPage]] = {}
-        """The first list that a thread has made, without a lock, which a fork could copy held."""
+        """The first list that a thread has made; no lock, since a fork could copy a held one."""
 
     def finish(self, state: State) -> None:
         self._state = state

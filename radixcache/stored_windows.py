@@ -1,4 +1,4 @@
-"""Windows in the tiers below the pool: evicted checkpoints with copies of their pages.
+"""Windows in the tiers below the pool: evicted saved states with copies of their pages.
 
 A tier finds pages by the tokens up to their end. A window's pages are a path of their own there,
 whose tokens are the window's *name*: the digests of its tokens, its kind and its length, written as
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from radixcache.checkpoints import MOST_CHECKPOINTS, Checkpoint, CheckpointIndex, Key, Kind
 from radixcache.nodes import Tokens
 from radixcache.pages import Pages
+from radixcache.saved_states import MOST_SAVED_STATES, Key, Kind, SavedState, SavedStateIndex
 from radixcache.stored_pages import StoredPage
 from radixcache.tier import LowerTier
 
@@ -42,7 +42,7 @@ class StoredWindow(NamedTuple):
     kind: Kind
 
 
-class StoredWindows(CheckpointIndex[None]):
+class StoredWindows(SavedStateIndex[None]):
     """Finds the windows whose pages are in a tier or those below it.
 
     An entry may outlive its pages until a look-up sees that, or the oldest entries make room.
@@ -67,9 +67,9 @@ class StoredWindows(CheckpointIndex[None]):
     def counts(self) -> dict[str, int]:
         return {"kept": len(self._kept)}
 
-    def demote(self, checkpoint: Checkpoint[Any], pages: Pages) -> None:
+    def demote(self, saved: SavedState[Any], pages: Pages) -> None:
         """Take a window that leaves the pool, whose pages still have their bytes."""
-        key, kind = checkpoint.key, checkpoint.kind
+        key, kind = saved.key, saved.kind
         if key.namespace is not None:  # salted tokens are secret
             return
         kept = self._kept.get(key)
@@ -95,9 +95,9 @@ class StoredWindows(CheckpointIndex[None]):
         return None
 
     def _enter(self, key: Key, kind: Kind) -> None:
-        if not self._is_new(key):
+        if not self._is_new(key, kind):
             return
-        if len(self._kept) >= MOST_CHECKPOINTS:
+        if len(self._kept) >= MOST_SAVED_STATES:
             self._remove(next(iter(self._kept.values())))
         self._add(self._kept, key, None, kind)
 

@@ -2,7 +2,7 @@
 
 A page that leaves the radix tree is copied into a slot of the tier, where a prompt that goes on
 from what the tree holds finds it. The key of a page is a digest of all tokens up to its end, so the
-tree needs no change, and a page may be in both: after a load, the copy in the tier stays, and is
+tree needs no change. A page may be in both: after a load, the copy in the tier stays, but is
 evicted first, since the pool has the page too. So both together hold what one LRU cache of both
 sizes would, and a page that leaves the pool again is not written again (unless it was computed
 again although the tier had it).
@@ -177,7 +177,7 @@ class LowerTier(Generic[S]):
             group.pages[page] = None
 
     def begins(self, path: Tokens) -> bool:
-        """Whether the first page of a path is here, be it that it is still written."""
+        """Whether the first page of a path is here; pages that are still being written count."""
         first = path[: self.page_size].tobytes()
         return blake2b(first, digest_size=16).digest() in self._pages
 
@@ -311,12 +311,6 @@ class LowerTier(Generic[S]):
     def in_order(self) -> list[StoredPage]:
         """All pages, the next to be evicted first. O(pages)."""
         return [p for group in [*self._copies, *self._only] for p in reversed(group.all())]
-
-    def newest(self) -> Iterator[StoredPage]:
-        """All pages, the most recently used first."""
-        for order in (self._only, self._copies):
-            for group in reversed(order):
-                yield from group.all()
 
     def clear(self) -> None:
         """Forget all pages, also in tiers below; loads under way come to nothing."""

@@ -12,14 +12,16 @@ that end in mid-page instead of at page boundaries, and with their tokens in sha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from itertools import islice
 
 import numpy as np
 
 from radixcache.base import as_namespace
+from radixcache.lease import Lease, RadixLease
 from radixcache.nodes import NO_CHILDREN, Node, Run, Tokens, common_length
 from radixcache.pages import PagePool, Pages
+from radixcache.snapshot import Ends, Outline
 
 MAX_RUNS = 4
 """So few runs on a path, the root's included, are not worth joining."""
@@ -42,6 +44,11 @@ class RadixTree:
     def find_root(self, namespace: Hashable) -> Node | None:
         """The namespace's root, if there is one; `InvalidRequest` if it is not hashable."""
         return self.roots.get(as_namespace(namespace))
+
+    def look_up(self, tokens: Tokens, namespace: Hashable) -> tuple[Node | None, int]:
+        """The node of the longest cached prefix of `tokens`, in flight or not, and its length."""
+        root = self.find_root(namespace)
+        return (None, 0) if root is None else self.descend(root, 0, tokens)
 
     def root(self, namespace: Hashable) -> Node:
         """The namespace's root, made if there is none."""
@@ -322,6 +329,35 @@ class RadixTree:
             run.shrink()
         parent.last_use = max(parent.last_use, leaf.last_use)
         return parent
+
+    def outline(
+        self,
+        clock: int,
+        leases: Iterable[RadixLease],
+        pinned: Mapping[tuple[Hashable, str], Lease],
+    ) -> Outline[Node]:
+        """All nodes, with the hits of running `leases`, and the names that are `pinned`."""
+        pins, running = dict[Node, list[str]](), dict[Node, list[int]]()
+        for (_, name), lease in pinned.items():
+            assert isinstance(lease, RadixLease)
+            pins.setdefault(lease.node, []).append(name)
+        for lease in {*leases}.difference(pinned.values()):
+            running.setdefault(lease.node, []).append(lease.cached_tokens)
+
+        return Outline(
+            {namespace: root.children.values() for namespace, root in self.roots.items()},
+            below=lambda node: node.children.values(),
+            sizes=lambda nodes: [node.end - node.start for node in nodes],
+            ages=lambda nodes: [clock - max(node.last_use, 0) for node in nodes],
+            ends=lambda nodes: {
+                at: Ends(running.get(node, ()), pins.get(node, ()))
+                for at, node in enumerate(nodes)
+                if node.leases
+            },
+            name=lambda node: str(node.serial),
+            start=lambda node: node.start,
+            tokens=lambda node: node.tokens,
+        )
 
     def __iter__(self) -> Iterator[Node]:
         """All nodes, roots included, parents before their children."""

@@ -3,10 +3,10 @@
     python -m release.pack_flashinfer --sources flashinfer.tgz
     python -m release.pack_flashinfer flashinfer.tgz
 
-The first takes seconds and no compiler here; the GPU machine needs nvcc and ninja, and the check's
-first call builds its kernels on all cores there. The second needs nvcc 13.0 and gcc here, but no
-GPU, and an hour on two cores; built kernels stay in the build folder, and a second call continues
-from them. Both download half a gigabyte. On the GPU machine `release/gpu_session.sh` unpacks the
+The first takes seconds and no compiler here; the GPU machine needs nvcc and ninja, and its check
+builds a Llama's kernels on all cores there. The second needs nvcc 13.0 and gcc here, but no GPU,
+and an hour on two cores; built kernels stay in the build folder, and a second call continues from
+them. Both download half a gigabyte. On the GPU machine `release/gpu_session.sh` unpacks the
 archive and sources its `env.sh`.
 """
 
@@ -22,13 +22,8 @@ import time
 import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from radixcache.bench.gpu.kernels import attention_kernels, small_kernels
-from radixcache.bench.gpu.layers import LAYERS, MLA, NARROW
-from radixcache.kernels.kv_format import FP8
+from release.flashinfer_kernels import all_kernels
 
 FLASHINFER = "flashinfer-python==0.7.2.post1"
 HEADERS = ("nvidia-curand==10.4.0.35", "nvidia-cublas==13.0.2.14")
@@ -141,7 +136,7 @@ def compile_kernels(build: Path, only: Sequence[str] | None, arch: str) -> list[
         "PATH": f"{build / 'tools/bin'}:{os.environ['PATH']}",
     }
     sys.path[:0] = [str(build / "tools"), str(build / "sources")]
-    specs = {spec.name: spec for spec in _specs()}
+    specs = {spec.name: spec for spec in all_kernels()}
     chosen = [name for name in specs if not only or any(word in name for word in only)]
     for name in chosen:
         library = build / "aot" / arch / name / f"{name}.so"
@@ -155,20 +150,6 @@ def compile_kernels(build: Path, only: Sequence[str] | None, arch: str) -> list[
         took, size = time.monotonic() - start, library.stat().st_size / 2**20
         print(f"{took:4.0f} s, {size:4.1f} MiB: {name}", flush=True)
     return chosen
-
-
-def _specs() -> list[Any]:
-    """FlashInfer's build recipes for all kernels that the backend may use for `LAYERS`."""
-    from flashinfer.jit.attention import modules
-
-    found = [*small_kernels(), *attention_kernels(NARROW, torch.bfloat16, FP8)]
-    for dtype in (torch.bfloat16, torch.float16):
-        for kind in (kind for kinds in LAYERS.values() for kind in kinds):
-            found += attention_kernels(kind, dtype)
-        dims = (MLA.head_dim, MLA.value_dim)
-        types = (dtype, dtype, dtype, torch.int32)
-        found.append(modules.gen_batch_mla_module("fa2", *types, *dims, False))
-    return found
 
 
 def write(build: Path, archive: Path, kernels: Iterable[str], arch: str, python: str) -> None:

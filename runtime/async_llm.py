@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.engine.input_processor import Prompt, Prompts
-from radixcache.runtime.engine.listeners import AsyncJob, listen_async
+from radixcache.runtime.engine.stream import Stream
 from radixcache.runtime.llm import LLM
 from radixcache.runtime.outputs import RequestOutput
 from radixcache.runtime.sampling.params import SamplingParams
@@ -88,11 +88,12 @@ class AsyncLLM:
         """See `LLM.generate`."""
         process = partial(self.llm.inputs.process, special=prefix is None)
         inputs = await asyncio.to_thread(process, prompts, sampling_params)
-        job, add = AsyncJob(stream=False), partial(self.llm.add, inputs, cache_salt, prefix)
-        async with aclosing(listen_async(self.llm.worker, job, add)) as ends:
+        stream = Stream(loop=asyncio.get_running_loop())
+        add = partial(self.llm.add, inputs, cache_salt, prefix)
+        async with aclosing(self.llm.worker.read_async(stream, add)) as ends:
             async for _ in ends:
                 pass
-        return job.outputs()
+        return stream.outputs()
 
     async def stream(
         self,
@@ -105,8 +106,9 @@ class AsyncLLM:
         """See `LLM.stream`."""
         process = partial(self.llm.inputs.process, special=prefix is None)
         inputs = await asyncio.to_thread(process, [prompt], sampling_params)
-        job, add = AsyncJob(stream=True), partial(self.llm.add, inputs, cache_salt, prefix)
-        async with aclosing(listen_async(self.llm.worker, job, add)) as outputs:
+        stream = Stream(every_token=True, loop=asyncio.get_running_loop())
+        add = partial(self.llm.add, inputs, cache_salt, prefix)
+        async with aclosing(self.llm.worker.read_async(stream, add)) as outputs:
             async for output in outputs:
                 yield output
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from threading import Lock, get_ident
 from typing import Any
 
-from radixcache.errors import InvalidRequest
+import numpy as np
+
+from radixcache.base import Tokens, as_tokens
+from radixcache.errors import EngineStopped, InvalidRequest
 from radixcache.runtime.engine.input_processor import check_params
 from radixcache.runtime.explanation import Explanation
 from radixcache.runtime.llm import LLM
@@ -55,6 +59,8 @@ class Chat:
         self._turn = Lock()
         self._asking: int | None = None
         """The thread whose turn it is."""
+        self._tokens: Tokens | None = None
+        """The last prompt and answer."""
         self.messages: list[Message] = []
         if system is not None:
             self.messages.append({"role": "system", "content": system})
@@ -67,8 +73,17 @@ class Chat:
         """
         twin = copy(self)
         twin._turn, twin._asking = Lock(), None
+        self._tokens = twin._tokens = None  # neither uses them alone
         twin.messages = [*self.messages]
         return twin
+
+    def close(self) -> None:
+        """End the conversation: what it alone uses of the cache is evicted before all else. It may
+        go on nevertheless, with what is still there."""
+        tokens, self._tokens = self._tokens, None
+        if tokens is not None:
+            with suppress(EngineStopped):  # with it went the cache
+                self.llm.call(lambda: self.llm.engine.end_conversation(tokens, self.cache_salt))
 
     def ask(
         self, text: str | Sequence[Message], sampling_params: SamplingParams | None = None
@@ -126,6 +141,7 @@ class Chat:
             message = self.llm.read_message(output, self.tools, cache_salt=self.cache_salt)
         self.messages = [*messages, message]
         self.llm.turns.remember(prompt, answer.token_ids)
+        self._tokens = np.concatenate([prompt.tokens, as_tokens(answer.token_ids)])
 
 
 def _as_messages(text: str | Sequence[Message]) -> Sequence[Message]:

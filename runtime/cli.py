@@ -55,13 +55,14 @@ def main(argv: list[str] | None = None) -> int:
     return code
 
 
-_VLLM_FLAGS = {
+_FLAGS_OF_OTHERS = {
     "--block-size": "--page-size",
     "--gpu-memory-utilization": "--kv-cache-memory-bytes",
     "--enable-prefix-caching": "--cache radix",
     "--no-enable-prefix-caching": "--cache none",
+    **dict.fromkeys(("--tensor-parallel-size", "-tp", "--tp-size", "--tp"), ""),
 }
-"""Our names for vLLM's flags, where the closest match would be wrong."""
+"""Our names for flags of vLLM and SGLang, where the closest match would be wrong; "" is none."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -77,9 +78,8 @@ class _Parser(argparse.ArgumentParser):
         if unknown:
             flag = unknown[0].partition("=")[0]
             close = get_close_matches(flag, self._option_string_actions.keys() - {"--help"}, 1)
-            renamed = _VLLM_FLAGS.get(flag, "")
-            if renamed.partition(" ")[0] in self._option_string_actions:
-                close = [renamed]
+            if (ours := _FLAGS_OF_OTHERS.get(flag)) is not None:
+                close = [ours] if ours.partition(" ")[0] in self._option_string_actions else []
             hint = f": did you mean {close[0]}?" if close else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return known, unknown
@@ -122,7 +122,7 @@ def _add_demo(commands: Any) -> None:
     )
     # The demo runs both caches, and two models.
     left_out = (
-        "cache", "tensor_parallel_size", "kv_events_config", "host_memory", "kv_dir", "kv_dir_size",
+        "cache", "kv_events_config", "host_memory", "kv_dir", "kv_dir_size",
     )  # fmt: skip
     _add_engine(parser, left_out)
 

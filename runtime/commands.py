@@ -41,7 +41,7 @@ _SAMPLING = (*(one.name for one in settings_of(SamplingArgs)), "seed", "stop", "
 _RAY = {"RAY_py_gcs_connect_timeout_s": "8", "RAY_gcs_server_port_wait_time_s": "1"}
 """For how long Ray, which reads it at its import, tries to join a cluster: 20 seconds, not 240."""
 
-_CHAT_COMMANDS = "/reset forgets the conversation, /stats shows the cache's, /exit or /quit leaves"
+_CHAT_COMMANDS = "/reset forgets the conversation, /stats shows hits, /exit or /quit leaves"
 
 
 def demo(args: argparse.Namespace) -> int:
@@ -236,7 +236,7 @@ def cache(args: argparse.Namespace) -> int:
     track = partial(tqdm, desc="Pages", unit="page", leave=False, disable=not sys.stderr.isatty())
     count, spoilt = files.verify(folder, track)
     what = f"{spoilt:,} of them spoilt, to be computed again" if spoilt else "all are right"
-    print(f"{count:,} pages were read: {what}" if count else f"{folder} holds no pages")
+    print(f"pages that were read: {count:,}; {what}" if count else f"{folder} holds no pages")
     _note_use(folder)
     return 1 if spoilt else 0
 
@@ -254,9 +254,10 @@ def info(args: argparse.Namespace) -> int:
     import torch
     import transformers
 
+    from radixcache.kernels import trial
     from radixcache.kernels.native.library import problem as native_problem
     from radixcache.runtime.model import exact, quantized_activations
-    from radixcache.runtime.model.device import driver_problem, nvidia_driver
+    from radixcache.runtime.model.host.device import driver_problem, nvidia_driver
 
     problem, threads, driver = native_problem(), torch.get_num_threads(), nvidia_driver()
     gpu = [("GPU", "none")]
@@ -278,11 +279,13 @@ def info(args: argparse.Namespace) -> int:
         *gpu,
         ("native kernels", "yes" if problem is None else f"no, models run slower: {problem}"),
         ("exact mode", exact.describe()),
-        ("8-bit rows", quantized_activations.describe()),
+        ("8-bit activations", quantized_activations.describe()),
     ):
-        print(f"{name:15} {text}")
+        print(f"{name:17} {text}")
     if args.MODEL is not None:
         print("", *_load(EngineArgs(model=args.MODEL)).notes, sep="\n")
+        for task, outcome in trial.outcomes.items():
+            print(f"{task} in {outcome.taken}", *outcome.reasons, sep="\n  not in ")
     return 0
 
 
@@ -297,6 +300,8 @@ def _prompts(args: argparse.Namespace) -> list[Prompt]:
     named = args.prompt is not None or args.prompt_file is not None
     if not named and args.PROMPT is None:  # a single text is the prompt
         args.MODEL, args.PROMPT = None, args.MODEL
+        if (one := args.PROMPT or "").endswith(".gguf") or os.path.isfile(f"{one}/config.json"):
+            raise InvalidRequest(f"{one} is a model: give a prompt after it")
     if named is (args.PROMPT is not None):
         raise InvalidRequest("give one of a prompt, --prompt TEXT and --prompt-file FILE")
     if args.prompt is not None:
@@ -447,23 +452,21 @@ def _describe(output: RequestOutput) -> str:
     if output.error is not None:
         return f"failed: {output.error}"
     ttft = "" if metrics.ttft is None else f", TTFT {1000 * metrics.ttft:,.0f} ms"
-    rate = metrics.tokens_per_second
-    speed = "" if rate is None else f", {rate:,.0f} tokens/s"
+    speed = "" if (rate := metrics.tokens_per_second) is None else f", {rate:,.0f} tokens/s"
     loops = [completion.repetition for completion in output.outputs if completion.repetition]
-    again = f"; it repeats its last {loops[0]} tokens (try --repetition-penalty)" if loops else ""
-    cut = any(completion.finish_reason == "length" for completion in output.outputs)
+    end = "; cut at --max-tokens" if "length" in [x.finish_reason for x in output.outputs] else ""
+    if loops:
+        end = f"; it repeats its last {loops[0]} tokens (try --repetition-penalty)"
     return (
-        f"prompt {len(output.prompt_token_ids):,} tokens, {output.num_cached_tokens:,} cached, "
-        f"{metrics.prefilled_tokens:,} prefilled{ttft}{speed}"
-        + ("; cut at --max-tokens" if cut and not loops else "")
-        + again
+        f"prompt tokens: {len(output.prompt_token_ids):,}, {output.num_cached_tokens:,} cached, "
+        f"{metrics.prefilled_tokens:,} prefilled{ttft}{speed}{end}"
     )
 
 
 def _describe_cache(llm: LLM) -> str:
     stats, pool = llm.cache.stats, llm.cache.pool
     return (
-        f"{stats.requests:,} requests; {stats.hit_tokens:,} of {stats.query_tokens:,} prompt "
+        f"requests: {stats.requests:,}; {stats.hit_tokens:,} of {stats.query_tokens:,} prompt "
         f"tokens cached ({stats.hit_rate:.1%}); {stats.evicted_tokens:,} tokens evicted; "
         f"{pool.num_pages - pool.num_free:,} of {pool.num_pages:,} pages in use"
     )

@@ -12,8 +12,8 @@ from typing import ClassVar, Literal, get_args
 from radixcache.stored_pages import UNMEASURED, LoadCost, Medium
 
 Reason = Literal[
-    "first_seen", "diverged", "evicted", "page_not_finished", "no_checkpoint", "on_host", "on_disk",
-    "caching_off",
+    "first_seen", "diverged", "evicted", "page_not_finished", "no_saved_state", "on_host",
+    "on_disk", "caching_off",
 ]  # fmt: skip
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
@@ -35,8 +35,8 @@ _SENTENCES: dict[tuple[Reason, bool], str] = {
     ("page_not_finished", False): (
         "page not finished: {}, computed before, but only whole pages are cached"
     ),
-    ("no_checkpoint", False): (
-        "no checkpoint: {}, cached but computed again: no window or recurrent state is kept there"
+    ("no_saved_state", False): (
+        "no saved state: {}, cached but computed again: no window or recurrent state is left there"
     ),
     ("on_host", False): "in host memory: {}, which are ",
     ("on_disk", False): "on disk: {}, which are ",

@@ -25,15 +25,14 @@ from radixcache.runtime.engine.input_processor import (
     is_conversation,
     naming_prompt,
 )
-from radixcache.runtime.engine.listeners import listen
 from radixcache.runtime.engine.named_prefixes import NamedPrefix, NamedPrefixes
-from radixcache.runtime.engine.worker import Job, Worker
+from radixcache.runtime.engine.stream import Stream
+from radixcache.runtime.engine.worker import Worker
 from radixcache.runtime.explanation import Explanation
 from radixcache.runtime.kv_events.publisher import KVEventPublisher
 from radixcache.runtime.kv_offload import session
 from radixcache.runtime.kv_offload.offload import Offload
-from radixcache.runtime.model.paged_model import PagedModel
-from radixcache.runtime.model.system_memory import give_back, resident_bytes
+from radixcache.runtime.model.host.system_memory import give_back, resident_bytes
 from radixcache.runtime.outputs import RequestOutput
 from radixcache.runtime.request import Request
 from radixcache.runtime.sampling.params import SamplingParams
@@ -62,9 +61,8 @@ class LLM:
 
     Raises:
         ModelError: there is no such model, or it would be silently wrong over pages, or it is not
-            exact, or it cannot be split over so many ranks.
+            exact.
         InvalidRequest: a setting makes no sense.
-        RanksLost: one of the model's processes ended during loading.
     """
 
     __signature__ = signature(EngineArgs)
@@ -74,17 +72,18 @@ class LLM:
         args = EngineArgs(model, **settings)
         built = build_engine(args)
         self.model_name = Path(model_path(args)).name
-        self.engine, self.tokenizer, self.grammar_backend = built[:3]
-        self.explainer, self.kv_events, self.default_params = built[3:6]
-        self.offload = built.offload
+        self.engine, self.tokenizer = built.engine, built.tokenizer
+        self.grammar_backend, self.default_params = built.grammar_backend, built.default_params
+        self.explainer, self.kv_events, self.offload = (
+            built.explainer, built.kv_events, built.offload,
+        )  # fmt: skip
         self.inputs = InputProcessor(self.tokenizer, self.grammar_backend, self.default_params)
         self.prefixes = NamedPrefixes(self.engine)
         after_step = None if self.kv_events is None else self.kv_events.end_step
         self.worker = Worker(self.engine, self.prefixes, after_step)
         self._close = finalize(
-            self, _close, self.worker, self.kv_events, self.offload, self.engine.model,
-            self.inputs, self.prefixes,
-        )  # fmt: skip
+            self, _close, self.worker, self.kv_events, self.offload, self.inputs, self.prefixes
+        )
         if self.offload is not None and self.offload.disk is not None:
             try:
                 session.restore(self.offload.disk, self.inputs.conversations, self._pin)
@@ -115,7 +114,8 @@ class LLM:
             window, size = pool.windows.window, pool.windows.page_size
             pages = -(-window // size)
             tokens -= pages * pool.page_size
-            more = f" and {format_memory(pages * pool.page_bytes)} a sequence (window {window:,})"
+            more = f" and {format_memory(pages * pool.page_bytes)} a sequence (window {window:,}; "
+            more += "older tokens stay until their memory is needed)"
         elif any(self.engine.model.windows):
             more += ", in layers with a window too"
         kept = [] if self.offload is None else self.offload.describe()
@@ -149,8 +149,8 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End the engine's thread, and the model's other processes; calls that wait for an answer,
-        and later ones, raise `EngineStopped`."""
+        """End the engine's thread; calls that wait for an answer, and later ones, raise
+        `EngineStopped`."""
         self._close()
 
     def call(self, function: Callable[[], T]) -> T:
@@ -206,15 +206,15 @@ class LLM:
             EngineStopped: `close` was called.
         """
         inputs = self.inputs.process(prompts, sampling_params, special=prefix is None)
-        job = Job()
-        ended = listen(self.worker, job, lambda: self.add(inputs, cache_salt, prefix))
+        stream = Stream()
+        ended = self.worker.read(stream, partial(self.add, inputs, cache_salt, prefix))
         if use_tqdm and len(inputs) > 1:
             from tqdm import tqdm
 
             ended = tqdm(ended, total=len(inputs), desc="Prompts", unit="prompt", leave=False)
         for _ in ended:
             pass
-        return job.outputs()
+        return stream.outputs()
 
     def stream(
         self,
@@ -230,7 +230,7 @@ class LLM:
         """
         inputs = self.inputs.process([prompt], sampling_params, special=prefix is None)
         add = partial(self.add, inputs, cache_salt, prefix)
-        return listen(self.worker, Job(stream=True), add)
+        return self.worker.read(Stream(every_token=True), add)
 
     def explain(
         self,
@@ -279,8 +279,8 @@ class LLM:
         """Compute the KV of `prompt` and keep it until `unpin_prefix`, or for `lifetime` seconds.
 
         `generate(..., prefix=name)` with the same salt goes on from it; so does any prompt that
-        begins with it. `llm.prefixes.list()` lists them. The prefixes of a salt, or of none, may
-        hold `llm.cache.pins.share` pages: a quarter of all; those of all salts together half.
+        begins with it. `llm.prefixes.list()` lists them. The prefixes of one salt (or all unsalted
+        ones) may hold `llm.cache.pins.share` pages: a quarter of all; those of all salts half.
 
         Raises:
             PinError: the salt uses the name for another prefix, or too few pages can be pinned.
@@ -297,12 +297,12 @@ class LLM:
         cache_salt: str | None = None,
         messages: list[Message] | None = None,
     ) -> NamedPrefix:
-        tokens, job, prefixes = self.encode(prompt), Job(), self.prefixes
+        tokens, stream, prefixes = self.encode(prompt), Stream(), self.prefixes
         prepare = partial(prefixes.prepare, name, tokens, lifetime=lifetime, cache_salt=cache_salt)
-        for _ in listen(self.worker, job, lambda: [prepare()]):
+        for _ in self.worker.read(stream, lambda: [prepare()]):
             pass
         keep = partial(prefixes.keep, lifetime=lifetime, messages=messages)
-        return self.call(lambda: keep(name, job.requests[0]))
+        return self.call(lambda: keep(name, stream.requests[0]))
 
     def unpin_prefix(self, name: str, *, cache_salt: str | None = None) -> None:
         """Unpin a prefix; `PinError` if there is none of that name."""
@@ -394,7 +394,7 @@ class LLM:
     ) -> list[Request]:
         """Queue a request for each input, or none if one is unusable; on the engine's thread.
 
-        Clients share the engine fairly (see `radixcache.runtime.engine.fairness`).
+        Clients share the engine fairly (see `radixcache.runtime.engine.scheduling.fairness`).
         """
         requests: list[Request] = []
         try:
@@ -420,14 +420,11 @@ def _close(
     worker: Worker,
     kv_events: KVEventPublisher | None,
     offload: Offload | None,
-    model: PagedModel,
     inputs: InputProcessor,
     prefixes: NamedPrefixes,
 ) -> None:
-    model.stop()  # first: the current step may wait for a rank that hangs
     worker.close()
     if offload is not None:
         offload.close(inputs.conversations, prefixes.notes())
     if kv_events is not None:  # the cache does not change any more
         kv_events.close()
-    model.close()

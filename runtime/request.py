@@ -148,6 +148,11 @@ class Sequence:
         return self._tokens[: self._length]
 
     @property
+    def ends_conversation(self) -> bool:
+        """Whether it has ended, and no other is expected to go on from it."""
+        return self.finish_reason is not None and self.request.params.ends_conversation
+
+    @property
     def in_prefill(self) -> bool:
         """Whether some of the tokens that it was admitted with lack KV."""
         return self.num_computed < self.prefill_end

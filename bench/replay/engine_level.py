@@ -23,7 +23,7 @@ from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.explain import Explainer
 from radixcache.runtime.engine.rows import Row
 from radixcache.runtime.engine.sampler import PendingStep, Sampler
-from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.engine.scheduling.scheduler import Scheduler
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.request import Request

@@ -12,7 +12,7 @@ from radixcache.bench.replay.watch import CacheTime, WatchedScheduler
 from radixcache.bench.schemes.named import Scheme
 from radixcache.bench.schemes.tier import instant_loads
 from radixcache.bench.workloads.workload import Workload
-from radixcache.runtime.engine.scheduler import Policy
+from radixcache.runtime.engine.scheduling.admission import Policy
 
 _SURVEYS = 64
 

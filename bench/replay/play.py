@@ -17,7 +17,7 @@ import numpy as np
 
 from radixcache.base import PrefixCache
 from radixcache.bench.workloads.workload import Tokens, Workload
-from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.engine.scheduling.scheduler import Scheduler
 from radixcache.runtime.request import Request
 from radixcache.runtime.sampling.params import SamplingParams
 

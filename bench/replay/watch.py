@@ -10,8 +10,8 @@ import numpy as np
 from radixcache import HashBlockCache, PrefixCache, RadixCache
 from radixcache.bench.machine import Stopwatch
 from radixcache.bench.schemes.page_aligned import PageAlignedRadixCache
-from radixcache.runtime.engine.chunk import Chunk
-from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.engine.scheduling.chunk import Chunk
+from radixcache.runtime.engine.scheduling.scheduler import Scheduler
 from radixcache.runtime.request import Sequence
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from radixcache.bench.replay.figures import Figures
 
-FORMAT = 5
+FORMAT = 6
 """The version of the JSON; it changes whenever a key goes."""
 
 

@@ -17,7 +17,7 @@ from radixcache.bench.schemes.windows import MODELS, WINDOW_RULES, WindowedModel
 from radixcache.bench.workloads.workload import Workload
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.config.sizes import parse_memory as parse_bytes
-from radixcache.runtime.engine.checkpoint_planner import NO_CHECKPOINTS, Planner
+from radixcache.runtime.engine.scheduling.saved_state_planner import NO_SAVED_STATES, Planner
 
 
 class WholeLeaves(RadixCache):
@@ -99,7 +99,7 @@ class Scheme:
             return make_windowed(self.windows, self.windowed, *sizes, workload)
         pool = PagePool(num_tokens // self.page_size, self.page_size)
         cache = with_tier(pool, self.tier) if self.tier else KINDS[self.kind](pool, workload)
-        return cache, STATE_RULES[self.states](slots, workload) if self.states else NO_CHECKPOINTS
+        return cache, STATE_RULES[self.states](slots, workload) if self.states else NO_SAVED_STATES
 
 
 HYBRID = [Scheme("radix", 1, rule) for rule in STATE_RULES]

@@ -40,7 +40,7 @@ class PrefixObjectCache(NoCache):
     - The prefix is the prompt up to `prefix_pos`, cut to whole blocks; of less than a block there
       is none. A request has one, and finds all of it or nothing.
     - The first request that names it takes its blocks and computes it; it is found from the next
-      step on. Who names it before that shares the blocks, but computes them, too.
+      step on. A request that names it before that shares the blocks, but computes them, too.
     - Nothing else is found: not what follows the position, not what was generated, and not the
       beginning of a prefix that goes on otherwise, which has blocks of its own.
     - It is never freed: prefixes keep their memory even if requests wait for some.

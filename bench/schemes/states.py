@@ -12,17 +12,21 @@ from collections.abc import Callable
 
 from radixcache.base import Tokens
 from radixcache.bench.workloads.workload import Workload
-from radixcache.checkpoints import Checkpoint, CheckpointIndex, H, Kind
-from radixcache.runtime.engine.checkpoint_planner import NO_CHECKPOINTS, CheckpointPlanner, Planner
-from radixcache.runtime.engine.state_planner import StatePlanner
+from radixcache.runtime.engine.scheduling.saved_state_planner import (
+    NO_SAVED_STATES,
+    Planner,
+    SavedStatePlanner,
+)
+from radixcache.runtime.engine.scheduling.state_planner import StatePlanner
 from radixcache.runtime.request import Request, Sequence
+from radixcache.saved_states import H, Kind, SavedState, SavedStateIndex
 from radixcache.states import SequenceStates, StateIndex
 
 
-class TemplatePlanner(CheckpointPlanner[H]):
+class TemplatePlanner(SavedStatePlanner[H]):
     """Our rule where it knows how far prompts are templates, as a chat API knows messages."""
 
-    def __init__(self, index: CheckpointIndex[H], templates: list[Tokens]) -> None:
+    def __init__(self, index: SavedStateIndex[H], templates: list[Tokens]) -> None:
         super().__init__(index)
         self._templates = {template.tobytes() for template in templates}
         self._lengths = sorted({len(template) for template in templates})
@@ -39,7 +43,7 @@ class TemplateStates(TemplatePlanner[int], StatePlanner):
 class LeastRecentStates(StateIndex):
     """Evicts the state that was least recently made or resumed from."""
 
-    def _victim(self, pinned: bool = True) -> Checkpoint[int] | None:
+    def _victim(self, pinned: bool = True) -> SavedState[int] | None:
         kept = self._kept.values()
         return next((state for state in kept if not self._is_read(state)), None)
 
@@ -110,7 +114,7 @@ def _vllm_528(slots: int, workload: Workload) -> StatePlanner:
 KV_ALONE = "kv-alone"
 
 STATE_RULES: dict[str, Callable[[int, Workload], Planner]] = {
-    KV_ALONE: lambda slots, workload: NO_CHECKPOINTS,
+    KV_ALONE: lambda slots, workload: NO_SAVED_STATES,
     "ours": lambda slots, workload: TemplateStates(StateIndex(slots), workload.templates()),
     "ours-untold": lambda slots, workload: StatePlanner(StateIndex(slots)),
     "marconi": lambda slots, workload: MarconiPlanner(LeastRecentStates(slots)),

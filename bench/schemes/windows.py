@@ -6,19 +6,24 @@ simplified from sources (November 2026); they are not those systems, and none of
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from radixcache import HashBlockCache, PagePool, PrefixCache, RadixCache
+from radixcache.base import Tokens
 from radixcache.bench.schemes.states import TemplatePlanner
 from radixcache.bench.workloads.workload import Workload
-from radixcache.checkpoints import Checkpoint, Kind
-from radixcache.lease import Lease
+from radixcache.free_queue import FreeQueue
+from radixcache.lease import NO_PAGES, Lease
+from radixcache.left_pages import LeftPages
 from radixcache.pages import Pages
-from radixcache.runtime.engine.checkpoint_planner import NO_CHECKPOINTS, Planner
-from radixcache.runtime.engine.window_planner import WindowPlanner
+from radixcache.runtime.engine.scheduling.saved_state_planner import NO_SAVED_STATES, Planner
+from radixcache.runtime.engine.scheduling.window_planner import WindowPlanner
 from radixcache.runtime.request import Request, Sequence
+from radixcache.saved_states import Kind, SavedState
 from radixcache.windows import Window, WindowIndex, window_page_size
 
 
@@ -53,9 +58,16 @@ class TemplateWindows(TemplatePlanner[Window], WindowPlanner):
 
 
 class LeastRecentWindows(WindowIndex):
-    """Evicts the checkpoint that was least recently made or resumed from."""
+    """Finds only what is kept on purpose, and evicts the saved state that was least recently made
+    or resumed from."""
 
-    def _victim(self, pinned: bool = True) -> Checkpoint[Window] | None:
+    def _find_left(self, tokens: Tokens, namespace: Hashable, limit: int) -> tuple[int, Window]:
+        return 0, Window(0, NO_PAGES)
+
+    def compute(self, lease: Lease, num_tokens: int) -> None:
+        pass
+
+    def _victim(self, pinned: bool = True) -> SavedState[Window] | None:
         return next(iter(self._kept.values()), None)
 
     def _rare_kinds(self) -> set[Kind]:
@@ -72,6 +84,54 @@ class LastBlocksPlanner(WindowPlanner):
 
     def leave(self, sequence: Sequence) -> None:
         pass
+
+
+class QueuedPages(LeftPages):
+    """Pages of windows stand in one queue with the blocks of full layers, by the time of their last
+    use."""
+
+    _blank: FreeQueue
+
+    def take(self, count: int) -> Pages:
+        pages = self._blank.take(count)
+        self._note_taken(pages)
+        return pages
+
+    def put(self, pages: Pages) -> None:
+        ranks = self._ranks[pages]
+        self._blank.put(pages[ranks == 0])
+        self._blank.append(pages[ranks > 0].tolist())
+
+    def take_back(self, pages: Pages) -> None:
+        self._blank.note_held(len(pages))
+        self._blank.remove(pages.tolist())
+        self._pool.refs[pages] = 1
+
+    def check(self, held: NDArray[np.bool_]) -> None:
+        queued = np.isin(np.arange(len(held)), self._blank.to_array())
+        assert (held | queued)[self.entries()[2]].all(), "a page was found that is gone"
+
+
+class DenseWindows(WindowIndex):
+    def clear(self) -> None:
+        super().clear()
+        self.left = QueuedPages(self._pool, self.page_size)
+
+
+class DensePlanner(WindowPlanner):
+    """vLLM with `prefix_cache_retention_interval` unset: all blocks of windows stay until their
+    memory is used anew, and nothing is kept on purpose."""
+
+    def _marks(self, request: Request, match: int, depth: int) -> dict[int, Kind]:
+        return {}
+
+    def find(self, sequence: Sequence, lease: Lease) -> None:
+        super().find(sequence, lease)
+        self._plans[sequence].marks.clear()
+
+    def leave(self, sequence: Sequence) -> None:
+        assert sequence.lease is not None
+        self.index.enter(sequence.lease, sequence.num_computed)
 
 
 class TwoPoolsPlanner(Planner):
@@ -125,7 +185,7 @@ class TwoPoolsPlanner(Planner):
 
 
 ALL_KEPT = "all-kept"
-WINDOW_RULES = (ALL_KEPT, "ours", "ours-untold", "vllm", "sglang")
+WINDOW_RULES = (ALL_KEPT, "ours", "ours-untold", "vllm", "vllm-dense", "sglang")
 
 
 def make_windowed(
@@ -133,7 +193,7 @@ def make_windowed(
 ) -> tuple[PrefixCache, Planner]:
     """An empty cache with the bytes of `num_tokens` tokens in all layers, and its planner."""
     if rule == ALL_KEPT:
-        return RadixCache(PagePool(num_tokens // page_size, page_size)), NO_CHECKPOINTS
+        return RadixCache(PagePool(num_tokens // page_size, page_size)), NO_SAVED_STATES
     if rule == "sglang":
         ratio = TwoPoolsPlanner.RATIO
         room = num_tokens * (model.full + model.windowed) / (model.full + ratio * model.windowed)
@@ -142,8 +202,11 @@ def make_windowed(
     count, size = model.pages(num_tokens, page_size)
     pool = PagePool(count, page_size)
     if rule == "vllm":
-        cache: PrefixCache = HashBlockCache(pool)
-        return cache, LastBlocksPlanner(LeastRecentWindows(cache, model.window, size))
+        blocks = HashBlockCache(pool)
+        return blocks, LastBlocksPlanner(LeastRecentWindows(blocks, model.window, size))
+    if rule == "vllm-dense":
+        blocks = HashBlockCache(pool)
+        return blocks, DensePlanner(DenseWindows(blocks, model.window, size))
     cache = RadixCache(pool)
     index = WindowIndex(cache, model.window, size, model.layers)
     planner = TemplateWindows(index, workload.templates())

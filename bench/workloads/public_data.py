@@ -88,11 +88,6 @@ def gsm8k_8_shot(folder: Path, encode: Encode) -> Workload:
     return workload
 
 
-def gsm8k_answers(folder: Path) -> list[tuple[str, str]]:
-    """The questions of GSM8K's test set, and people's answers."""
-    return [(f"Question: {question}\nAnswer:", f" {answer}") for question, answer in _gsm8k(folder)]
-
-
 def mmlu_5_shot(folder: Path, encode: Encode) -> Workload:
     """All of MMLU's test questions, subject by subject, after the subject's 5 examples."""
     workload = Workload("mmlu-5-shot", "14,079 questions of MMLU in 57 subjects, 5 examples each")

@@ -10,6 +10,7 @@ from typing import Any
 import vl_convert
 
 from radixcache.bench import cli
+from radixcache.bench.args import BenchArgs
 from radixcache.bench.report.plots import plots, still, styles
 from radixcache.bench.report.results import WorkloadReport
 from radixcache.bench.report.verdicts import headline, remarks
@@ -66,7 +67,8 @@ def measure(command: str) -> WorkloadReport:
     """What this command line finds about its one workload."""
     parser = argparse.ArgumentParser()
     cli.add_flags(parser)
-    (workload,) = cli.measure(parser.parse_args(shlex.split(command)[2:])).workloads
+    args = BenchArgs.of(parser.parse_args(shlex.split(command)[2:]))
+    (workload,) = cli.measure(args).workloads
     return workload
 
 

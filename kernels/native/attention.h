@@ -90,6 +90,13 @@ void store_row(q8* to, const T* from, int n) {
     }
 }
 
+template <class S>
+bool is_finite(const S* row, int n) {
+    vec zeros = {};
+    for (int d = 0; d < n; d += W) zeros += load_stored(row, d, n - d) * 0.0f;  // or NaN
+    return sum(zeros) == 0;
+}
+
 template <class F>
 void with_format(KVFormat format, const F& f) {
     switch (format) {
@@ -239,14 +246,19 @@ struct Attention {
     const Heads& heads = plan.heads;
     float* states = nullptr;
 
-    void run(int threads) {
+    // Threads without work prefetch what is read `next`.
+    void run(int threads, Upcoming next = {}) {
         static thread_local Scratch memory;
         states = memory.get(plan.size);
+        // Query heads of a KV head are cut only if there are threads without work.
         int64_t tasks = (plan.starts.size() - 1) * heads.kv_heads;
-        parallel(tasks, threads, [&](int64_t task) {
-            const size_t* bounds = &plan.starts[task / heads.kv_heads];
-            attend(&plan.parts[bounds[0]], plan.parts.data() + bounds[1], task % heads.kv_heads);
-        });
+        int cuts = std::clamp<int64_t>(threads / std::max<int64_t>(tasks, 1), 1, plan.group);
+        parallel(tasks * cuts, threads, [&](int64_t task) {
+            int64_t each = heads.kv_heads * cuts, cut = task % each;
+            const size_t* bounds = &plan.starts[task / each];
+            attend(&plan.parts[bounds[0]], plan.parts.data() + bounds[1],
+                   heads.heads * cut / each, heads.heads * (cut + 1) / each);
+        }, false, next);
         parallel(plan.rows.size(), threads, [&](int64_t i) {
             finish(plan.rows[i].first, plan.rows[i].second, 0, heads.heads);
         });
@@ -361,20 +373,20 @@ struct Attention {
         for (int r = 0; r < rows; r++) merge(room.to[r], room.seen + r * plan.stride, plan.width);
     }
 
-    // Parts over the same pages, [begin, end), read them once.
-    void attend(const Part* begin, const Part* end, int kv_head) const {
+    // Heads [first, last) of one KV head; parts over the same pages, [begin, end), read them once.
+    void attend(const Part* begin, const Part* end, int first, int last) const {
         Room room(plan);
         for (int block = begin->block; block < begin->end; block++) {
             int n = 0, count = 0;
             for (const Part* p = begin; p < end; p++)
                 count = std::max(count, std::min(KEYS, plan.position(p->s, p->to) - block * KEYS));
             with_format(pages.format, [&](auto* stored_as) {
-                pack<std::remove_pointer_t<decltype(stored_as)>>(begin->s, kv_head, block, count,
-                                                                 room);
+                pack<std::remove_pointer_t<decltype(stored_as)>>(begin->s, first / plan.group,
+                                                                 block, count, room);
             });
             for (const Part* p = begin; p < end; p++)
-                for (int row = p->from * plan.group; row < p->to * plan.group; row++) {
-                    int i = row / plan.group, head = kv_head * plan.group + row % plan.group;
+                for (int row = 0; row < (p->to - p->from) * (last - first); row++) {
+                    int i = p->from + row / (last - first), head = first + row % (last - first);
                     State state = room.to[n] = state_of(*p, i, head);
                     if (block == p->block) {
                         std::fill(state, state + plan.stride, 0.0f);
@@ -387,7 +399,7 @@ struct Attention {
         }
         for (const Part* p = begin; p < end; p++)
             for (int i = p->from; i < p->to && p->apart == 1; i++)
-                finish(*p, i, kv_head * plan.group, plan.group);
+                finish(*p, i, first, last - first);
     }
 
     // Merges the states of query i, in order, and writes the output of these heads.

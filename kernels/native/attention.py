@@ -86,7 +86,7 @@ def heads_of(kind: LayerKind) -> Heads:
     return Heads(heads, kv_heads, dim, value_dim, window, scale, softcap or 0)
 
 
-class NativeBackend(AttentionBackend):
+class NativeAttention(AttentionBackend):
     """Attention over pages on a CPU where `problem()` is None; any heads and page size.
 
     Keys are cut into blocks at fixed positions. A row attends over each block separately, and the
@@ -94,7 +94,7 @@ class NativeBackend(AttentionBackend):
     sequences have in their tables is read once for all of them.
     """
 
-    name = "native kernels"
+    name, room = "native kernels", "native"
 
     def _plan(self, batch: PagedBatch, arrays: Arrays, fixed: FixedShape | None) -> AttentionPlan:
         assert fixed is None, "there are no CUDA graphs on a CPU"

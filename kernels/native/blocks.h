@@ -1,16 +1,14 @@
 // Blocks of GGUF files into panels, without tables of their numbers between.
 //
-// A format has numbers from 0 on, and a scale and a minimum for each 16 or 32 of them, as
-// `Quantized` in kernels/quantized.py; the bits are those of runtime/model/gguf/blocks.py.
+// A format has numbers from 0 on, and a scale and a minimum for each 16 or 32 of them, or codes and
+// a scale, as `Quantized` in kernels/quantized.py; the bits are those of
+// runtime/model/gguf/blocks.py.
 
 #pragma once
 
 #include "linear.h"
 
 namespace {
-
-constexpr uint8_t NONLINEAR[16] = {1,   24,  45,  63,  79,  93,  106, 118,
-                                   129, 141, 153, 166, 181, 197, 217, 241};
 
 // A stored block: its bytes, and up to 256 numbers with 16 scales and minimums.
 struct Block {
@@ -20,10 +18,9 @@ struct Block {
 
     float half_at(int at) const { return number(read<fp16>(from + at)); }
 
-    // Of a format without minimums, in which the number `zero` stands for 0.
-    void symmetric(int i, float scale, int zero) {
-        scales[i] = scale;
-        minimums[i] = scale * -zero;
+    // Of a format without minimums, in which the number `zero` stands for 0: in two's complement.
+    void signs(int count, int zero, int mask) {
+        for (int i = 0; i < count; i++) numbers[i] = (numbers[i] - zero) & mask;
     }
 
     // Numbers of `width` bits: of each `group` of `count` bytes first the lowest bits of all.
@@ -42,10 +39,6 @@ struct Block {
                 for (int j = 0; j < group; j++)
                     numbers[i * 8 / width + shift / width * group + j]
                         |= (from[at + i + j] >> shift & ((1 << width) - 1)) << to;
-    }
-
-    void look_up(const uint8_t* table, int count) {
-        for (int i = 0; i < count; i++) numbers[i] = table[numbers[i]];
     }
 
     // Scales and minimums of Q4_K and Q5_K, of 6 bits each in 12 bytes.
@@ -75,24 +68,24 @@ struct Stored {
 // In the order of blocks.py.
 const Stored STORED[] = {
     {32, 18, [](Block& b) {  // Q4_0
-         b.fields(2, 16, 4, 16);
-         b.symmetric(0, b.half_at(0), 8);
+         b.fields(2, 16, 4, 16), b.signs(32, 8, 15);
+         b.scales[0] = b.half_at(0);
      }},
     {32, 20, [](Block& b) {  // Q4_1
          b.fields(4, 16, 4, 16);
          b.scales[0] = b.half_at(0), b.minimums[0] = b.half_at(2);
      }},
     {32, 22, [](Block& b) {  // Q5_0
-         five_bits(b, 2);
-         b.symmetric(0, b.half_at(0), 16);
+         five_bits(b, 2), b.signs(32, 16, 255);
+         b.scales[0] = b.half_at(0);
      }},
     {32, 24, [](Block& b) {  // Q5_1
          five_bits(b, 4);
          b.scales[0] = b.half_at(0), b.minimums[0] = b.half_at(2);
      }},
     {32, 34, [](Block& b) {  // Q8_0
-         for (int i = 0; i < 32; i++) b.numbers[i] = b.from[2 + i] ^ 0x80;
-         b.symmetric(0, b.half_at(0), 128);
+         memcpy(b.numbers, b.from + 2, 32);
+         b.scales[0] = b.half_at(0);
      }},
     {256, 84, [](Block& b) {  // Q2_K
          b.fields(16, 64, 2, 32);
@@ -106,7 +99,7 @@ const Stored STORED[] = {
          b.higher(0, 32, 1, 32, 2);
          for (int i = 0; i < 16; i++) {
              int low = b.from[96 + i % 8] >> i / 8 * 4 & 15, high = b.from[104 + i % 4] >> i / 4 * 2;
-             b.symmetric(i, b.half_at(108) * (float)((low | (high & 3) << 4) - 32), 4);
+             b.scales[i] = b.half_at(108) * (float)((low | (high & 3) << 4) - 32);
          }
      }},
     {256, 144, [](Block& b) {  // Q4_K
@@ -120,29 +113,24 @@ const Stored STORED[] = {
      }},
     {256, 210, [](Block& b) {  // Q6_K
          b.fields(0, 128, 4, 64);
-         b.higher(128, 64, 2, 32, 4);
-         for (int i = 0; i < 16; i++)
-             b.symmetric(i, b.half_at(208) * (int8_t)b.from[192 + i], 32);
+         b.higher(128, 64, 2, 32, 4), b.signs(256, 32, 255);
+         for (int i = 0; i < 16; i++) b.scales[i] = b.half_at(208) * (int8_t)b.from[192 + i];
      }},
     {32, 18, [](Block& b) {  // IQ4_NL
          b.fields(2, 16, 4, 16);
-         b.look_up(NONLINEAR, 32);
-         b.symmetric(0, b.half_at(0), 128);
+         b.scales[0] = b.half_at(0);
      }},
     {256, 136, [](Block& b) {  // IQ4_XS
          b.fields(8, 128, 4, 16);
-         b.look_up(NONLINEAR, 256);
          for (int i = 0; i < 8; i++) {
              int low = b.from[4 + i / 2] >> i % 2 * 4 & 15, high = b.from[2 + i / 4] >> i % 4 * 2;
-             b.symmetric(i, b.half_at(0) * (float)((low | (high & 3) << 4) - 32), 128);
+             b.scales[i] = b.half_at(0) * (float)((low | (high & 3) << 4) - 32);
          }
      }},
-    {32, 17, [](Block& b) {  // MXFP4: twice the values, from -12 on
+    {32, 17, [](Block& b) {  // MXFP4: half the scale, for levels are twice the values
          b.fields(1, 16, 4, 16);
          uint32_t e = b.from[0], bits = e < 2 ? 1u << 21 << e : (e - 1) << 23;
-         float scale;
-         memcpy(&scale, &bits, 4);
-         b.symmetric(0, scale, 12);
+         memcpy(b.scales, &bits, 4);
      }},
 };
 
@@ -152,10 +140,11 @@ struct StoredRows {
     int64_t rows, format;
 };
 
-// Of parts below each other, whose formats have the same bits and blocks.
-void pack_stored(const StoredRows* part, int bits, int block, int64_t rows, int64_t depth,
+// Of parts below each other, whose formats have the same bits and blocks; `head`: scales and minimums
+// of a block, or scales alone.
+void pack_stored(const StoredRows* part, int bits, int block, int head, int64_t rows, int64_t depth,
                  uint32_t* panels, int threads) {
-    int64_t per = 32 / bits, words = depth / block * (2 + block / per);
+    int64_t words = depth / block * head + depth * bits / 32;
     pack(rows, words, panels, threads, [&](int64_t row, uint32_t* to) {
         const StoredRows* of = part;
         for (; row >= of->rows; of++) row -= of->rows;
@@ -164,16 +153,8 @@ void pack_stored(const StoredRows* part, int bits, int block, int64_t rows, int6
         b.from = of->data + row * (depth / stored.size) * stored.bytes;
         for (int64_t k = 0; k < depth; k += stored.size, b.from += stored.bytes) {
             stored.decode(b);
-            for (int i = 0; i < stored.size / block; i++) {
-                memcpy(to++, b.scales + i, 4);
-                memcpy(to++, b.minimums + i, 4);
-                const uint8_t* number = b.numbers + i * block;
-                for (int w = 0; w < block / per; w++) {
-                    uint32_t word = 0;
-                    for (int j = 0; j < per; j++) word |= (uint32_t)*number++ << j * bits;
-                    *to++ = word;
-                }
-            }
+            to = write_blocks(b.numbers, b.scales, head == 2 ? b.minimums : nullptr, bits, block,
+                              stored.size / block, to);
         }
     });
 }

@@ -13,9 +13,11 @@ that the compiler knows. With `native` they are always compiled for this very pr
 from __future__ import annotations
 
 import fcntl
+import grp
 import hashlib
 import os
 import platform
+import pwd
 import shutil
 import subprocess
 import tempfile
@@ -133,17 +135,28 @@ def _cache() -> Path:
         raise OSError(str(error)) from None
 
 
-def _refuse_strangers(folder: Path) -> None:
+def _refuse_strangers(place: Path) -> None:
     """`OSError` if a library there could be of a user who has no say in what this process runs."""
-    found, trusted = folder.stat(), {0, os.getuid(), _SOURCE.stat().st_uid}
-    if found.st_uid not in trusted or found.st_mode & 0o002:
-        raise OSError(f"other users can write to {folder}, so no kernels are loaded from there")
+    found, trusted = place.stat(), {0, os.getuid(), _SOURCE.stat().st_uid}
+    others = 0o002 if _is_own(found) else 0o022
+    if found.st_uid not in trusted or found.st_mode & others:
+        raise OSError(f"other users can write to {place}, so no kernels are loaded from there")
+
+
+def _is_own(found: os.stat_result) -> bool:
+    """Whether the group of a file is its owner's private one, as useradd makes them."""
+    with suppress(KeyError):  # an id without a name
+        owner, group = pwd.getpwuid(found.st_uid).pw_name, grp.getgrgid(found.st_gid)
+        return [group.gr_name, *group.gr_mem] in ([owner], [owner] * 2)
+    return False
 
 
 def _find(folder: Path, name: str) -> Path | None:
     """The library of that name whose bytes are those that were compiled."""
     for library in folder.glob(f"{name}-*.so"):
-        with suppress(OSError):  # one that cannot be read
+        with suppress(OSError):  # one that cannot be read, or was put there by others
+            if folder != _SOURCE.parent:
+                _refuse_strangers(library)
             if library.stem == f"{name}-{_digest(library)}":
                 return library
     return None

@@ -22,13 +22,12 @@ _KERNELS = {  # in the order of native.cpp
     "attend": "***l*l*l***i",
     "linear": "*l**li",
     "rows": "**l*i",
-    "activate": "***lillii",
     "forward": "********l*i",
 }
 _FUNCTIONS = {
     "pack": "*lill*i",
     "pack_blocks": "***iill*i",
-    "pack_stored": "*iill*i",
+    "pack_stored": "*iiill*i",
     "find_merges": "***ll***i",
 }
 

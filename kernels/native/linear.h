@@ -19,8 +19,8 @@ namespace {
 
 // Sums [R][C][N] of R rows with C panels, `apart` words apart; weights expand in registers.
 template <class P, int R, int C>
-void few(const typename P::Element* x, int64_t stride, const uint32_t* panel, int64_t apart,
-         int depth, float* to) {
+void few(const P& p, const typename P::Element* x, int64_t stride, const uint32_t* panel,
+         int64_t apart, int depth, float* to) {
     vec sums[R][C * V] = {};
     for (int k = 0; k < depth; k += P::BLOCK, panel += P::WORDS * N) {
         if constexpr (R == 1 && P::HEAD)  // prefetch the next panels
@@ -40,7 +40,7 @@ void few(const typename P::Element* x, int64_t stride, const uint32_t* panel, in
                 const typename P::Element* at = x + k + i * P::PER + j;
 #pragma GCC unroll 8
                 for (int v = 0; v < C * V; v++) {
-                    vec w = P::weight(words[v], j, scales[v]);
+                    vec w = p.weight(words[v], j, scales[v]);
                     if (R > 1) keep(w);
 #pragma GCC unroll 8
                     for (int r = 0; r < R; r++) sums[r][v] = P::add(sums[r][v], at[r * stride], w);
@@ -55,10 +55,10 @@ void few(const typename P::Element* x, int64_t stride, const uint32_t* panel, in
 }
 
 template <class P, int R = FEW>
-void few(int rows, const typename P::Element* x, int64_t stride, const uint32_t* panel, int depth,
-         float* to) {
-    if (rows == R) return few<P, R, 1>(x, stride, panel, 0, depth, to);
-    if constexpr (R > 1) few<P, R - 1>(rows, x, stride, panel, depth, to);
+void few(const P& p, int rows, const typename P::Element* x, int64_t stride, const uint32_t* panel,
+         int depth, float* to) {
+    if (rows == R) return few<P, R, 1>(p, x, stride, panel, 0, depth, to);
+    if constexpr (R > 1) few<P, R - 1>(p, rows, x, stride, panel, depth, to);
 }
 
 // Adds x[depth][R] times weights[depth][N] to sums[R][N] (0 if `first`); one element a word.
@@ -90,7 +90,7 @@ void tile(int rows, const typename P::Element* x, const float* weights, int dept
 
 // Expands a panel's block to float32 [depth][N].
 template <class P>
-void expand(const uint32_t* block, int depth, float* to) {
+void expand(const P& p, const uint32_t* block, int depth, float* to) {
     for (const float* end = to + depth * N; to < end; block += P::WORDS * N) {
         Scales scales[V];
         for (int v = 0; v < V; v++) scales[v] = P::scales(block, v);
@@ -101,7 +101,7 @@ void expand(const uint32_t* block, int depth, float* to) {
                 uvec word = read<uvec>(block + (P::HEAD + i) * N + v * W);
 #pragma GCC unroll 8
                 for (int j = 0; j < P::PER; j++)
-                    store(to + j * N + v * W, P::weight(word, j, scales[v]));
+                    store(to + j * N + v * W, p.weight(word, j, scales[v]));
             }
     }
 }
@@ -115,26 +115,27 @@ struct Product {
     U* out;
     int64_t out_stride, rows;
     int threads;
+    Upcoming next;
     int panels = (weight.columns + N - 1) / N;
 
     void run() {
         if (rows * weight.depth * weight.columns < SMALL) threads = 1;
-        if (weight.rounds && *weight.rounds && weight.format >= BITS8)
-            return with_panels(weight.format, [&](auto panels) {
-                if constexpr (decltype(panels)::HEAD) by_rounded<decltype(panels)>();
-            });
         if constexpr (Pairs::HERE && sizeof(T) == 2)
-            if (weight.format == BFLOAT16) return by<Pairs>();
-        with_panels(weight.format, [&](auto panels) { by<decltype(panels)>(); });
+            if (weight.format == BFLOAT16) return by(Pairs());
+        with_panels(weight, [&](auto p) {
+            if constexpr (p.WHOLE)
+                if (weight.rounds && *weight.rounds) return by_rounded(p);
+            by(p);
+        });
     }
 
   private:
     template <class P>
-    void by() const {
+    void by(const P& p) const {
         constexpr bool paired = std::is_same_v<P, Pairs>;
         int depth = paired ? weight.padded / 2 : weight.padded;
-        if (rows <= FEW) by_few<P>(depth);
-        else by_many<P>(depth);
+        if (rows <= FEW) by_few(p, depth);
+        else by_many(p, depth);
     }
 
     // Elements k to k + W of a row, with zeros behind its end.
@@ -161,7 +162,7 @@ struct Product {
     }
 
     template <class P>
-    void by_few(int depth) const {
+    void by_few(const P& p, int depth) const {
         using E = typename P::Element;
         static thread_local Scratch memory;
         const E* a = (const E*)x;
@@ -185,18 +186,18 @@ struct Product {
             for (; panel < end; panel += step) {
                 int count = std::min(step, end - panel);
                 const uint32_t* at = weight.panels + panel * apart;
-                if (count == 2) few<P, 1, 2>(a, stride, at, apart, depth, sums);
-                else few<P>(rows, a, stride, at, depth, sums);
+                if (count == 2) few<P, 1, 2>(p, a, stride, at, apart, depth, sums);
+                else few<P>(p, rows, a, stride, at, depth, sums);
                 for (int r = 0; r < rows; r++)
                     for (int c = 0; c < count; c++)
                         finish(sums + (r * count + c) * N, r, (panel + c) * (int64_t)N);
             }
-        });
+        }, true, next);
     }
 
     // Rows are rounded once, then multiplied in groups of equal size, or nearly so.
     template <class P>
-    void by_rounded() const {
+    void by_rounded(const P& p) const {
         static thread_local Scratch memory;
         int depth = weight.depth;
         int64_t blocks_deep = depth / P::BLOCK, words = blocks_deep * ROUNDED_WORDS<P>;
@@ -215,17 +216,20 @@ struct Product {
             for (; panel < end; panel++)
                 for (int64_t g = first; g < last; g++) {
                     int64_t from = g * rows / groups, n = (g + 1) * rows / groups - from;
-                    rounded<P>(n, a + from * words, words, weight.panels + panel * apart, depth,
-                               sums);
+                    auto product = rounded<P, P::NIBBLES>;
+                    if constexpr (P::TABLE)
+                        if (!p.levels->narrow) product = rounded<P, false>;
+                    product(p, n, a + from * words, words, weight.panels + panel * apart, depth,
+                            sums);
                     for (int64_t r = 0; r < n; r++) finish(sums + r * N, from + r, panel * N);
                 }
-        });
+        }, blocks == 1, next);
     }
 
     // Rows are cut into groups of equal size, or nearly so, of at most MOST rows, copied as
     // [depth][rows of the group].
     template <class P>
-    void by_many(int depth) const {
+    void by_many(const P& p, int depth) const {
         using E = typename P::Element;
         static thread_local Scratch copies, room;
         int64_t groups = (rows + MOST - 1) / MOST, blocks = (rows + TALL - 1) / TALL;
@@ -255,36 +259,47 @@ struct Product {
             float* weights = room.get(DEEP * N + share * height * N);
             float* sums = weights + DEEP * N;
             for (int k = 0; k < depth; k += DEEP)
-                for (int p = panel; p < end; p++) {
+                for (int of = panel; of < end; of++) {
                     int deep = std::min(DEEP, depth - k);
                     const uint32_t* at = weight.panels
-                        + ((int64_t)p * depth + k) / P::BLOCK * P::WORDS * N;
+                        + ((int64_t)of * depth + k) / P::BLOCK * P::WORDS * N;
                     const float* b = (const float*)at;
-                    if constexpr (!P::PLAIN) expand<P>(at, deep, weights), b = weights;
+                    if constexpr (!P::PLAIN) expand(p, at, deep, weights), b = weights;
                     for (int64_t g = first; g < last; g++) {
                         int64_t row = start(g), n = start(g + 1) - row;
-                        float* to = sums + ((p - panel) * height + row - from) * N;
+                        float* to = sums + ((of - panel) * height + row - from) * N;
                         tile<P>(n, a + row * depth + k * n, b, deep, to, k == 0);
                     }
                 }
             for (int64_t r = 0; r < height; r++)
-                for (int p = panel; p < end; p++)
-                    finish(sums + ((p - panel) * height + r) * N, from + r, p * (int64_t)N);
+                for (int of = panel; of < end; of++)
+                    finish(sums + ((of - panel) * height + r) * N, from + r, of * (int64_t)N);
         });
     }
 };
 
+// What a product with this weight reads.
+inline Upcoming panels_of(const Weight& weight, int threads) {
+    int64_t count = (weight.columns + N - 1) / N, words = 0;
+    with_panels(weight, [&](auto p) {
+        using P = decltype(p);
+        words = (int64_t)(weight.padded / P::BLOCK) * P::WORDS * N;
+    });
+    return {(const char*)weight.panels, count, 4 * words, threads};
+}
+
+// Threads that have done their part prefetch what is read `next`.
 template <class T, class U>
 void multiply(const T* x, int64_t x_stride, const Weight& weight, U* out, int64_t out_stride,
-              int64_t rows, int threads) {
-    if (rows > 0) Product<T, U>{x, x_stride, weight, out, out_stride, rows, threads}.run();
+              int64_t rows, int threads, Upcoming next = {}) {
+    if (rows > 0) Product<T, U>{x, x_stride, weight, out, out_stride, rows, threads, next}.run();
 }
 
 // Unpacks rows `ids` of a weight: of an embedding, or of an output layer tied to it.
 template <class T>
 void rows_of(const Weight& weight, const int64_t* ids, int64_t count, T* out, int threads) {
-    with_panels(weight.format, [&](auto panels) {
-        using P = decltype(panels);
+    with_panels(weight, [&](auto p) {
+        using P = decltype(p);
         parallel_rows(count, weight.depth * 8, threads, [&](int64_t i) {
             static thread_local Scratch memory;
             float* row = memory.get(weight.padded + W);
@@ -295,8 +310,8 @@ void rows_of(const Weight& weight, const int64_t* ids, int64_t count, T* out, in
                 Scales scales = P::scales(block, v);
                 for (int w = 0; w < P::BLOCK / P::PER; w++)
                     for (int j = 0; j < P::PER; j++)
-                        *to++ = P::weight(read<uvec>(block + (P::HEAD + w) * N + v * W), j,
-                                          scales)[lane];
+                        *to++ = p.weight(read<uvec>(block + (P::HEAD + w) * N + v * W), j,
+                                         scales)[lane];
             }
             for (int d = 0; d < weight.depth; d += W)
                 store(out + i * weight.depth + d, load(row + d), weight.depth - d);
@@ -340,21 +355,28 @@ void pack_elements(const uint8_t* data, int64_t stride, int size, int64_t rows, 
     });
 }
 
-// Packs quantized numbers [rows][depth], with scales and minimums [rows][depth / block].
+// Writes blocks of numbers, each behind its scale and its minimum, if they have any; returns the end.
+inline uint32_t* write_blocks(const uint8_t* number, const float* scales, const float* minimums,
+                              int bits, int block, int64_t count, uint32_t* to) {
+    for (int64_t b = 0; b < count; b++) {
+        memcpy(to++, scales + b, 4);
+        if (minimums) memcpy(to++, minimums + b, 4);
+        for (int i = 0; i < block * bits / 32; i++) {
+            uint32_t word = 0;
+            for (int j = 0; j < 32; j += bits) word |= (uint32_t)*number++ << j;
+            *to++ = word;
+        }
+    }
+    return to;
+}
+
+// Packs numbers [rows][depth], with scales and minimums (null for none) [rows][depth / block].
 void pack_blocks(const uint8_t* numbers, const float* scales, const float* minimums, int bits,
                  int block, int64_t rows, int64_t depth, uint32_t* panels, int threads) {
-    int64_t blocks = depth / block, per = 32 / bits;
-    pack(rows, blocks * (2 + block / per), panels, threads, [&](int64_t row, uint32_t* to) {
-        const uint8_t* from = numbers + row * depth;
-        for (int64_t b = row * blocks; b < (row + 1) * blocks; b++) {
-            memcpy(to++, scales + b, 4);
-            memcpy(to++, minimums + b, 4);
-            for (int i = 0; i < block / per; i++) {
-                uint32_t word = 0;
-                for (int j = 0; j < per; j++) word |= (uint32_t)*from++ << j * bits;
-                *to++ = word;
-            }
-        }
+    int64_t blocks = depth / block, words = blocks * (minimums ? 2 : 1) + depth * bits / 32;
+    pack(rows, words, panels, threads, [&](int64_t row, uint32_t* to) {
+        const float* least = minimums ? minimums + row * blocks : nullptr;
+        write_blocks(numbers + row * depth, scales + row * blocks, least, bits, block, blocks, to);
     });
 }
 

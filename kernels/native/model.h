@@ -1,14 +1,14 @@
 // All layers of a step in one call: Python between the kernels would take as long as they do.
 //
 // A model is a chain of sublayers, each a mixer or an MLP, between which the residual grows: Python
-// makes it of the description of a model's layers (runtime/model/description.py).
+// makes it of the description of a model's layers (kernels/spec.py).
 
 #pragma once
 
 #include <list>
 
-#include "mlp.h"
-#include "recurrent.h"
+#include "experts.h"
+#include "recurrence.h"
 
 namespace {
 
@@ -77,9 +77,9 @@ struct Step {
         float *residual = places[1], *y = places[2];
         T *x = (T*)places[3], *a = (T*)places[4], *b = (T*)places[5];
 
-        std::vector<Rope> ropes = turns(positions, rows, places[0]);
+        std::vector<Rope> ropes = rope_tables(positions, rows, places[0]);
         auto add = [&](const Joint& joint) {
-            join(y, residual, x, rows, hidden, joint, model.eps, model.centred, threads);
+            add_norm(y, residual, x, rows, hidden, joint, model.eps, model.centred, threads);
         };
         rows_of(model.embedding, ids, rows, y, threads);
         std::fill(residual, residual + rows * hidden, 0.0f);
@@ -99,7 +99,8 @@ struct Step {
                 auto& layer = *(const RecurrentLayer*)sublayer.layer;
                 int64_t stride = 0;
                 for (const Weight& weight : layer.in) stride += weight.columns;
-                several(layer.in, 3, x, hidden, a, stride, rows, threads);
+                several(layer.in, 3, x, hidden, a, stride, rows, threads,
+                        panels_of(layer.out, threads));
                 Recurrent<T>{layer, batch, states, state, a, stride, model.eps, threads}.run(b);
                 state += 2, out = &layer.out;
             }
@@ -110,18 +111,31 @@ struct Step {
                 rows = count;
             }
             const void* mlp = sublayer.layer;
-            if (out) multiply(b, out->depth, *out, y, hidden, rows, threads);
-            else if (sublayer.kind == DENSE) ((const MLP*)mlp)->run(x, a, b, y, rows, threads);
-            else mix(*(const Experts*)mlp, x, y, rows, threads);
+            Upcoming next = panels_of(first_of(i + 1), threads);
+            if (out) multiply(b, out->depth, *out, y, hidden, rows, threads, next);
+            else if (sublayer.kind == DENSE) ((const MLP*)mlp)->run(x, a, b, y, rows, threads, next);
+            else run_experts(*(const Experts*)mlp, x, y, rows, threads, next);
             add(sublayer.joint);
         }
         multiply(x, hidden, model.head, logits, model.head.columns, rows, threads);
-        if (model.logit_softcap != 0 || model.logit_scale != 1) scale_logits(logits, rows);
+        if (model.logit_softcap != 0 || model.logit_scale != 1) softcap_logits(logits, rows);
     }
 
   private:
+    // The weight that sublayer i reads first; behind the last there is the head.
+    const Weight& first_of(int i) const {
+        if (i == model.count) return model.head;
+        const void* layer = model.sublayers[i].layer;
+        switch (model.sublayers[i].kind) {
+            case ATTENTION: return *((const AttentionLayer*)layer)->in;
+            case RECURRENT: return *((const RecurrentLayer*)layer)->in;
+            case DENSE: return *((const MLP*)layer)->in;
+            default: return ((const Experts*)layer)->router;
+        }
+    }
+
     // Cosines and sines of the rows by table; the first is for layers without RoPE.
-    std::vector<Rope> turns(const int64_t* positions, int64_t rows, float* to) const {
+    std::vector<Rope> rope_tables(const int64_t* positions, int64_t rows, float* to) const {
         std::vector<Rope> ropes(1);
         for (int i = 0; i < model.rope_count; i++) {
             const RopeTable& table = model.ropes[i];
@@ -153,7 +167,8 @@ struct Step {
         int64_t rows = batch.qo_indptr[batch.sequences], width = h.heads * h.value_dim;
         int64_t query = h.heads * h.dim, gates = layer.gated ? width : 0, key = h.kv_heads * h.dim;
         int64_t stride = query + gates + key + h.kv_heads * h.value_dim;
-        several(layer.in, 4, x, model.hidden, both, stride, rows, threads);
+        Upcoming next = panels_of(layer.out, threads);
+        several(layer.in, 4, x, model.hidden, both, stride, rows, threads, next);
         T *gate = both + query, *key_at = gate + gates;
         Tokens<T> q{both, stride}, k{key_at, stride}, v{key_at + key, stride};
         HeadNorms norms{layer.query_norm,       layer.key_norm,          model.eps,
@@ -166,7 +181,7 @@ struct Step {
                 for (int64_t d = 0; d < query; d += W)
                     store(q[t] + d, load(q[t] + d, query - d) * factor, query - d);
             });
-        Attention<T>{plan, q, pages, out, layer.sinks}.run(threads);
+        Attention<T>{plan, q, pages, out, layer.sinks}.run(threads, next);
         if (gates)
             parallel_rows(rows, width, threads, [&](int64_t t) {
                 T* to = out + t * width;
@@ -177,7 +192,7 @@ struct Step {
             });
     }
 
-    void scale_logits(float* logits, int64_t rows) const {
+    void softcap_logits(float* logits, int64_t rows) const {
         int64_t width = model.head.columns;
         float cap = model.logit_softcap;
         parallel_rows(rows, width, threads, [&](int64_t row) {

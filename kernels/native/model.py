@@ -12,16 +12,14 @@ import torch
 from numpy.typing import NDArray
 
 from radixcache.kernels.attention import LayerPages
+from radixcache.kernels.backend import SlotUse
 from radixcache.kernels.native.attention import NO_WINDOW, Heads, NativePlan, Pages, pages_of
 from radixcache.kernels.native.library import check, kernel
 from radixcache.kernels.native.linear import PackedLinear, Weight
 
-SlotUse = tuple[int, int, Sequence[tuple[int, int]]]
-"""A sequence's state slots, as `SequenceStates`: the one that a step reads (-1: zeros), the one
-that it writes, and (n, slot), ascending, for the state after the first n new tokens."""
-
-SCORES = ("softmax", "sigmoid", "softmax of chosen")  # in the order of mlp.h
-RECURRENCES = ("ShortConv", "DeltaNet", "Mamba2")  # in the order of recurrent.h
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2", "clamped")  # in the order of operators.h
+SCORES = ("softmax", "sigmoid", "softmax of chosen")  # in the order of experts.h
+RECURRENCES = ("ShortConv", "DeltaNet", "Mamba2")  # in the order of recurrence.h
 
 _Field = tuple[str, Any]
 
@@ -42,7 +40,7 @@ class AttentionLayer(ctypes.Structure):
 
 
 class RecurrentLayer(ctypes.Structure):
-    """`RecurrentLayer` of recurrent.h."""
+    """`RecurrentLayer` of recurrence.h."""
 
     _fields_ = [
         *(("inputs", Weight * 3), ("out", Weight)),
@@ -53,7 +51,7 @@ class RecurrentLayer(ctypes.Structure):
 
 
 class MLP(ctypes.Structure):
-    """`MLP` of mlp.h."""
+    """`MLP` of experts.h."""
 
     _fields_ = [
         *(("inputs", Weight * 2), ("down", Weight)),
@@ -62,7 +60,7 @@ class MLP(ctypes.Structure):
 
 
 class Experts(ctypes.Structure):
-    """`Experts` of mlp.h."""
+    """`Experts` of experts.h."""
 
     _fields_ = [
         *_fields(c_void_p, "each shared"),
@@ -74,7 +72,7 @@ class Experts(ctypes.Structure):
 
 
 class Joint(ctypes.Structure):
-    """`Joint` of rows.h: what follows a sublayer."""
+    """`Joint` of operators.h: what follows a sublayer."""
 
     _fields_ = [
         *_fields(c_void_p, "after before"),
@@ -239,7 +237,7 @@ class NativeModel:
 
 
 def _slot_tables(slots: Sequence[SlotUse], plan: NativePlan, count: int) -> list[NDArray[np.int64]]:
-    """The arrays of `States` in recurrent.h, of slots below `count`.
+    """The arrays of `States` in recurrence.h, of slots below `count`.
 
     Raises:
         ValueError: a slot that does not exist, or a state that no new token leaves.

@@ -38,13 +38,6 @@ int32_t rows(const Weight& weight, const int64_t* ids, int64_t count, T* out, in
 }
 
 template <class T>
-int32_t activate(const T* gate, const T* up, T* out, int64_t rows, int width, int64_t gate_stride,
-                 int64_t up_stride, Activation kind, int threads) {
-    gated(gate, up, out, rows, width, gate_stride, up_stride, kind, threads);
-    return true;
-}
-
-template <class T>
 int32_t forward(const Model& model, const Batch& batch, const Batch& window, const Pages* pages,
                 const States& states, const int64_t* ids, const int64_t* positions, const int64_t* wanted, int64_t count,
                 float* logits, int threads) {
@@ -59,7 +52,7 @@ int32_t forward(const Model& model, const Batch& batch, const Batch& window, con
 }
 
 #define KERNELS(T)                                                                                 \
-    (void*)attend<T>, (void*)linear<T>, (void*)rows<T>, (void*)activate<T>, (void*)forward<T>
+    (void*)attend<T>, (void*)linear<T>, (void*)rows<T>, (void*)forward<T>
 
 }  // namespace
 
@@ -81,10 +74,10 @@ int32_t radixcache_pack_blocks(const uint8_t* numbers, const float* scales, cons
     });
 }
 
-int32_t radixcache_pack_stored(const StoredRows* parts, int bits, int block, int64_t rows,
+int32_t radixcache_pack_stored(const StoredRows* parts, int bits, int block, int head, int64_t rows,
                                int64_t depth, uint32_t* panels, int threads) {
     return enough_memory([&] {
-        pack_stored(parts, bits, block, rows, depth, panels, threads);
+        pack_stored(parts, bits, block, head, rows, depth, panels, threads);
     });
 }
 

@@ -25,56 +25,108 @@ constexpr int PANELS = 8;          // the most panels that a thread takes at onc
 constexpr int64_t SMALL = 1 << 17; // fewer multiplications take less time than waking a thread
 
 // ---- Formats of a panel: 32-bit words [depth / PER][N]; a word holds PER successive weights of a
-// column, the first in its lowest bits. Quantized weights are unsigned numbers (E2M1: codes of floats
-// of 4 bits, 2 of them exponent) times a scale plus a minimum, one of each per BLOCK weights:
-// [depth / BLOCK][scales, minimums, BLOCK / PER words][N].
+// column, the first in its lowest bits. Quantized weights have a scale for each BLOCK of them. They
+// are unsigned NUMBERS times it plus a minimum, or times it alone INTS (in two's complement), the
+// whole LEVELS or the FLOATS of codes of 4 bits, or floats of 8 bits (E4M3):
+// [depth / BLOCK][scales, minimums if any, BLOCK / PER words][N].
+
+enum Codes { NUMBERS, INTS, LEVELS, FLOATS, E4M3 };
 
 struct Scales {
     vec scale, minimum;
 };
 
-// Twice the value of each code of E2M1, plus 12.
-constexpr uint8_t E2M1_NUMBERS[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+// What the 16 codes of 4 bits stand for; if it is whole, as bytes, too, and as bytes that are moved up
+// by 128, or by 16 if they are `narrow`: from -16 to 15.
+struct Levels {
+    float floats[16];
+    int8_t bytes[16];
+    uint8_t moved[16];
+    int32_t narrow;
+};
+
+// The floats of codes, which are the lowest 4 bits of each element.
+inline vec look_up(const float* floats, uvec codes) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_permutexvar_ps((__m512i)codes, (__m512)load(floats));
+#elif defined(__AVX2__) && defined(__FMA__)
+    __m256 low = _mm256_permutevar8x32_ps((__m256)load(floats), (__m256i)codes);
+    __m256 high = _mm256_permutevar8x32_ps((__m256)load(floats + 8), (__m256i)codes);
+    return (vec)_mm256_blendv_ps(low, high, (__m256)(codes << 28));  // by the sign
+#elif defined(__aarch64__)
+    uvec bytes = (codes & 15) * 0x04040404 + 0x03020100;
+    return (vec)vqtbl4q_u8(vld1q_u8_x4((const uint8_t*)floats), (uint8x16_t)bytes);
+#else
+    vec found;
+    for (int i = 0; i < W; i++) found[i] = floats[codes[i] & 15];
+    return found;
+#endif
+}
+
+// The bytes of codes, which are the lower halves of bytes.
+inline uvec look_up_bytes(const void* table, uvec codes) {
+#if defined(__AVX512BW__)
+    __m512i wide = _mm512_broadcast_i32x4(read<__m128i>(table));
+    return (uvec)_mm512_shuffle_epi8(wide, (__m512i)codes);
+#elif !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__)
+    __m256i wide = _mm256_broadcastsi128_si256(read<__m128i>(table));
+    return (uvec)_mm256_shuffle_epi8(wide, (__m256i)codes);
+#elif defined(__aarch64__)
+    return (uvec)vqtbl1q_u8(vld1q_u8((const uint8_t*)table), (uint8x16_t)codes);
+#else
+    uint8_t each[4 * W];
+    memcpy(each, &codes, sizeof each);
+    for (uint8_t& code : each) code = ((const uint8_t*)table)[code];
+    return read<uvec>(each);
+#endif
+}
 
 #if defined(__AVX512F__)
-constexpr vec NUMBERS = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-constexpr vec FLOATS = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-#else
-// Twice the value of each code below 16, plus 12.
-inline vec e2m1(uvec code) {
-    ivec exponent = (ivec)code >> 1 & 3, twice = ((2 | ((ivec)code & 1)) << exponent) >> 1;
-    twice += (code & 7) == 0;  // a comparison that holds is -1
-    return __builtin_convertvector(12 + ((code & 8) != 0 ? -twice : twice), vec);
-}
+constexpr float TO_15[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+constexpr float INT4[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
 #endif
 
-template <int BITS, int BLOCK_, bool E2M1 = false>
+template <int BITS, int BLOCK_, Codes CODES = NUMBERS>
 struct Panels {
     using Element = float;  // of a row
-    static constexpr int PER = 32 / BITS, BLOCK = BLOCK_, HEAD = BITS < 16 ? 2 : 0;
-    static constexpr bool SMALL = BITS == 4, CODES = E2M1;  // numbers below 32; by E2M1_NUMBERS
+    static constexpr int PER = 32 / BITS, BLOCK = BLOCK_;
+    static constexpr int HEAD = BITS >= 16 ? 0 : CODES == NUMBERS ? 2 : 1;
+    static constexpr bool NIBBLES = BITS == 4, TABLE = CODES == LEVELS, SIGNS = CODES == INTS;
     static constexpr int WORDS = HEAD + BLOCK / PER;  // of a column of a block
     static constexpr bool PLAIN = BITS == 32;
+    static constexpr bool WHOLE = HEAD > 0 && CODES < FLOATS;  // rows of 8 bits can meet them
+
+    const Levels* levels;  // or null
 
     static Scales scales(const uint32_t* block, int v) {
         if constexpr (!HEAD) return Scales();
-        return {read<vec>(block + v * W), read<vec>(block + N + v * W)};
+        vec scale = read<vec>(block + v * W);
+        if constexpr (CODES == E4M3) scale *= 0x1p120f;
+        return {scale, HEAD == 2 ? read<vec>(block + N + v * W) : vec{}};
     }
 
-    static vec weight(uvec word, int j, const Scales& s) {
+    vec weight(uvec word, int j, const Scales& s) const {
         if constexpr (BITS == 32) return (vec)word;
         if constexpr (BITS == 16) return (vec)(j ? word & 0xffff0000 : word << 16);
+        if constexpr (CODES == E4M3) {  // as it is in a float, it stands for 2^-120 of its value
+            ivec code = (ivec)(word << (24 - j * 8)) >> 4 & (int32_t)0x87f00000;
+            return (vec)code * s.scale;
+        }
         uvec number = word >> j * BITS;
+        if constexpr (CODES == FLOATS) return look_up(levels->floats, number) * s.scale;
 #if defined(__AVX512F__)
-        if constexpr (BITS == 4)  // a table of the 16 numbers, looked up by the lowest 4 bits
-            return fma((vec)_mm512_permutexvar_ps((__m512i)number,
-                                                  (__m512)(E2M1 ? FLOATS : NUMBERS)),
-                       s.scale, s.minimum);
+        if constexpr (TABLE) return look_up(levels->floats, number) * s.scale;
+        if constexpr (SIGNS && BITS == 4) return look_up(INT4, number) * s.scale;
+        if constexpr (BITS == 4) return fma(look_up(TO_15, number), s.scale, s.minimum);
 #endif
+        if constexpr (TABLE || SIGNS) {  // levels are bytes: those of even codes, or of odd ones
+            constexpr int SIZE = TABLE ? 8 : BITS;
+            int at = TABLE ? j / 2 : j;
+            if (TABLE) word = look_up_bytes(levels->bytes, (j % 2 ? word >> 4 : word) & 0x0f0f0f0f);
+            ivec whole = (ivec)(word << (32 - (at + 1) * SIZE)) >> (32 - SIZE);
+            return __builtin_convertvector(whole, vec) * s.scale;
+        }
         if (j < PER - 1) number &= (1u << BITS % 32) - 1;
-#if !defined(__AVX512F__)
-        if constexpr (E2M1) return fma(e2m1(number), s.scale, s.minimum);
-#endif
         return fma(__builtin_convertvector((ivec)number, vec), s.scale, s.minimum);
     }
 
@@ -99,20 +151,10 @@ struct Pairs {
 #endif
 };
 
-enum Format : int32_t { FLOAT32, BFLOAT16, BITS8, BITS8_OF_16, BITS4, BITS4_E2M1 };
-
-// Calls f with an object of the panel type for `format`.
-template <class F>
-void with_panels(Format format, const F& f) {
-    switch (format) {
-        case FLOAT32: return f(Panels<32, 1>());
-        case BFLOAT16: return f(Panels<16, 2>());
-        case BITS8: return f(Panels<8, 32>());
-        case BITS8_OF_16: return f(Panels<8, 16>());
-        case BITS4: return f(Panels<4, 32>());
-        case BITS4_E2M1: return f(Panels<4, 32, true>());
-    }
-}
+enum Format : int32_t {
+    FLOAT32, BFLOAT16, BITS8, BITS4, BITS4_OF_16, INTS8, INTS8_OF_16, INTS4, LEVELS4, LEVELS4_OF_16,
+    FLOATS4, FLOATS8
+};
 
 // A packed weight [columns][depth] and its bias, as Python passes them.
 struct Weight {
@@ -122,6 +164,26 @@ struct Weight {
     int32_t columns;
     Format format;
     const int32_t* rounds;  // whether rows are rounded to 8 bits; or null for no
+    const Levels* levels;   // of codes; or null
 };
+
+// Calls f with the panels of a weight.
+template <class F>
+void with_panels(const Weight& weight, const F& f) {
+    switch (weight.format) {
+        case FLOAT32: return f(Panels<32, 1>{});
+        case BFLOAT16: return f(Panels<16, 2>{});
+        case BITS8: return f(Panels<8, 32>{});
+        case BITS4: return f(Panels<4, 32>{});
+        case BITS4_OF_16: return f(Panels<4, 16>{});
+        case INTS8: return f(Panels<8, 32, INTS>{});
+        case INTS8_OF_16: return f(Panels<8, 16, INTS>{});
+        case INTS4: return f(Panels<4, 32, INTS>{});
+        case LEVELS4: return f(Panels<4, 32, LEVELS>{weight.levels});
+        case LEVELS4_OF_16: return f(Panels<4, 16, LEVELS>{weight.levels});
+        case FLOATS4: return f(Panels<4, 32, FLOATS>{weight.levels});
+        case FLOATS8: return f(Panels<8, 32, E4M3>{});
+    }
+}
 
 }  // namespace

@@ -14,31 +14,13 @@ typedef int16_t svec __attribute__((vector_size(4 * W)));
 typedef int8_t cvec __attribute__((vector_size(W)));
 
 // ---- Whole numbers. A word has 4 numbers of a column, or of a row; those of a column are below 32
-// (SMALL), or signed (less 128) where SIGNED says so. `add` adds 4 products to `sum`; or the sums of
-// 2 to `half`, which 16 bits hold (2 * 128 * 127 at most, or 8 of SMALL), and `settle` their sums.
+// (SMALL), or signed where SIGNED says so, and else 128 above these. `add` adds 4
+// products to `sum`; or the sums of 2 to `half`, which 16 bits hold (2 * 128 * 127 at most, or 8 of
+// SMALL), and `settle` their sums.
 // ROUNDED: rows whose sums are in registers at once, with those of BESIDE vectors of columns.
 
 // Memory is asked for AHEAD words before they are needed: twice as fast for 4 to 12 rows.
-constexpr int ROUNDED = W == 16 ? 6 : W == 8 ? 3 : 4, BESIDE = 2, AHEAD = 3584;
-
-#if defined(__AVX512BW__)
-inline uvec look_up(uvec codes) {
-    __m512i table = _mm512_broadcast_i32x4(read<__m128i>(E2M1_NUMBERS));
-    return (uvec)_mm512_shuffle_epi8(table, (__m512i)codes);
-}
-#elif !defined(__AVX512F__) && defined(__AVX2__) && defined(__FMA__)
-inline uvec look_up(uvec codes) {
-    __m256i table = _mm256_broadcastsi128_si256(read<__m128i>(E2M1_NUMBERS));
-    return (uvec)_mm256_shuffle_epi8(table, (__m256i)codes);
-}
-#else
-inline uvec look_up(uvec codes) {
-    uint8_t each[4 * W];
-    memcpy(each, &codes, sizeof each);
-    for (uint8_t& code : each) code = E2M1_NUMBERS[code];
-    return read<uvec>(each);
-}
-#endif
+constexpr int ROUNDED = W == 16 ? 6 : W == 8 ? 3 : 4, BESIDE = 2, AHEAD = 2048;
 
 #if defined(__AVX512BW__) && defined(__AVX512VNNI__)
 constexpr bool SIGNED = false, DOT = true;
@@ -135,7 +117,7 @@ void round_row(const T* from, int depth, int32_t* to) {
             numbers[i] = (ivec)moved;
             x[i] = moved - 12582912.0f;
         }
-        if (P::SMALL) evens_first(numbers);
+        if (P::NIBBLES) evens_first(numbers);
         int8_t bytes[32];
         for (int i = 0; i < M; i++) {
             cvec part = __builtin_convertvector(numbers[i], cvec);
@@ -155,9 +137,12 @@ void round_row(const T* from, int depth, int32_t* to) {
 // ---- Products.
 
 // Sums [R][N] of R rows with a panel's C vectors of columns.
-template <class P, int R, int C>
-void rounded(const int32_t* x, int64_t stride, const uint32_t* panel, int depth, float* to) {
-    constexpr int WORDS = P::BLOCK / 4, COUNT = !P::SMALL ? 1 : DOT ? 2 : 4;
+template <class P, bool SMALL, int R, int C>
+void rounded(const P& p, const int32_t* x, int64_t stride, const uint32_t* panel, int depth,
+             float* to) {
+    constexpr bool HAS_SIGNS = P::HEAD == 1, MOVED = SMALL ? HAS_SIGNS : HAS_SIGNS != SIGNED;
+    constexpr int BY = !SMALL ? 128 : P::TABLE ? 16 : 8;
+    constexpr int WORDS = P::BLOCK / 4, COUNT = P::NIBBLES && DOT ? 2 : SMALL ? 4 : 1;
     vec sums[R][C] = {};
     for (int k = 0; k < depth; k += P::BLOCK, panel += P::WORDS * N, x += WORDS + 2) {
         for (int at = 0; at < P::WORDS * N; at += 16) __builtin_prefetch(panel + AHEAD + at);
@@ -166,12 +151,17 @@ void rounded(const int32_t* x, int64_t stride, const uint32_t* panel, int depth,
         for (int i = 0; i < WORDS; i += COUNT) {
             uvec w[COUNT][C];
 #pragma GCC unroll 8
-            for (int at = 0; at < COUNT * C; at++) {
-                int j = at / C, c = at % C;
-                uvec word = read<uvec>(panel + (2 + (P::SMALL ? (i + j) / 2 : i)) * N + c * W);
-                if (P::SMALL) word = (j % 2 ? word >> 4 : word) & 0x0f0f0f0f;
-                else if (SIGNED) word ^= 0x80808080;
-                w[j][c] = P::CODES ? look_up(word) : word;
+            for (int n = 0; n < COUNT * C; n++) {
+                int c = n % C, at = i + n / C;
+                uvec word = read<uvec>(panel + (P::HEAD + at / (P::NIBBLES + 1)) * N + c * W);
+                if (P::NIBBLES) word = (at % 2 ? word >> 4 : word) & 0x0f0f0f0f;
+                if constexpr (P::TABLE) {
+                    const Levels& of = *p.levels;
+                    word = look_up_bytes(MOVED ? (const void*)of.moved : of.bytes, word);
+                } else if (MOVED) {
+                    word ^= BY * 0x01010101u;
+                }
+                w[n / C][c] = word;
             }
 #pragma GCC unroll 16
             for (int r = 0; r < R; r++) {
@@ -182,7 +172,7 @@ void rounded(const int32_t* x, int64_t stride, const uint32_t* panel, int depth,
                     keep(own);  // for all columns
 #pragma GCC unroll 8
                     for (int c = 0; c < C; c++)
-                        add<P::SMALL>(found[r][c], half[c], w[j][c], own);
+                        add<SMALL>(found[r][c], half[c], w[j][c], own);
                 }
 #pragma GCC unroll 8
                 for (int c = 0; c < C; c++) settle(found[r][c], half[c]);
@@ -190,14 +180,16 @@ void rounded(const int32_t* x, int64_t stride, const uint32_t* panel, int depth,
         }
 #pragma GCC unroll 8
         for (int c = 0; c < C; c++) {
-            vec scale = read<vec>(panel + c * W), minimum = read<vec>(panel + N + c * W);
+            Scales s = P::scales(panel, c);
 #pragma GCC unroll 16
             for (int r = 0; r < R; r++) {
                 const int32_t* of = x + r * stride + WORDS;
                 float factor = read<float>(of), total = read<float>(of + 1);
                 vec whole = __builtin_convertvector(found[r][c], vec);
-                if (SIGNED && !P::SMALL) whole += 128 * total;  // exact
-                sums[r][c] += (whole * scale + all(total) * minimum) * factor;
+                if (MOVED) whole += (HAS_SIGNS ? -BY : BY) * total;  // exact
+                whole *= s.scale;
+                if (!HAS_SIGNS) whole += all(total) * s.minimum;
+                sums[r][c] += whole * factor;
             }
         }
     }
@@ -206,13 +198,13 @@ void rounded(const int32_t* x, int64_t stride, const uint32_t* panel, int depth,
 }
 
 // The same of up to ROUNDED rows, and of all columns.
-template <class P, int R = ROUNDED>
-void rounded(int rows, const int32_t* x, int64_t stride, const uint32_t* panel, int depth,
+template <class P, bool SMALL, int R = ROUNDED>
+void rounded(const P& p, int rows, const int32_t* x, int64_t stride, const uint32_t* panel, int depth,
              float* to) {
     if (rows == R)
         for (int v = 0; v < V; v += BESIDE)
-            rounded<P, R, BESIDE>(x, stride, panel + v * W, depth, to + v * W);
-    else if constexpr (R > 1) rounded<P, R - 1>(rows, x, stride, panel, depth, to);
+            rounded<P, SMALL, R, BESIDE>(p, x, stride, panel + v * W, depth, to + v * W);
+    else if constexpr (R > 1) rounded<P, SMALL, R - 1>(p, rows, x, stride, panel, depth, to);
 }
 
 }  // namespace

@@ -1,10 +1,10 @@
 """Explains another engine's prefix cache: its hits, its misses, and what would have been hits.
 
 The engine reports each prompt that it admits with its hit, and the tokens that it computes. Three
-ghosts of its cache remember as many tokens as its KV memory holds, twice and four times as many:
-the first tells what token-exact reuse would hit in the same memory, the others what more memory
-would hit by the engine's own rule, which takes whole blocks. They evict least recently used tokens
-first (Mattson et al., 1970: hits of all sizes from one trace). The engine's KV is not touched.
+ghosts of its cache remember once, twice and four times as many tokens as its KV memory holds. The
+first tells what token-exact reuse would hit in the same memory. The others take whole blocks, as
+the engine does, and tell what more memory would hit. They evict least recently used tokens first
+(Mattson et al., 1970: hits of all sizes from one trace). The engine's KV is not touched.
 """
 
 from __future__ import annotations

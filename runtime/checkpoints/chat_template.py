@@ -7,15 +7,20 @@ second to import: its filters and functions, the names of special tokens, and pl
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, wraps
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
 import jinja2
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
@@ -24,6 +29,116 @@ _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 _HERE = "THE-MESSAGE-GOES-ON-HERE "
 """Its space shows whether a template keeps those at the end of a text."""
+
+
+MOST_SECONDS, MOST_SIZE, MOST_IN_ALL = 10.0, 1 << 25, 1 << 29
+"""Bounds of one rendering: its time, and what one operator, filter or method makes, and all do, in
+characters, items or bits of a number. A prompt of a million tokens takes a fraction of each."""
+
+_left: ContextVar[list[float]] = ContextVar("left")
+"""Of the rendering: the time of its end, and what may still be made."""
+
+_NO_LARGER = frozenset(
+    """split rsplit splitlines partition rpartition strip lstrip rstrip trim startswith endswith
+    find rfind index rindex count removeprefix removesuffix get items keys values default d length
+    list first last select reject selectattr rejectattr map truncate int isdigit string""".split()
+)
+"""Methods and filters that make no more than they are given, or one item after the other."""
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """A sandbox with bounds for loops, operators, filters and methods."""
+
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
+
+    @staticmethod
+    def concat(parts: Iterable[str]) -> str:
+        _make(sum(map(len, parts := [*parts])))
+        return "".join(parts)
+
+    def _parse(self, *source: Any) -> jinja2.nodes.Template:
+        tree = super()._parse(*source)
+        for loop in tree.find_all(jinja2.nodes.For):
+            loop.iter = jinja2.nodes.Filter(loop.iter, "in_time", [], [], None, None)
+        for joined in tree.find_all(jinja2.nodes.Concat):
+            parts = jinja2.nodes.List(joined.nodes)
+            joined.nodes = [jinja2.nodes.Filter(parts, "join", [], [], None, None)]
+        return tree
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        _make(_growth(operator, left, [right]))
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **named: Any) -> Any:  # noqa: N805
+        method = getattr(__obj, "__wrapped__", __obj)  # jinja wraps those that format
+        owner = getattr(method, "__self__", None)
+        if isinstance(owner, str | bytes | int | list | dict):
+            _make(_growth(method.__name__, owner, [*args, *named.values()]))
+        return super().call(__context, __obj, *args, **named)
+
+
+def _bounded(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that makes no more than is allowed."""
+
+    @wraps(made)  # and what jinja passes before the value
+    def bounded(*args: Any, **named: Any) -> Any:
+        args = tuple([*arg] if isinstance(arg, Iterator) else arg for arg in args)
+        value, *more = args[hasattr(made, "jinja_pass_arg") :]
+        _make(_growth(name, value, [*more, *named.values()]))
+        return made(*args, **named)
+
+    return bounded
+
+
+def _growth(name: str, value: Any, args: list[Any]) -> int:
+    """About what an operator, method or filter makes of a value: the product of all, at most."""
+    if name in _NO_LARGER:
+        return 0
+    if name == "**" and isinstance(args[0], int):
+        return _size(value) * args[0]
+    if name == "+" or (name in "*%" and isinstance(value, int) and isinstance(args[0], int)):
+        return _size(value) + _size(args[0])
+    if name == "replace":
+        value, args = str(value).count(str(args[0])), args[1:2]
+    elif isinstance(value, str) and name in ("%", "format", "format_map"):
+        widths = map(int, re.findall(r"\d{1,20}", value))
+        value = sum(widths) + value.count("%") + value.count("{")
+    return prod(max(1, _weight(each)) for each in (value, *args))
+
+
+def _size(value: Any) -> int:
+    """Characters, items, or the bits of a number eight times, since products take long."""
+    if isinstance(value, int):
+        return 8 * value.bit_length()
+    return len(value) if isinstance(value, str | bytes | list | tuple | dict) else 1
+
+
+def _weight(value: Any) -> int:
+    """A number, or the characters and numbers of all that is inside, as far as is allowed."""
+    weight, rest = 0, [value]
+    while rest and weight <= MOST_SIZE:
+        each = rest.pop()
+        if isinstance(each, list | tuple | dict):
+            rest += each.values() if isinstance(each, dict) else each
+        weight += abs(each) if isinstance(each, int) else _size(each)
+    return weight
+
+
+def _make(size: float) -> None:
+    """Raises where a rendering takes too long, or is about to make too much."""
+    left = _left.get()
+    left[1] -= size
+    if size > MOST_SIZE or left[1] < 0:
+        raise SecurityError("a template makes more text, items or digits than is allowed")
+    if time.monotonic() > left[0]:
+        raise SecurityError(f"a template takes longer than {MOST_SECONDS:g} seconds")
+
+
+def _in_time(items: Iterable[Any]) -> Iterator[Any]:
+    """The items of a loop, until the time is over."""
+    for item in items:
+        _make(0)
+        yield item
 
 
 class _Generation(Extension):
@@ -85,10 +200,13 @@ def _now(format: str) -> str:  # noqa: A002 - templates may name it
 
 @lru_cache(maxsize=16)
 def _compiled(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
+    named = {**environment.filters, "tojson": _to_json}
+    bounded = {name: _bounded(name, each) for name, each in named.items()}
+    environment.filters = {**bounded, "in_time": _in_time}
+    del environment.globals["lipsum"]
     environment.globals |= {
         "raise_exception": _raise,
         "strftime_now": _now,
@@ -154,6 +272,7 @@ def render(
         texts[-1]["text"] = said + _HERE
         if content is not parts:
             chat[-1]["content"] = said + _HERE
+    _left.set([time.monotonic() + MOST_SECONDS, MOST_IN_ALL])
     given = {"messages": chat, "tools": _plain(tools), "documents": None}
     text = _compiled(template).render(add_generation_prompt=ask, **given, **_plain(values))
     if continue_final:

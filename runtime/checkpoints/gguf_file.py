@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -72,14 +73,17 @@ class GGUFFile:
 
     Attributes:
         metadata: values by their keys; for an array, its place.
-        tensors: by their names in the file.
+        tensors: by their names in the file, and in its other parts.
+
+    Args:
+        others: the other parts of a split file, in their order, which have more of its tensors.
 
     Raises:
         ModelError: it is none, it is cut off, or it contradicts itself.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self._path, self._at = path, 4
+    def __init__(self, path: str | Path, others: Sequence[str | Path] = ()) -> None:
+        self._path, self._at, self._others = path, 4, [*map(GGUFFile, others)]
         try:
             with open(path, "rb") as file:  # copied on write, for torch takes no read-only memory
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -103,16 +107,34 @@ class GGUFFile:
         alignment = self.get("general.alignment", int, 32)
         if not 1 <= alignment <= _MOST_ALIGNED:
             self._fail(f"its general.alignment is {alignment}")
-        start = -(-self._at // alignment) * alignment
+        next_one = start = -(-self._at // alignment) * alignment
         self.tensors: dict[str, GGUFTensor] = {}
-        for name, kind, shape, offset in table:
+        for name, kind, shape, offset in sorted(table, key=lambda entry: entry[3]):
             size, begin = prod(shape) // kind.block * kind.size, start + offset
             if name in self.tensors:
                 self._fail(f"it has the tensor {name[:80]!r} twice")
             if offset % alignment or begin + size > self._size:
                 self._fail(f"the tensor {name[:80]!r} lies outside it, so it may be cut off")
+            if begin != next_one:  # one before it is of another kind or shape than the table says
+                self._fail(f"the tensor {name[:80]!r} does not begin where the one before it ends")
+            next_one = begin + -(-size // alignment) * alignment
             data = memoryview(self._map)[begin : begin + size]
             self.tensors[name] = GGUFTensor(kind, shape, data)
+        count = self.get("split.tensors.count", int, -1)  # of all parts
+        for number, part in enumerate(self._others, 1):
+            same = part.get("split.tensors.count", int, -1) == count
+            is_next = part.get("split.no", int) == number and same
+            if not is_next or part.tensors.keys() & self.tensors.keys():
+                self._fail(f"{part._path} is another part than its name says")
+            self.tensors |= part.tensors
+        if self._others and count not in (-1, len(self.tensors)):
+            self._fail(f"its parts have {len(self.tensors)} tensors, where it says {count}")
+
+    @property
+    def bits(self) -> float:
+        """Average bits per weight."""
+        tensors = self.tensors.values()
+        return sum(8 * len(one.data) for one in tensors) / sum(prod(one.shape) for one in tensors)
 
     def get(self, key: str, kind: type[_Value], default: _Value | None = None) -> _Value:
         """A value of the metadata that must be of this type: `default`, if it has none."""
@@ -140,7 +162,8 @@ class GGUFFile:
         Nothing that was written to tensors' data stays.
         """
         if hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
+            for part in (self, *self._others):
+                part._map.madvise(mmap.MADV_DONTNEED)
 
     def _fail(self, reason: str) -> NoReturn:
         raise ModelError(f"the GGUF file {self._path} does not make sense: {reason}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field, fields
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -122,7 +123,7 @@ def add_flags(
             options = {"choices": one.choices, "default": None}
         elif get_origin(one.type) is Sequence:
             options["nargs"] = "+"
-        elif one.type in (int, float):
+        elif one.type in (int, float, Path):
             options["type"] = one.type
         parser.add_argument(f"--{one.name.replace('_', '-')}", help=_help(one), **options)
 

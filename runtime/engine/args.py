@@ -93,9 +93,6 @@ class EngineArgs:
         parse=_on_or_off,
     )
     device: str = setting("auto", "cpu, cuda, or auto: a GPU if there is one", metavar="D")
-    tensor_parallel_size: int = setting(
-        1, "devices to split the model across, with a process each", metavar="N", rule=_COUNT
-    )
     exact: bool = setting(
         False, "make tokens the same bits whatever is cached or in the batch (on a CPU)"
     )
@@ -122,21 +119,11 @@ class EngineArgs:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.tensor_parallel_size > 1 and self.exact:
-            raise InvalidRequest("exact mode is for one process: the sums of ranks are not checked")
-        if self.tensor_parallel_size > 1 and self.quantized_activations == "on":
-            raise InvalidRequest("quantized_activations='on' is for one process: say off")
         if self.kv_dir is not None and not str(self.kv_dir).strip():
             raise InvalidRequest("kv_dir is the name of a folder, not empty")
         for name in ("host_memory", "kv_dir"):
-            if getattr(self, name) is None:
-                continue
-            if self.cache != "radix":
+            if getattr(self, name) is not None and self.cache != "radix":
                 raise InvalidRequest(f"{name} is for cache='radix', not {self.cache!r}")
-            if self.tensor_parallel_size > 1:
-                raise InvalidRequest(
-                    f"{name} is for one process: no rank keeps its part of a page there"
-                )
         if self.kv_dir is None and self.kv_dir_size is not None:
             raise InvalidRequest("kv_dir_size is the size of a kv_dir: name one")
         if self.kv_dir is not None and self.kv_dir_size is None:

@@ -14,12 +14,12 @@ import torch
 from radixcache.base import CacheStats, PrefixCache, Tokens, TokensLike, as_namespace, as_tokens
 from radixcache.errors import ContextExceeded, InvalidRequest, WrongThread
 from radixcache.kernels.upload import on_device, send
-from radixcache.runtime.engine.chunk import Chunk
 from radixcache.runtime.engine.model_runner import ModelRunner
 from radixcache.runtime.engine.output_processor import OutputProcessor
 from radixcache.runtime.engine.rows import Row
 from radixcache.runtime.engine.sampler import PendingStep, Sampler
-from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.engine.scheduling.chunk import Chunk
+from radixcache.runtime.engine.scheduling.scheduler import Scheduler
 from radixcache.runtime.model.cuda_graphs import CudaGraphRunner
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
@@ -163,7 +163,7 @@ class Engine:
         seconds = time.perf_counter() - began
         prefills = step.prefills if step is not None else []
         self.scheduler.budget.note(prefills, seconds)
-        self.scheduler.loads.note_step(sum(count - 1 for _, count in prefills), seconds)
+        self.scheduler.admission.loads.note_step(sum(count - 1 for _, count in prefills), seconds)
         if step is not None and step.num_rows and self.scheduler.proposer is not None:
             self.scheduler.proposer.length.note_step(step.num_rows, seconds)
         changed = dict.fromkeys(self.scheduler.take_failed()) | self.output_processor.changed
@@ -259,12 +259,21 @@ class Engine:
         All of them, if the prompt is cached in full and the logits at its end are kept.
         """
         tokens, namespace = as_tokens(prompt), as_namespace(namespace)
-        kept = self.scheduler.logits_cache
+        kept = self.scheduler.admission.logits_cache
         if kept is not None and PromptKey(tokens, namespace) in kept:
             cached = self.cache.cached_length(tokens, namespace)
             if self.scheduler.planner.depth(tokens, namespace, cached) == len(tokens):
                 return len(tokens)
-        return self.scheduler.match(tokens, namespace)
+        return self.scheduler.admission.match(tokens, namespace)
+
+    def end_conversation(self, tokens: Tokens, namespace: Hashable = None) -> None:
+        """No later prompt goes on from `tokens`: what they alone use of the cache is evicted first.
+        Nothing changes if what they alone used is gone already. O(len(tokens))."""
+        lease = self.cache.acquire(tokens, namespace, include_last=True)
+        is_whole = len(tokens) - lease.num_tokens <= self.cache.granularity  # the last has no KV
+        self.cache.release(lease, ended=is_whole)
+        if is_whole:
+            self.scheduler.planner.retire(tokens, lease.namespace)
 
     def reset_cache(self) -> None:
         """Forget all KV and kept logits, and zero the statistics.
@@ -299,7 +308,7 @@ class Engine:
         leases = {sequence.lease for sequence in running} | {*self.cache.pins.leases.values()}
         assert leases == self.cache._leases.keys(), "leases of nobody"
         scheduler.planner.check(running)
-        scheduler.loads.check(waiting)
+        scheduler.admission.loads.check(waiting)
 
     @property
     def max_model_len(self) -> int:
@@ -323,9 +332,8 @@ class Engine:
         if tokens.min() < 0 or tokens.max() >= vocab:
             raise InvalidRequest(f"the prompt has token ids outside the vocabulary [0, {vocab})")
         if length + answer > context:
-            raise ContextExceeded(
-                f"the prompt has {length} tokens; the context of {context} leaves no room to answer"
-            )
+            problem = f"its {length} tokens leave no room to answer"
+            raise ContextExceeded.of(self.max_model_len, problem)
 
     def _max_tokens(self, tokens: Tokens, params: SamplingParams, namespace: Hashable) -> int:
         """How many tokens the request may generate at most."""
@@ -340,10 +348,9 @@ class Engine:
         if room < (1 if asked is None else max(1, wanted)):
             problem = f"{length} prompt tokens and {wanted} to generate do not fit the KV memory"
             if pinned:  # how much may be others' secret
-                raise InvalidRequest(f"{problem} beside what is pinned")
-            raise ContextExceeded(
-                f"{problem} of {room + length - 1:,} tokens: give it more (--kv-cache-memory-bytes)"
-            )
+                raise ContextExceeded.of(self.max_model_len, f"{problem} beside what is pinned")
+            problem += f" of {room + length - 1:,} tokens: give it more (--kv-cache-memory-bytes)"
+            raise ContextExceeded.of(self.max_model_len, problem)
         return min(wanted, room)
 
     def _launch(self, before: PendingStep | None = None) -> _Forward | None:
@@ -364,7 +371,7 @@ class Engine:
             chunks = self.scheduler.schedule_ahead([row.sequence for row in before.rows])
         if not chunks:
             if before is None:
-                self.scheduler.loads.wait()
+                self.scheduler.admission.loads.wait()
             return None
         hits = [chunk for chunk in chunks if not chunk.num_tokens]
         chunks = [chunk for chunk in chunks if chunk.num_tokens]
@@ -393,11 +400,11 @@ class Engine:
             ends = [ends[at] for at in kept]
             logits = logits[send(np.array(kept, np.int64), self.model.device)]
         may_keep = hits or any(chunk.ends_prompt for chunk in ends)
-        if self.scheduler.logits_cache is not None and may_keep:
+        if self.scheduler.admission.logits_cache is not None and may_keep:
             prompts = [(c.sequence.request.prompt_key if c.ends_prompt else None) for c in ends]
             used = [chunk.sequence.request.prompt_key for chunk in hits]
             counts = [1 + len(chunk.draft) for chunk in ends]
-            cached = self.scheduler.logits_cache.exchange(logits, prompts, counts, used)
+            cached = self.scheduler.admission.logits_cache.exchange(logits, prompts, counts, used)
             logits = torch.cat([logits, *cached]) if cached else logits
         rows = [
             Row(chunk.sequence, chunk.draft[:count] if count else NO_TOKENS)

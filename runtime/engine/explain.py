@@ -15,8 +15,8 @@ it a hit:
 - `first_seen`: none of these tokens are known. That is the normal case: a new turn, a new prompt.
   The prompt may begin as others do, with the first tokens of the chat template, a system prompt or
   a question's first words; that common beginning is cached, and diverging from it cost nothing.
-- `no_checkpoint`: its KV is cached, but the model has windows or recurrent layers and no checkpoint
-  this far into the text: it is computed again from the last one on, in place.
+- `no_saved_state`: its KV is cached, but the model has windows or recurrent layers and no saved
+  state this far into the text: it is computed again from the last one on, in place.
 - `on_host`, `on_disk`: it was evicted, and its pages are in host memory or on disk: they are
   loaded, unless computing them takes less time. Loaded tokens are a hit (`Loaded`).
 - `caching_off`: it was computed before, and the engine runs without a prefix cache.
@@ -66,6 +66,11 @@ BRANCHES = 8
 """How many known texts a prompt is compared with."""
 
 
+def no_cost(medium: Medium, num_pages: int, num_tokens: int) -> LoadCost:
+    """Of a cache without tiers."""
+    return UNMEASURED
+
+
 class Explainer:
     """Remembers what an engine has computed, and explains by it what its cache does not hold.
 
@@ -74,6 +79,7 @@ class Explainer:
         num_tokens: how many tokens to remember; by default four times what the cache can hold.
             Some 20 bytes each.
         marks: the tokens that are no text, such as begin and end messages.
+        cost: of loading so many pages from a tier, and of computing so many tokens instead.
 
     >>> from radixcache import PagePool, RadixCache
     >>> cache = RadixCache(PagePool(num_pages=8, page_size=4))
@@ -86,16 +92,18 @@ class Explainer:
     """
 
     def __init__(
-        self, cache: PrefixCache, num_tokens: int | None = None, marks: Iterable[int] = ()
+        self,
+        cache: PrefixCache,
+        num_tokens: int | None = None,
+        marks: Iterable[int] = (),
+        cost: Callable[[Medium, int, int], LoadCost] = no_cost,
     ) -> None:
-        self.cache = cache
+        self.cache, self._cost = cache, cost
         if num_tokens is None:
             num_tokens = 4 * cache.pool.num_pages * cache.page_size
         self.num_tokens = num_tokens
         self.missed_tokens: dict[str, int] = dict.fromkeys(REASONS, 0)
         """Tokens that were computed, by reason; the last token of each prompt is not counted."""
-        self.cost: Callable[[Medium, int, int], LoadCost] = lambda *_: UNMEASURED
-        """The cost of loading so many pages, and of computing so many tokens instead."""
         self._marks = table_of(marks)
         self._known = GhostIndex(num_tokens)
         self.put_off: deque[Callable[[], None]] = deque()
@@ -107,7 +115,7 @@ class Explainer:
         """Why only the first `hit` tokens of a prompt were found; changes nothing.
 
         Args:
-            kv: how many have KV, if these are more, as beyond the last checkpoint.
+            kv: how many have KV, if these are more, as beyond the last saved state.
 
         The stretches follow each other without a gap, from `hit` to the last token, which belongs
         to none. Call it before the rest is published, or remembered. O(len(tokens)).
@@ -151,11 +159,11 @@ class Explainer:
                     if hit < (end := min(end, resume)):
                         whole = cache.windows is not None
                         size = (below.num_pages, below.gain) if whole else (len(pages), end - hit)
-                        cost = self.cost(tier.medium, *size)
+                        cost = self._cost(tier.medium, *size)
                         misses.append(Miss(BELOW[tier.medium], hit, end, count, cost=cost))
                         hit = end
         if reach > hit:
-            misses.append(Miss("no_checkpoint", hit, reach, count))
+            misses.append(Miss("no_saved_state", hit, reach, count))
         return misses, reach
 
     def _explain_known(
@@ -341,7 +349,8 @@ def _meet(spelt: _Spelt, within: int, count: int) -> dict[int, tuple[int, int]]:
 def _runs(spelt: NDArray[np.uint64], count: int) -> NDArray[np.uint64]:
     """A polynomial of the `count` tokens, a power of two, from each place on.
 
-    Modulo 2**64, where by chance two are never the same; who makes them so has fooled himself.
+    Modulo 2**64: collisions are negligible, and a client that forges one only gets a wrong
+    explanation.
     """
     step = 1
     while step < count:

@@ -20,10 +20,11 @@ if TYPE_CHECKING:  # imports torch, which a router does without
     from radixcache.runtime.sampling.grammar import CompiledGrammar, GrammarBackend
 
 
-class TokensPrompt(TypedDict):
-    """A prompt that is tokenised already."""
+class TokensPrompt(TypedDict, total=False):
+    """A prompt that is tokenised already, or a text, as vLLM has them."""
 
     prompt_token_ids: TokensLike
+    prompt: str
 
 
 Prompt = str | TokensPrompt | TokensLike
@@ -75,15 +76,21 @@ class InputProcessor:
 
     def encode(self, prompt: Prompt, *, special: bool = True) -> TokensLike:
         """See `LLM.encode`."""
+        kind = type(prompt).__name__
+        if isinstance(prompt, dict):
+            given = {key: value for key, value in prompt.items() if value is not None}
+            kind = f"a dict of {', '.join(map(repr, given)) or 'nothing'}"
+            if given.keys() - {"prompt"} == {"prompt_token_ids"}:
+                return cast(TokensLike, given["prompt_token_ids"])
+            if given.keys() == {"prompt"}:
+                prompt, kind = cast(Prompt, given["prompt"]), type(given["prompt"]).__name__
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, special=special)
-        if isinstance(prompt, dict) and "prompt_token_ids" in prompt:
-            return prompt["prompt_token_ids"]
         if isinstance(prompt, Sequence | np.ndarray):
             return cast(TokensLike, prompt)
         raise InvalidRequest(
-            "a prompt is a string or token ids ([...] or {'prompt_token_ids': [...]}), not "
-            f"{type(prompt).__name__}"
+            "a prompt is a string or token ids, also as {'prompt': ...} or "
+            f"{{'prompt_token_ids': [...]}}, not {kind}"
         )
 
     def process(
@@ -113,7 +120,8 @@ class InputProcessor:
                     raise InvalidRequest("stop strings need a tokenizer, and this model has none")
                 structured = one.structured_outputs
                 grammar = None if structured is None else self._grammar_backend.compile(structured)
-                text = prompt if isinstance(prompt, str) else None
+                given = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+                text = given if isinstance(given, str) else None
                 inputs.append(EngineInput(text, self.encode(prompt, special=special), one, grammar))
         return inputs
 

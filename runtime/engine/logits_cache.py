@@ -20,7 +20,8 @@ PROMPT_LOGITS_BYTES = 1 << 26
 
 
 class PromptLogitsCache:
-    """Keeps logits, least recently used dropped first.
+    """Keeps logits, least recently used dropped first, in one array: single rows between a step's
+    short-lived ones would fragment the heap.
 
     Args:
         vocab_size: the model's.
@@ -31,7 +32,11 @@ class PromptLogitsCache:
         self.num_rows = num_bytes // (4 * vocab_size)
         self.num_used = 0
         """Prompts that began from a row; `clear` does not reset it."""
-        self._rows: dict[PromptKey, torch.Tensor] = {}
+        self._rows: dict[PromptKey, int] = {}
+        self._next = 0
+        """The first row that was never given out; one that is cut off on its way is not used."""
+        self._array: torch.Tensor | None = None
+        """[num_rows, vocab_size]; memory is committed row by row as they are written."""
 
     def __contains__(self, prompt: PromptKey) -> bool:
         return prompt in self._rows
@@ -41,19 +46,23 @@ class PromptLogitsCache:
 
     def keep(self, prompt: PromptKey, logits: torch.Tensor) -> None:
         """Keep a copy of `logits` [vocab_size], float32, in place of the prompt's earlier row."""
-        row = logits.clone()
+        if self._array is None:
+            self._array = logits.new_empty(self.num_rows, len(logits))
         prompt.digest()  # which lets the prompt go
-        self._rows.pop(prompt, None)
+        row = self._rows.pop(prompt, None)
+        if row is None and self._next < self.num_rows:
+            row, self._next = self._next, self._next + 1
+        elif row is None:
+            row = self._rows.pop(next(iter(self._rows)))
+        self._array[row] = logits
         self._rows[prompt] = row
-        while len(self._rows) > self.num_rows:
-            del self._rows[next(iter(self._rows))]
 
     def use(self, prompt: PromptKey) -> torch.Tensor:
-        """The row of a prompt that has one, [vocab_size] float32; not to be changed."""
-        row = self._rows.pop(prompt)
-        self._rows[prompt] = row
+        """A copy of the row of a prompt that has one, [vocab_size] float32."""
+        assert self._array is not None
+        row = self._rows[prompt] = self._rows.pop(prompt)
         self.num_used += 1
-        return row
+        return self._array[row].clone()
 
     def exchange(
         self,
@@ -83,4 +92,4 @@ class PromptLogitsCache:
 
     def clear(self) -> None:
         """Forget all rows."""
-        self._rows = {}
+        self._rows, self._next = {}, 0

@@ -14,8 +14,8 @@ from radixcache.kernels.attention import PagedBatch, SharedPrefix
 from radixcache.kernels.cascade import MIN_SAVED, group_by_prefix
 from radixcache.lease import PageCopy, WindowTable
 from radixcache.pages import Pages
-from radixcache.runtime.engine.chunk import Chunk
 from radixcache.runtime.engine.sampler import PendingStep
+from radixcache.runtime.engine.scheduling.chunk import Chunk
 from radixcache.runtime.model.cuda_graphs import CudaGraphRunner
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel, Unread

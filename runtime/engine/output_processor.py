@@ -7,7 +7,7 @@ from math import inf
 
 from radixcache.runtime.engine.rows import by_sequence
 from radixcache.runtime.engine.sampler import PendingStep
-from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.engine.scheduling.scheduler import Scheduler
 from radixcache.runtime.request import Request, Sequence
 from radixcache.runtime.sampling.grammar import GrammarError
 from radixcache.runtime.sampling.penalties import NOTHING_LEFT
@@ -62,6 +62,7 @@ class OutputProcessor:
         if sequence.finish_reason is not None:
             return False
         if not highest < inf:
+            self._scheduler.discard(sequence)
             self._scheduler.fail(sequence, NOT_A_NUMBER)
         elif not sequence.max_tokens:  # the prompt was all
             self._scheduler.finish(sequence, "length")

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from radixcache.kernels.likeliest import KeepLikeliest, by_sort, choose_filter
+from radixcache.kernels.choose import choose_filter
+from radixcache.kernels.torch.top_p import Filter, filter_by_sort
 from radixcache.kernels.upload import Fetch, on_device, send
 from radixcache.runtime.engine.logits_processors import LogitsProcessors
 from radixcache.runtime.engine.rows import Row, by_sequence
@@ -44,7 +45,7 @@ class Sampler:
         """Generators for the rows that have a seed of their own."""
         self._eos_token_ids = tuple(eos_token_ids)
         with on_device(device):
-            self._keep_likeliest = choose_filter(device)
+            self._top_p_filter = choose_filter(device)
 
     def forget(self) -> None:
         """Forget the state of all sequences: a step was cut off."""
@@ -59,7 +60,7 @@ class Sampler:
         params = [row.sequence.request.params for row in rows]
         generators = self._generators(rows, params)
         edited = self._masked(rows, self._processors.edit(rows, logits))
-        tokens, highest = sample(edited, params, generators, self._keep_likeliest)
+        tokens, highest = sample(edited, params, generators, self._top_p_filter)
         counts = {row: p.logprobs for row, p in enumerate(params) if p.logprobs is not None}
         top: tuple[torch.Tensor, ...] = ()
         if counts:
@@ -102,7 +103,7 @@ def sample(
     logits: torch.Tensor,
     params: list[SamplingParams],
     generators: list[torch.Generator],
-    keep_likeliest: KeepLikeliest = by_sort,
+    top_p_filter: Filter = filter_by_sort,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token for each row, [R] int64, and the row's highest logit, [R] float32.
 
@@ -116,7 +117,7 @@ def sample(
         logits: [R, vocab] float32.
         params: one for each row.
         generators: each row's source of noise, on the logits' device; greedy rows use none.
-        keep_likeliest: applies top_k and top_p.
+        top_p_filter: applies top_k and top_p.
     """
     tokens = logits.argmax(-1)
     highest = logits.gather(-1, tokens[:, None])[:, 0]
@@ -133,13 +134,13 @@ def sample(
     probs = _probabilities(
         logits[rows].masked_fill_(~finite, 0),  # a filter might search forever
         [params[row] for row in drawn],
-        keep_likeliest,
+        top_p_filter,
     )
     return tokens.index_copy_(0, rows, probs.div_(noise).argmax(-1)), highest
 
 
 def _probabilities(
-    logits: torch.Tensor, params: list[SamplingParams], keep_likeliest: KeepLikeliest
+    logits: torch.Tensor, params: list[SamplingParams], top_p_filter: Filter
 ) -> torch.Tensor:
     """[R, vocab] weights in the place of `logits`: 0 if filtered out; they need not add up to 1."""
     # As float32 can hold them: by 0 or inf, some logits would become NaN.
@@ -154,7 +155,7 @@ def _probabilities(
     rows, cut = send(filtered, logits.device), [params[i] for i in filtered]
     kept = some = probs[rows]
     if any(p.top_k > 0 or p.top_p < 1 for p in cut):
-        kept = keep_likeliest(some, [p.top_k for p in cut], [p.top_p for p in cut])
+        kept = top_p_filter(some, [p.top_k for p in cut], [p.top_p for p in cut])
     if any(p.min_p for p in cut):
         min_p = send([p.min_p for p in cut], logits.device, logits.dtype)[:, None]
         kept = kept.masked_fill(some < some.amax(-1, keepdim=True) * min_p, 0)

@@ -2,23 +2,25 @@
 
 Everything that touches the engine, its cache or its named prefixes runs on that thread. It takes
 functions from a queue between steps, and blocks on the queue when there is nothing to compute.
-Requests of all callers are batched together. Each listener hears the news of a step in one call,
-however many jobs it listens for.
+Requests of all callers are batched together. Each event loop hears the news of a step in one call,
+however many streams its tasks read.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
-from radixcache.errors import EngineFailed, EngineStopped, RanksLost, WrongThread
+from radixcache.errors import EngineFailed, EngineStopped, WrongThread
 from radixcache.runtime.engine.named_prefixes import NamedPrefixes
-from radixcache.runtime.outputs import RequestOutput
+from radixcache.runtime.engine.stream import Stream
 from radixcache.runtime.request import Request
 
 T = TypeVar("T")
@@ -32,59 +34,17 @@ MAX_FAILED_STEPS = 2
 """Steps in a row that may fail before their requests do."""
 
 
+Add = Callable[[], list[Request]]
+"""Adds a stream's requests to the engine, on its thread."""
+
+
 class News(NamedTuple):
-    """The news of a step for a job.
+    """What a step has for a stream; the last of it if `finished`."""
 
-    Attributes:
-        items: the results of `Job.report` for its requests.
-        finished: no more news will come.
-        error: why, if not all requests ended by themselves.
-    """
-
-    job: Job
-    items: list[Any]
-    finished: bool
-    error: Exception | None
-
-
-class Job:
-    """Requests that are submitted together.
-
-    Attributes:
-        stream: report their outputs after every token, not only that they have ended.
-        requests: prompts and finished requests never change; only the engine's thread may read
-            anything else.
-    """
-
-    tell: Callable[[list[News]], object]
-    """See `Worker.submit`."""
-
-    def __init__(self, stream: bool = False) -> None:
-        self.stream = stream
-        self.requests: list[Request] = []
-
-    def outputs(self) -> list[RequestOutput]:
-        """The requests' outputs in the order of their prompts; once all have ended."""
-        return [request.output() for request in self.requests]
-
-    def report(self, request: Request) -> Any:
-        """The news of a request that got a token or ended, or None.
-
-        Called on the engine's thread.
-        """
-        if self.stream:
-            return request.output()
-        return True if request.finished else None
-
-    def report_prefill(self) -> Any:
-        """The news of the prompts before the first token, or None. See `follow`.
-
-        Called on the engine's thread.
-        """
-        return None
-
-    def note_end(self, request: Request) -> None:
-        """Called on the engine's thread once for each request that has ended, for any reason."""
+    stream: Stream
+    items: Iterable[Any]
+    finished: bool = False
+    error: Exception | None = None
 
 
 class Worker:
@@ -114,9 +74,9 @@ class Worker:
         # Only the engine's thread uses the following.
         self._command: tuple[Future[Any], Callable[[], Any]] | None = None
         """The command that is running."""
-        self._jobs: dict[Request, Job] = {}
+        self._streams: dict[Request, Stream] = {}
         """The requests that have not ended."""
-        self._followed: set[Job] = set()
+        self._followed: set[Stream] = set()
         self._discarded: list[Request] = []
         """Requests that no caller waits for, to be aborted."""
         self._failed_steps = 0
@@ -128,7 +88,7 @@ class Worker:
     @property
     def alive(self) -> bool:
         """Whether the thread answers calls and can run steps."""
-        return not self._stop and self._engine.model.alive
+        return not self._stop
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run `function` on the engine's thread between two steps.
@@ -159,16 +119,10 @@ class Worker:
             self._refuse_commands()
         return future
 
-    def submit(
-        self, job: Job, add: Callable[[], list[Request]], tell: Callable[[list[News]], object]
-    ) -> Future[None]:
-        """Queue the requests that `add` adds to the engine.
+    def submit(self, stream: Stream, add: Add) -> Future[None]:
+        """Queue the requests that `add` adds to the engine; their news go to the stream.
 
-        The future raises what `call`'s raises. The submitter calls `abort` to leave a job early.
-
-        Args:
-            tell: called on the engine's thread with a step's news for all jobs that were submitted
-                with this same function; it must be quick.
+        The future raises what `call`'s raises. The submitter calls `abort` to leave early.
 
         Raises:
             WrongThread: on the engine's thread, which would wait for itself.
@@ -177,33 +131,62 @@ class Worker:
             raise WrongThread("the engine's own thread cannot wait for an answer of the engine")
 
         def run() -> None:
-            job.requests = add()
-            self._jobs.update(dict.fromkeys(job.requests, job))
-            if not job.requests:
-                tell([News(job, [], True, None)])
-
-        job.tell = tell
+            stream.requests = add()
+            self._streams.update(dict.fromkeys(stream.requests, stream))
+            if not stream.requests:
+                self._tell([News(stream, (), True)])
 
         return self.call(run)
 
-    def follow(self, job: Job) -> None:
-        """Report a job's prefill now and after each step, until it has a token."""
+    def read(self, stream: Stream, add: Add) -> Generator[Any, None, None]:
+        """Submit a stream and iterate over it; closing the iterator early aborts its requests.
+
+        Raises:
+            Exception: what `add` raises, at once, or what ends the stream.
+        """
+        submitted = self.submit(stream, add)
+
+        def read() -> Generator[Any, None, None]:
+            try:
+                submitted.result()
+                yield None
+                yield from stream
+            finally:  # without waiting: garbage collection may run this while others hold locks
+                self.abort(stream)
+
+        reading = read()
+        next(reading)  # closing a generator that has not begun would abort nothing
+        return reading
+
+    async def read_async(self, stream: Stream, add: Add) -> AsyncGenerator[Any, None]:
+        """Do what `read` does, on the stream's event loop."""
+        try:
+            await asyncio.wrap_future(self.submit(stream, add))
+            async for item in stream:
+                yield item
+        finally:
+            aborted = asyncio.wrap_future(self.abort(stream))
+            with suppress(EngineStopped):
+                await asyncio.shield(aborted)  # a task that is cancelled twice aborts nevertheless
+
+    def follow(self, stream: Stream) -> None:
+        """Report a stream's prefill now and after each step, until it has a token."""
 
         def run() -> None:
-            self._followed.add(job)
+            self._followed.add(stream)
             self._tell(self._prefilled())
 
         self._queue(run)
 
-    def abort(self, job: Job) -> Future[None]:
-        """Abort the unfinished requests of a job after the current step.
+    def abort(self, stream: Stream) -> Future[None]:
+        """Abort the unfinished requests of a stream after the current step.
 
         A finalizer may call this, in the middle of a step, too: it must not wait for the future.
         """
-        return self._queue(lambda: self.discard([r for r in job.requests if r in self._jobs]))
+        return self._queue(lambda: self.discard([r for r in stream.requests if r in self._streams]))
 
     def close(self) -> None:
-        """End the thread after the current step, and every job with an error."""
+        """End the thread after the current step, and every stream with an error."""
         with self._starting:
             started = self._thread.ident is not None
             self._stop = self._stop or not started
@@ -232,7 +215,7 @@ class Worker:
             stopped = EngineStopped("the engine has stopped")
             try:
                 self._answer_with(stopped)
-                self._tell([News(job, [], True, stopped) for job in {*self._jobs.values()}])
+                self._tell([News(s, (), True, stopped) for s in {*self._streams.values()}])
             finally:
                 self._refuse_commands()
 
@@ -248,7 +231,7 @@ class Worker:
         except Exception as error:  # news may be lost: say so
             log.exception("the engine's thread failed")
             self._answer_with(error)
-            self._fail([*self._jobs], error)
+            self._fail([*self._streams], error)
 
     def _run_commands(self) -> None:
         """Run the queued commands; wait for one if the engine has no work."""
@@ -282,66 +265,58 @@ class Worker:
         self.num_steps += 1
         try:
             changed = self._engine.step()
-        except RanksLost as error:  # it has been logged
-            self._fail([*self._jobs], error)
-            self._stop = True
-            return
-        except EngineStopped:  # the model was closed in the middle of it
-            self._stop = True
-            return
         except Exception as error:
             log.exception("a step failed")
             self._failed_steps += 1
             if self._failed_steps == MAX_FAILED_STEPS:
                 self._failed_steps = 0
                 in_step = {sequence.request for sequence in self._engine.failed_step}
-                suspects = [request for request in self._jobs if request in in_step]
-                self._fail(suspects or [*self._jobs], error)
-            changed = [request for request in self._jobs if request.finished]  # in it, or before
+                suspects = [request for request in self._streams if request in in_step]
+                self._fail(suspects or [*self._streams], error)
+            changed = [request for request in self._streams if request.finished]  # in it, or before
         else:
             self._failed_steps = 0
-        changed = [request for request in changed if request in self._jobs]
-        items: dict[Job, list[Any]] = {}
+        changed = [request for request in changed if request in self._streams]
+        items: dict[Stream, list[Any]] = {}
         for request in changed:
-            job = self._jobs[request]
-            item = job.report(request)
-            items.setdefault(job, []).extend(() if item is None else (item,))
+            stream = self._streams[request]
+            items.setdefault(stream, []).extend(stream.report(request))
             if request.finished:
-                job.note_end(request)
+                stream.note_end(request)
         news = self._prefilled()
-        for job, reported in items.items():
-            finished = all(request.finished for request in job.requests)
+        for stream, reported in items.items():
+            finished = all(request.finished for request in stream.requests)
             if reported or finished:
-                news.append(News(job, reported, finished, None))
+                news.append(News(stream, reported, finished))
         self._tell(news)
         for request in changed:
             if request.finished:
-                del self._jobs[request]
+                del self._streams[request]
 
     def _prefilled(self) -> list[News]:
-        """The prefill news of followed jobs."""
-        for job in [*self._followed]:
-            if any(r.first_token is not None or r not in self._jobs for r in job.requests):
-                self._followed.remove(job)
-        progress = [(job, job.report_prefill()) for job in self._followed]
-        return [News(job, [item], False, None) for job, item in progress if item is not None]
+        """The prefill news of followed streams."""
+        for stream in [*self._followed]:
+            if any(r.first_token is not None or r not in self._streams for r in stream.requests):
+                self._followed.remove(stream)
+        progress = [(stream, stream.report_prefill()) for stream in self._followed]
+        return [News(stream, items) for stream, items in progress if items]
 
     def _fail(self, requests: list[Request], error: Exception) -> None:
-        """End the jobs of these requests with an error."""
+        """End the streams of these requests with an error."""
         failure = EngineFailed(f"the engine failed: {error}")
         failure.__cause__ = error
-        jobs = dict.fromkeys(self._jobs[request] for request in requests)
+        streams = dict.fromkeys(self._streams[request] for request in requests)
         try:
-            self.discard([request for request, job in self._jobs.items() if job in jobs])
+            self.discard([r for r, stream in self._streams.items() if stream in streams])
         finally:
-            self._tell([News(job, [], True, failure) for job in jobs])
+            self._tell([News(stream, (), True, failure) for stream in streams])
 
     def discard(self, requests: list[Request]) -> None:
         """Abort requests, on the engine's thread; what fails is tried again before a step."""
         for request in requests:
-            job = self._jobs.pop(request, None)
-            if job is not None:
-                job.note_end(request)
+            stream = self._streams.pop(request, None)
+            if stream is not None:
+                stream.note_end(request)
             self._discarded.append(request)
         self._abort_discarded()
 
@@ -354,12 +329,22 @@ class Worker:
             log.exception("an abort failed")
 
     def _tell(self, news: list[News]) -> None:
-        listeners: dict[Callable[[list[News]], object], list[News]] = {}
+        of_loops: defaultdict[asyncio.AbstractEventLoop | None, list[News]] = defaultdict(list)
         for one in news:
-            listeners.setdefault(one.job.tell, []).append(one)
-        with ExitStack() as calls:  # each, whatever another raises
-            for tell, heard in listeners.items():
-                calls.callback(tell, heard)
+            of_loops[one.stream.loop].append(one)
+        of_threads = of_loops.pop(None, [])
+        for loop, heard in of_loops.items():
+            with suppress(RuntimeError):  # the loop is closed: its tasks have ended
+                cast(asyncio.AbstractEventLoop, loop).call_soon_threadsafe(_deliver, heard)
+        _deliver(of_threads)
+
+
+def _deliver(news: list[News]) -> None:
+    with ExitStack() as calls:  # each, whatever another raises; the last one first
+        for stream, items, finished, error in news:
+            if finished:
+                calls.callback(stream.end, error)
+            calls.callback(stream.put, items)
 
 
 def answer(future: Future[Any], function: Callable[[], Any]) -> None:

@@ -2,5 +2,6 @@
 
 Dynamo, llm-d and Ray's KV-aware router send a request to where its prefix is. Messages on ZeroMQ
 tell them which blocks of tokens each engine stores and removes: one batch for each step that has
-changed any. Batches are numbered; the last ones are kept for who comes later, or has missed some.
+changed any. Batches are numbered; the last ones are kept for subscribers that come later or miss
+some.
 """

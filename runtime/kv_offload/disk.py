@@ -40,9 +40,9 @@ from radixcache.runtime.kv_offload.files import (
 from radixcache.runtime.kv_offload.fingerprint import fingerprint
 from radixcache.runtime.kv_offload.notes import ABOUT, RESPONSE, AboutNote
 from radixcache.runtime.kv_offload.store import PageSource, Store
+from radixcache.runtime.model.host.system_memory import total_memory
 from radixcache.runtime.model.kv_pool import KVPool, host_rows
 from radixcache.runtime.model.paged_model import PagedModel
-from radixcache.runtime.model.system_memory import total_memory
 from radixcache.stored_pages import StoredPage, StoredPages
 
 MAX_QUEUED_BYTES = 256 << 20
@@ -99,7 +99,7 @@ def confirm_gone(future: Future[Any]) -> None:
         future.result(_GONE_SECONDS)
     except Exception as error:
         why = "it takes long" if isinstance(error, futures.TimeoutError) else first_sentence(error)
-        raise Busy(f"the engine has forgotten it, but the disk still holds it: {why}") from None
+        raise Busy(f"the disk still holds it: {why}") from None
 
 
 class DiskStore(Store):

@@ -41,6 +41,7 @@ from radixcache.runtime.kv_offload.notes import (
 )
 
 PAGES, INDEX, LOCK = "pages.kv", "index.sqlite", "lock"
+_OF_SYSTEMS = {"lost+found", ".snapshot", ".snapshots", ".zfs", ".DS_Store"}
 
 ROWS = "select slot, parent, key, tokens, checksum from pages"
 
@@ -90,7 +91,12 @@ def lock_folder(folder: Path) -> int:
         raise InvalidRequest("kv_dir needs file locks, which this system does not have") from None
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if {*os.listdir(folder)} - {"lost+found"} and not (folder / LOCK).exists():
+        others = [entry for entry in folder.iterdir() if entry.name not in _OF_SYSTEMS]
+        inner = (files for entry in others for *_, files in os.walk(entry))
+        holds = not all(entry.is_dir() for entry in others) or any(
+            {*i} - _OF_SYSTEMS for i in inner
+        )
+        if holds and not (folder / LOCK).exists():
             raise InvalidRequest(f"kv_dir {folder} holds other files: name an empty folder")
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:

@@ -17,8 +17,8 @@ from radixcache.runtime.model.checkpoint import checkpoint_files
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
 
-FORMAT = 4
-"""Version of the format of slots, rows and checksums."""
+FORMAT = 6
+"""Version of the format of slots, rows, notes and checksums."""
 
 _PROBED = 64
 """Tokens whose KV is computed and compared."""
@@ -55,8 +55,8 @@ def fingerprint(model: PagedModel, name_or_path: str, pool: KVPool) -> str:
 
 
 def _files(name_or_path: str) -> list[str]:
-    if (gguf := find_gguf(name_or_path)) is not None:
-        return [gguf]
+    if gguf := find_gguf(name_or_path):
+        return gguf
     found = checkpoint_files(name_or_path)
     config = find_file(name_or_path, "config.json")
     if not found or config is None:

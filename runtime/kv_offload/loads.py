@@ -120,7 +120,7 @@ class Loads(PageLoader):
         return self._begin(sequence, lease)
 
     def _end(self, sequence: Sequence, lease: Lease) -> None:
-        """Bring what was read for a sequence into its lease, or into a checkpoint."""
+        """Bring what was read for a sequence into its lease, or into a saved state."""
         load, start = self._loads[sequence], lease.num_tokens
         if load.window is None:
             self._copy_in(sequence, lease, load)
@@ -228,7 +228,7 @@ class Loads(PageLoader):
     def _copy_window(
         self, sequence: Sequence, lease: Lease, load: _Load, window: StoredWindow
     ) -> tuple[int, int]:
-        """Make a checkpoint of a window that was read; returns which tokens it holds: none if a
+        """Make a saved state of a window that was read; returns which tokens it holds: none if a
         page was lost, or the pool has no room."""
         begun, rows, index = perf_counter(), load.rows.result(), self._cache.windows
         saving, end = self._all_saving(), window.length
@@ -249,7 +249,7 @@ class Loads(PageLoader):
             self._saving += self._all_saving() - saving  # it is part of that time
         except OutOfPages:
             end = start
-        self._cache.change(index.drop, lease)  # it lent the checkpoint its table
+        self._cache.change(index.drop, lease)  # it lent the saved state its table
         return start, end
 
     def forget(self, sequence: Sequence) -> None:

@@ -54,12 +54,8 @@ class TextsNote(NamedTuple):
 class ResponseNote(NamedTuple):
     """A note named `RESPONSE`: see `StoredResponse`."""
 
-    messages: list[Message]
-    tools: Sequence[dict[str, Any]]
-    template_kwargs: dict[str, Any]
-    prompt: list[int]
     conversation: list[Message]
-    response: dict[str, Any] | None
+    response: dict[str, Any]
 
 
 def read_prefixes(notes: Mapping[str, str]) -> list[PrefixNote]:

@@ -1,19 +1,25 @@
 """Decides which models may run over KV pages, and says why the others may not.
 
-Many models would load, run and be silently wrong over pages. Three checks refuse them, each with a
-`ModelError` of one sentence: of the config (`check_config`), of the attention calls of a probe
-(`check_calls`), and whether the logits over pages equal those of transformers' attention
-(`check_logits` in `verification.py`).
+Many models would load, run and be silently wrong over pages. Four checks refuse them, each with a
+`ModelError` of one sentence: of weights in codes (`check_quantization`), of the config
+(`check_config`), of the attention calls of a probe (`check_calls`), and whether the logits over
+pages equal those of transformers' attention (`check_logits` in `verification.py`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from radixcache.errors import ModelError
 from radixcache.kernels.attention import LayerKind
+from radixcache.runtime.checkpoints.model_files import find_file
 from radixcache.runtime.model import rope_scaling
+from radixcache.runtime.model.checkpoint import FLOATS, headers, is_spare
 
 if TYPE_CHECKING:
     from transformers.configuration_utils import PreTrainedConfig
@@ -55,6 +61,80 @@ def check_sizes(settings: Mapping[str, Any]) -> None:
             size = part.get(name)
             if isinstance(size, int) and size > most:
                 raise ModelError(f"the model's config says {name} {size}: no model has over {most}")
+
+
+class Quantization(NamedTuple):
+    """What a model says of its weights: its `quant_method`, or ours for one that it lacks, all
+    settings, and what errors call it."""
+
+    name: str
+    settings: Mapping[str, Any]
+    named: str
+
+
+_UNSAID = Quantization("", {}, "a method that its config does not name")
+
+
+def quantization_of(name_or_path: str | Path, settings: Mapping[str, Any]) -> Quantization:
+    """What a config says of a model's weights, or of its text's.
+
+    Raises:
+        ModelError: what it says is no object.
+    """
+    parts = [settings, *(part for part in settings.values() if isinstance(part, dict))]
+    given = [part.get("quantization_config") for part in parts]
+    mlx = settings.get("quantization")
+    given.append(mlx if isinstance(mlx, dict) and "group_size" in mlx else None)
+    found: Any = next((each for each in given if each not in (None, {})), {})
+    if not isinstance(found, dict):
+        problem = f"its quantization_config is no object, but {str(found)[:100]!r}"
+        raise ModelError(f"the model at {name_or_path} does not load: {problem}")
+    if not found:
+        return _UNSAID
+    method = str(found.get("quant_method") or ("mlx" if "group_size" in found else ""))
+    kind = found.get("quant_algo") or found.get("format")
+    named = method.replace("mlx", "MLX") or "a method without a name"
+    return Quantization(method, found, f"{named}{f' ({kind})' if kind else ''}"[:100])
+
+
+def modelopt(name_or_path: str | Path) -> Quantization:
+    """What NVIDIA's Model Optimizer says in a file of its own, if there is one."""
+    said = find_file(str(name_or_path), "hf_quant_config.json")
+    algo = said and re.search(rb'"quant_algo"\s*:\s*"(\w+)"', Path(said).read_bytes())
+    return Quantization("modelopt", {}, f"ModelOpt's {algo[1].decode()}") if algo else _UNSAID
+
+
+def check_quantization(name_or_path: str | Path, settings: Mapping[str, Any]) -> None:
+    """Refuse weights that are quantised in a way that nothing here reads.
+
+    Raises:
+        ModelError: a method that transformers does not know, and skips; codes without a method,
+            packed by compressed-tensors, or of FP8 in blocks of which the last is cut.
+    """
+    said = quantization_of(name_or_path, settings)
+    refused = f"the model at {name_or_path} does not load: nothing here reads weights"
+    found, method = said.settings, said.name
+    if found and method != "mxfp4":  # the loop's own, without this import
+        from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KNOWN
+
+        if not (method in KNOWN or found.get("load_in_4bit") or found.get("load_in_8bit")):
+            raise ModelError(f"{refused} quantised by {said.named}")
+    tensors = headers(name_or_path)
+    # Where nothing multiplies FP8, transformers makes floats of blocks as high as rows / scales.
+    keeps_fp8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+    sizes = sizes if isinstance(sizes := found.get("weight_block_size"), list) else [128, 128]
+    for name, (dtype, shape) in tensors.items():
+        kinds = FLOATS if name.endswith("weight") else (*FLOATS, "BOOL", "I64", "bool", "int64")
+        is_said = found and (method != "mxfp4" or name.endswith(("_blocks", "_scales")))
+        if not (dtype in kinds or is_said or is_spare(name)):
+            by = said if found else modelopt(name_or_path)
+            raise ModelError(f"{refused} quantised by {by.named} ({name} is in {dtype})")
+        if name.endswith(".weight_packed"):
+            raise ModelError(f"{refused} packed by {said.named} ({name})")
+        _, scales = tensors.get(f"{name}_scale_inv", ("", ()))
+        blocks = zip(shape[-2:], scales[-2:], sizes, strict=False)
+        if not keeps_fp8 and any(count > 1 and count * size != n for n, count, size in blocks):
+            raise ModelError(f"{refused} of FP8 in blocks that cut {name} of {list(shape)}")
 
 
 def check_config(config: PreTrainedConfig) -> None:

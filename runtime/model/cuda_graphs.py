@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from radixcache.base import Tokens
 from radixcache.errors import first_line
 from radixcache.kernels.attention import AttentionBackend, AttentionPlan, PagedBatch, SharedPrefix
+from radixcache.kernels.capture import Capture, Compute
 from radixcache.kernels.cascade import MIN_ROWS
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel, Unread
@@ -46,8 +47,6 @@ _SLOT_ARRAYS = 9 * (PREFILL_TOKENS[-1] + 8)
 
 _SAMPLING_COPIES = 6  # of the logits: noise, probabilities, what filters take
 _GRAPH_BYTES = 8 << 20  # a guess: nodes, and what the pool of all graphs cannot use twice
-
-Compute = Callable[[], torch.Tensor]
 
 
 class Shape(NamedTuple):
@@ -323,37 +322,3 @@ def _extended(array: NDArray[np.int32], numbers: Sequence[int]) -> NDArray[np.in
 
 def _free_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]
-
-
-class Capture:
-    """Captures computations into CUDA graphs that share one memory pool."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._memory = torch.cuda.graph_pool_handle()
-        self._side = torch.cuda.Stream(device)  # one for all: libraries keep memory for each
-
-    def __call__(self, compute: Compute) -> Compute:
-        # Run once outside of a graph, on another stream: libraries initialise in their first run.
-        # It writes what the replay will write again.
-        side, main = self._side, torch.cuda.current_stream()
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
-            compute()
-        main.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # Other threads may use the device in the meantime.
-            with torch.cuda.graph(
-                graph, pool=self._memory, stream=side, capture_error_mode="thread_local"
-            ):
-                result = compute()
-        except BaseException:  # an interrupt, too
-            torch.cuda.set_stream(main)  # a capture that broke leaves its own
-            self._memory = torch.cuda.graph_pool_handle()  # nothing may be left in the old one
-            raise
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return result
-
-        return replay

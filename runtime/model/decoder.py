@@ -1,32 +1,31 @@
 """The decoder loop: the forward pass of every family that has a description.
 
 transformers' layers are modules of many small operations, and importing them takes most of a start.
-This is one loop over the layers of an `Architecture`, with a set of `Operations`. Its logits are
+This is one loop over the layers of an `Architecture`, by the kernels of a `Backend`. Its logits are
 compared with `reference` at load; transformers' layers run if they differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from radixcache.errors import ModelError
-from radixcache.kernels.attention import AttentionBackend, AttentionPlan, PagedBatch
-from radixcache.kernels.native.attention import NativeBackend
-from radixcache.kernels.native.library import quiet_torch
+from radixcache.kernels.attention import AttentionBackend, AttentionPlan
+from radixcache.kernels.choose import choose_attention, choose_backend
+from radixcache.kernels.spec import Architecture, Experts, Unknown, Weights
 from radixcache.runtime.model import reference
-from radixcache.runtime.model.description import Architecture, Experts, Unknown, Weights
 from radixcache.runtime.model.generation import GenerationDefaults
+from radixcache.runtime.model.host.system_memory import give_back
 from radixcache.runtime.model.kv_pool import KVPool
-from radixcache.runtime.model.operations.selector import choose_operations
+from radixcache.runtime.model.loop import LayerLoop, layers_of
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import track
-from radixcache.runtime.model.system_memory import give_back
-from radixcache.runtime.model.weights import ModelWeights
+from radixcache.runtime.model.selfcheck import PagedTexts
+from radixcache.runtime.model.weights.sources import ModelWeights
 from radixcache.states import SequenceStates
 
 _CHECKED_TOKENS = 12
@@ -40,7 +39,7 @@ _ROUNDINGS = 4  # each layer of the loop rounds some ten times; 2 to 3 were seen
 
 def _check_numbers(weights: Weights, number: int) -> None:
     """Refuse vectors with NaN: one that chooses experts makes no logit NaN. Matrices have too many
-    numbers; what comes of theirs is seen in the logits of a step."""
+    numbers: the check of the logits finds what they spoil."""
     for name, found in weights.items():
         for weight in found if isinstance(found, list) else [found]:
             if isinstance(weight, torch.Tensor) and weight.ndim == 1 and weight.isnan().any():
@@ -59,6 +58,7 @@ class Decoder(PagedModel):
         device: torch.device,
         attention: AttentionBackend | None = None,
         exact: bool = False,
+        max_model_len: int | None = None,
     ) -> None:
         """Read the weights, each once and layer by layer, and compare logits with `reference`.
 
@@ -73,6 +73,10 @@ class Decoder(PagedModel):
             replace(rope, frequencies=rope.frequencies.to(device)) for rope in architecture.ropes
         ]
         self.architecture = architecture = replace(architecture, ropes=tuple(ropes))
+        attention = attention or choose_attention(device, dtype, architecture.kinds)
+        self._backend = choose_backend(architecture, dtype, device, attention)
+        self._layers = layers_of(self._backend)
+        self.layers_by = f"radixcache with {self._backend.name}"
         super().__init__(
             architecture.family,
             generation_config,
@@ -84,40 +88,39 @@ class Decoder(PagedModel):
             architecture.eos_token_id,
             attention,
             exact,
+            max_model_len,
         )
         self.state_shapes = architecture.state_shapes
-        self.plans_slots = architecture.is_recurrent and not isinstance(
-            self.attention, NativeBackend
-        )
-        self._operations = choose_operations(architecture, self.attention, dtype, device)
-        self.layers_by = f"radixcache with {self._operations.name}"
+        self.plans_slots = architecture.is_recurrent and isinstance(self._layers, LayerLoop)
         embedding, head = weights.embedding(), weights.head()
         tokens = torch.arange(_CHECKED_TOKENS, device=device) * 7919 % self.vocab_size
         step = -(-self.vocab_size // _CHECKED_ROWS)
         checked = torch.arange(0, self.vocab_size, step, device=device)
         hidden = reference.embed(architecture, tokens, embedding)
         rows = reference.dense_rows(embedding if head is None else head, checked)
-        self._operations.embedding(embedding, head)
+        self._layers.embedding(embedding, head)
         del embedding, head
         for number in track(range(len(architecture.layers)), "reading weights"):
             layer = weights.layer(number)
             _check_numbers(layer, number)
             hidden = reference.run_layer(architecture, number, hidden, layer)
-            self._operations.layer(number, layer)
+            self._layers.layer(number, layer)
             give_back()
         last_norm = weights.last_norm()
         expected = reference.logits(architecture, hidden, last_norm, rows)
-        self._operations.loaded(last_norm)
-        self.rounds = self._operations.rounds
+        self._layers.loaded(last_norm)
+        if self._backend.weights_by:
+            self.layers_by += f" (weights: {', '.join(sorted(self._backend.weights_by))})"
+        self.rounds = self._layers.rounds
         self._check(tokens, checked, expected, weights)
 
     def threads(self) -> AbstractContextManager[None]:
-        return quiet_torch() if isinstance(self.attention, NativeBackend) else nullcontext()
+        return self._backend.threads()
 
     def _logits(
         self, pool: KVPool, plan: AttentionPlan, states: Sequence[SequenceStates]
     ) -> torch.Tensor:
-        return self._operations.run(pool, plan, states)
+        return self._layers.run(pool, plan, states)
 
     def _check(
         self,
@@ -128,16 +131,8 @@ class Decoder(PagedModel):
     ) -> None:
         """Compare the logits of a sequence in chunks, the last of one token, at the `checked`
         places of the vocabulary."""
-        pool, pages = self.allocate(4, 4, 2), np.array([2, 0, 1], np.int32)
-        got, done = list[torch.Tensor](), 0
-        for count in (len(tokens) - 3, 2, 1):
-            slot = len(got) % 2
-            states = [SequenceStates(1 - slot if done else -1, slot)] if self.state_shapes else []
-            done += count
-            batch = PagedBatch.of([pages], [count], [done], 4)
-            chunk = tokens[done - count : done].cpu().numpy()
-            found = self.forward(chunk, batch, np.arange(count), pool, states)
-            got.append(found[:, checked])
+        text = PagedTexts(self, [tokens.tolist()], 4)
+        got = [text.run({0: count})[:, checked] for count in (len(tokens) - 3, 2, 1)]
         wrong = torch.cat(got) - expected
         error = float(wrong.std() / expected.std())
         experts = any(isinstance(layer.mlp, Experts) for layer in self.architecture.layers)

@@ -18,11 +18,10 @@ import numpy as np
 import torch
 
 from radixcache.errors import InvalidRequest, ModelError
-from radixcache.kernels.attention import PagedBatch
 from radixcache.kernels.native.library import DTYPES, problem
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
-from radixcache.states import SequenceStates
+from radixcache.runtime.model.selfcheck import PagedTexts
 
 _PAGE_SIZE = 4
 _TOKENS = 24  # of a sequence that is compared
@@ -86,41 +85,31 @@ def check(model: PagedModel) -> None:
 
 def _compare(model: PagedModel) -> str | None:
     """The name of the first thing whose bits differ from those alone; None if all agree."""
-    rng, length, size = np.random.default_rng(0), min(_TOKENS, model.max_context), _PAGE_SIZE
-    tokens = rng.integers(0, model.vocab_size, (2, length))
-    pages, hit = -(-length // size), min(_HIT, length - 1)
-    tables = rng.permutation(5 * pages).astype(np.int32).reshape(5, pages)
-    pool, done = model.allocate(5 * pages, size, num_states=5), [0] * 5
-    logits: list[dict[int, torch.Tensor]] = [{} for _ in tables]
+    length, size = min(_TOKENS, model.max_context), _PAGE_SIZE
+    same, other = np.random.default_rng(0).integers(0, model.vocab_size, (2, length)).tolist()
+    texts, hit = PagedTexts(model, [same] * 4 + [other], size), min(_HIT, length - 1)
+    logits: list[dict[int, torch.Tensor]] = [{} for _ in texts.tables]
     for number, parts in enumerate(_PASSES):
         if number == len(_PASSES) - 1:  # the last page of the hit is copied
-            done[3] = hit
-            whole, rest = divmod(done[3], size)
-            pool.copy([(int(tables[0, whole]), int(tables[3, whole]), rest)])
-            tables[3, :whole] = tables[0, :whole]
-        counts = {s: min(count, length - done[s]) for s, count in parts if done[s] < length}
-        places = [(s, done[s] + i) for s, count in counts.items() for i in range(count)]
-        # A recurrent model keeps sequence 0's state where sequence 3 goes on.
-        states = [
-            SequenceStates(s if done[s] else -1, s, ((hit, 3),) if not number else ())
-            for s in counts
-        ]
-        for s, count in counts.items():
-            done[s] += count
+            texts.done[3] = hit
+            (whole, rest), (from_0, to_3) = divmod(hit, size), texts.tables[::3]
+            texts.pool.copy([(int(from_0[whole]), int(to_3[whole]), rest)])
+            to_3[:whole] = from_0[:whole]
+        counts = {s: min(count, length - texts.done[s]) for s, count in parts}
+        counts = {s: count for s, count in counts.items() if count}
+        places = [(s, texts.done[s] + i) for s, count in counts.items() for i in range(count)]
         if not places:
             continue
-        batch = PagedBatch.of(
-            [tables[s] for s in counts], [*counts.values()], [done[s] for s in counts], size
-        )
         wanted = np.arange(len(places))[-1 if number % 2 else 0 :]  # now one row, now all
-        chunk = np.array([tokens[s // 4, at] for s, at in places])
-        found = model.forward(chunk, batch, wanted, pool, states if model.state_shapes else ())
+        # A recurrent model keeps sequence 0's state where sequence 3 goes on.
+        found = texts.run(counts, wanted, () if number else ((hit, 3),))
         for row, values in zip(wanted, found, strict=True):
             sequence, at = places[row]
             logits[sequence][at] = values
     at = np.arange(length)
-    slots = torch.from_numpy(tables[:4, at // size].astype(np.int64) * size + at % size)
-    return _difference(pool, slots, logits)
+    tables = np.array(texts.tables[:4], np.int64)
+    slots = torch.from_numpy(tables[:, at // size] * size + at % size)
+    return _difference(texts.pool, slots, logits)
 
 
 def _difference(

@@ -6,19 +6,16 @@ import logging
 import re
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors import safe_open
 
 from radixcache.errors import InvalidRequest, ModelError
-from radixcache.kernels.attention import PagedBatch
-from radixcache.kernels.choice import choose_backend
+from radixcache.kernels.choose import choose_attention
 from radixcache.kernels.kv_format import BLOCK, FP8
 from radixcache.runtime.model.checkpoint import checkpoint_files
-from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
-from radixcache.states import SequenceStates
+from radixcache.runtime.model.selfcheck import PagedTexts
 
 _log = logging.getLogger("radixcache")
 
@@ -70,11 +67,10 @@ def store_kv(model: PagedModel, name: str, name_or_path: str | Path) -> None:
     report("comparing logits")
     tokens, plain = _own_text(model)
     if dtype not in model.attention.kv_dtypes:
-        model.attention = choose_backend(model.device, model.dtype, model.kinds, dtype)
+        model.attention = choose_attention(model.device, model.dtype, model.kinds, dtype)
     scales = _scales(name_or_path, len(model.kinds)) if dtype == FP8 else ()
     model.store_kv(dtype, name, scales)
-    pool = model.allocate(_TOKENS // _PAGE_SIZE, _PAGE_SIZE, 1)
-    stored = _log_probs(model, pool, tokens, len(tokens))
+    stored = PagedTexts(model, [tokens], _PAGE_SIZE).run({0: len(tokens)}).log_softmax(-1)
     kl = float((plain.exp() * (plain - stored)).sum(-1).mean())
     if not kl <= MOST_KL:  # nor if it is NaN
         raise ModelError(
@@ -88,24 +84,16 @@ def store_kv(model: PagedModel, name: str, name_or_path: str | Path) -> None:
 def _own_text(model: PagedModel) -> tuple[list[int], torch.Tensor]:
     """Tokens drawn from the model, with the log-probabilities [T, vocab_size] after each; random
     tokens would change the logits up to ten times as much as text."""
-    pool = model.allocate(_TOKENS // _PAGE_SIZE, _PAGE_SIZE, 1)
-    generator = torch.Generator().manual_seed(0)
-    tokens, rows = (model.eos_token_ids or [0])[:1], list[torch.Tensor]()
-    for _ in range(min(_TOKENS, model.max_context)):
-        rows.append(_log_probs(model, pool, tokens, 1))
-        drawn = torch.multinomial(rows[-1][0].exp().cpu(), 1, generator=generator)
-        tokens.append(int(drawn))
-    return tokens[:-1], torch.cat(rows)
-
-
-@torch.inference_mode()
-def _log_probs(model: PagedModel, pool: KVPool, tokens: list[int], count: int) -> torch.Tensor:
-    """[count, vocab_size] after each of the last `count` tokens; those before are computed."""
-    table, length = np.arange(pool.num_pages, dtype=np.int32), len(tokens)
-    states = [SequenceStates(0 if count < length else -1, 0)] if model.state_shapes else []
-    batch = PagedBatch.of([table], [count], [length], _PAGE_SIZE)
-    chunk = np.array(tokens[-count:])
-    return model.forward(chunk, batch, np.arange(count), pool, states).log_softmax(-1)
+    count, generator = min(_TOKENS, model.max_context), torch.Generator().manual_seed(0)
+    text, rows = PagedTexts(model, [[0] * count], _PAGE_SIZE), list[torch.Tensor]()
+    token = (model.eos_token_ids or [0])[0]
+    for at in range(count):
+        text.tokens[0][at] = token
+        rows.append(text.run({0: 1}).log_softmax(-1))
+        if rows[-1].isnan().any():
+            raise ModelError("the model's logits are not numbers: a weight is not")
+        token = int(torch.multinomial(rows[-1][0].exp().cpu(), 1, generator=generator))
+    return text.tokens[0].tolist(), torch.cat(rows)
 
 
 def _scales(name_or_path: str | Path, layers: int) -> list[tuple[float, float]]:

@@ -13,15 +13,11 @@ from numpy.typing import NDArray
 
 from radixcache.errors import InvalidRequest
 from radixcache.kernels.attention import LayerPages
+from radixcache.kernels.huge_pages import HUGE, use_small_pages
 from radixcache.kernels.upload import send
 from radixcache.runtime.config.sizes import parse_memory
-from radixcache.runtime.model import cgroups
-from radixcache.runtime.model.system_memory import (
-    HUGE,
-    free_memory,
-    machine_memory,
-    use_small_pages,
-)
+from radixcache.runtime.model.host import cgroups
+from radixcache.runtime.model.host.system_memory import free_memory, machine_memory
 from radixcache.windows import window_page_size
 
 if TYPE_CHECKING:

@@ -14,15 +14,18 @@ import torch
 from radixcache.errors import ModelError
 from radixcache.kernels.attention import AttentionBackend
 from radixcache.kernels.native.library import quiet_torch
+from radixcache.kernels.spec import Unknown
 from radixcache.kernels.upload import on_device
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
 from radixcache.runtime.checkpoints.model_files import check_model, read_settings
 from radixcache.runtime.model import exact as exactness
 from radixcache.runtime.model.checkpoint import open_checkpoint
-from radixcache.runtime.model.compatibility import check_sizes
+from radixcache.runtime.model.compatibility import (
+    check_quantization,
+    check_sizes,
+    quantization_of,
+)
 from radixcache.runtime.model.decoder import Decoder
-from radixcache.runtime.model.description import Unknown
-from radixcache.runtime.model.device import DTYPES, resolve_device, resolve_dtype
 from radixcache.runtime.model.families.describe import describe
 from radixcache.runtime.model.generation import read_defaults
 from radixcache.runtime.model.gguf.config import (
@@ -31,7 +34,7 @@ from radixcache.runtime.model.gguf.config import (
     open_gguf,
     settings_of,
 )
-from radixcache.runtime.model.gguf.weights import GGUFWeights
+from radixcache.runtime.model.host.device import DTYPES, resolve_device, resolve_dtype
 from radixcache.runtime.model.kv_dtype import check_kv_dtype, store_kv
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
@@ -39,7 +42,8 @@ from radixcache.runtime.model.quantized_activations import (
     check_activations,
     quantize_activations,
 )
-from radixcache.runtime.model.weights import CheckpointWeights, ModelWeights
+from radixcache.runtime.model.weights.quantized_checkpoint import QuantizedCheckpoint
+from radixcache.runtime.model.weights.sources import GGUFSource, ModelWeights, SafetensorsSource
 
 _log = logging.getLogger("radixcache")
 
@@ -105,7 +109,8 @@ def load_model(
                 ) from None
             _log.info("transformers' own layers run this model: %s", reason)
         if model is None:  # outside of the handler, whose traceback holds the weights
-            from radixcache.runtime.model.transformers_loading import load_transformers
+            check_quantization(name_or_path, settings)
+            from radixcache.runtime.model.fallback.loading import load_transformers
 
             model = load_transformers(name_or_path, kind, place, attention, max_model_len)
         quantize_activations(model, quantized_activations)
@@ -134,7 +139,7 @@ def _settings(name_or_path: str | Path, file: GGUFFile | None) -> dict[str, Any]
         return found
     from transformers.configuration_utils import PreTrainedConfig
 
-    from radixcache.runtime.model.transformers_loading import call_transformers
+    from radixcache.runtime.model.fallback.loading import call_transformers
 
     settings, _ = call_transformers(name_or_path, PreTrainedConfig.get_config_dict)
     if not isinstance(settings, dict):
@@ -176,12 +181,13 @@ def _load_decoder(
         dtype = DTYPES[named]
     report("fetching weights", 0.0)
     with ExitStack() as stack:
-        weights: ModelWeights
         if file is None:
-            checkpoint = stack.enter_context(open_checkpoint(name_or_path, device, dtype))
-            weights = CheckpointWeights(checkpoint, architecture)
+            stored = stack.enter_context(open_checkpoint(name_or_path, device, dtype))
+            said = quantization_of(name_or_path, settings)
+            checkpoint = QuantizedCheckpoint(stored, name_or_path, said)
+            weights: ModelWeights = SafetensorsSource(checkpoint, architecture)
         else:
-            weights = GGUFWeights(file, architecture, device, dtype)
+            weights = GGUFSource(file, architecture, device, dtype)
         stack.enter_context(on_device(device))
         report("preparing kernels", 0.0)  # which are compiled at the first start
         model = Decoder(
@@ -192,7 +198,7 @@ def _load_decoder(
             device,
             attention,
             exact,
+            max_model_len,
         )
-        if isinstance(weights, GGUFWeights):
-            model.kept = f" of {weights.bits:.1f} bits a weight"
+        model.kept = checkpoint.kept if file is None else f" of {file.bits:.1f} bits a weight"
         return model

@@ -7,7 +7,7 @@ which sequence a row belongs to, and finds its keys by the step's page tables.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from ctypes import c_int32
 from math import prod
@@ -26,9 +26,10 @@ from radixcache.kernels.attention import (
     PagedBatch,
     fp8_pages,
 )
-from radixcache.kernels.choice import choose_backend
+from radixcache.kernels.choose import choose_attention
 from radixcache.kernels.kv_format import FP8, stored_dim
 from radixcache.kernels.native.library import problem
+from radixcache.kernels.spec import StateShapes
 from radixcache.kernels.upload import send
 from radixcache.runtime.model.generation import GenerationDefaults
 from radixcache.runtime.model.kv_pool import (
@@ -38,7 +39,7 @@ from radixcache.runtime.model.kv_pool import (
     bytes_per_page,
     bytes_per_token,
 )
-from radixcache.runtime.model.state_pool import StatePool, StateShapes, slot_arrays
+from radixcache.runtime.model.state_pool import StatePool, slot_arrays
 
 if TYPE_CHECKING:
     from radixcache.states import SequenceStates
@@ -111,10 +112,12 @@ class PagedModel(ABC):
         eos_token_id: int | list[int] | None,
         attention: AttentionBackend | None = None,
         exact: bool = False,
+        max_model_len: int | None = None,
     ) -> None:
         """
         Args:
             kinds: of all layers, in order.
+            max_model_len: no sequence may be longer; None is no limit.
             eos_token_id: the config's, for a generation config without one.
             attention: the backend; None chooses the fastest that works.
         """
@@ -125,8 +128,11 @@ class PagedModel(ABC):
         self.kinds = list(kinds)
         self.windows = [kind.window for kind in kinds]
         self.store_kv(dtype, "auto")
-        self.attention = attention or choose_backend(device, dtype, kinds)
+        self.attention = attention or choose_attention(device, dtype, kinds)
         self.max_context = max_context or 1 << 30
+        if self.max_context < 1:
+            raise ModelError(f"the model's max_position_embeddings is {max_context}")
+        self.max_context = min(self.max_context, max_model_len or 1 << 30)
         eos = generation_config.eos_token_id
         eos = eos_token_id if eos is None else eos
         ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
@@ -159,17 +165,6 @@ class PagedModel(ABC):
     def can_overlap(self) -> bool:
         """Whether a step may be enqueued while the one before is computed."""
         return self.device.type != "cpu"
-
-    @property
-    def alive(self) -> bool:
-        """Whether steps can be computed: of several processes, none has ended."""
-        return True
-
-    def stop(self) -> None:  # noqa: B027 - most are one process
-        """End the processes that compute a part of the model; a step under way fails."""
-
-    def close(self) -> None:  # noqa: B027
-        """`stop`, and give back what they took, once no step is under way; may be called again."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -208,11 +203,10 @@ class PagedModel(ABC):
         page_size: int,
         num_states: int = 0,
         windows: WindowLayout | None = None,
-        make: Callable[..., KVPool] = KVPool,
     ) -> KVPool:
         """A pool of KV pages for this model, and of states if it is recurrent."""
         dtype = torch.uint8 if self.kv_dtype == FP8 else self.kv_dtype  # torch copies no fp8
-        pool = make(self.shapes, num_pages, page_size, dtype, self.device, windows)
+        pool = KVPool(self.shapes, num_pages, page_size, dtype, self.device, windows)
         if self.kv_dtype == FP8:
             pool.layers = [
                 fp8_pages(k, v, *scales)

@@ -12,11 +12,10 @@ import numpy as np
 import torch
 
 from radixcache.errors import InvalidRequest, ModelError
-from radixcache.kernels.attention import PagedBatch
 from radixcache.kernels.native.library import DTYPES, problem
 from radixcache.kernels.native.linear import rounding_is_fast, rounding_problem
 from radixcache.runtime.model.paged_model import PagedModel
-from radixcache.states import SequenceStates
+from radixcache.runtime.model.selfcheck import PagedTexts
 
 _log = logging.getLogger("radixcache")
 
@@ -59,7 +58,7 @@ def quantize_activations(model: PagedModel, asked: str) -> None:
         return
     if model.rounds is None:  # as without the kernels
         if asked == "on":
-            told = "is for quantized weights in our own loop, and this model has none"
+            told = "needs quantized weights in our own loop, not FP8 or NF4"
             raise InvalidRequest(f"quantized_activations='on' {told}: say off")
         return
     in_float32 = model.exact and model.dtype == torch.float32
@@ -93,7 +92,5 @@ def _logits(model: PagedModel, rounded: bool) -> torch.Tensor:
     assert model.rounds is not None
     model.rounds.value = rounded
     count = min(_TOKENS, model.max_context)
-    tokens, table = np.arange(count) * 7919 % model.vocab_size, np.zeros(1, np.int32)
-    states = [SequenceStates(-1, 0)] if model.state_shapes else []
-    batch = PagedBatch.of([table], [count], [count], _TOKENS)
-    return model.forward(tokens, batch, np.arange(count), model.allocate(1, _TOKENS, 1), states)
+    tokens = np.arange(count) * 7919 % model.vocab_size
+    return PagedTexts(model, [tokens.tolist()], _TOKENS).run({0: count})

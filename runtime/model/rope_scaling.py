@@ -2,7 +2,7 @@
 
 transformers computes such frequencies from the longest position of a batch, so that a new key would
 be rotated differently from the cached ones. Up to a length in the config they never change. A user
-who wants longer sequences sets `max_model_len`, and all sequences get the frequencies of long ones
+for longer sequences a user sets `max_model_len`, and all sequences get the frequencies of long ones
 from the start (as with vLLM's `max_model_len` and llama.cpp's context size).
 """
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from radixcache.kernels.attention import PagedBatch
+from radixcache.kernels.spec import StateName, StateShapes
 from radixcache.states import SequenceStates
-
-StateName = tuple[str, int, int]
-"""A state: "conv" or "recurrent", the layer's number, and the state's number in the layer."""
-
-StateShapes = Mapping[StateName, tuple[tuple[int, ...], torch.dtype]]
 
 
 class StatePool:

@@ -37,7 +37,7 @@ def build(settings: dict[str, Any]) -> Application:
     if wrong := given.keys() & _MEANINGLESS:
         raise InvalidRequest(f"{min(wrong)} is not for a replica of a cluster")
     engine, options = read_settings(given)
-    resources = deploy.resources_of(engine, 1, on_gpu=engine.device != "cpu")
+    resources = deploy.resources_of(1, on_gpu=engine.device != "cpu")
     key = secrets.token_bytes(32)
     replicas = deploy.bind(engine, options, resources, key)
 

@@ -22,7 +22,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 
 from radixcache.errors import InvalidRequest, ModelError, first_sentence
 from radixcache.runtime.engine.args import EngineArgs
-from radixcache.runtime.model import cgroups
+from radixcache.runtime.model.host import cgroups
 from radixcache.runtime.router import sender
 from radixcache.runtime.router.app import create_app
 from radixcache.runtime.router.calls import Calls
@@ -137,7 +137,7 @@ def deployed(
         if "RAY_ADDRESS" in os.environ:
             cores = cores_each(most, nodes)
         on_gpu = engine.device != "cpu" and any(node.get("GPU") for node in nodes)
-        resources = resources_of(engine, cores, on_gpu)
+        resources = resources_of(cores, on_gpu)
         if (found := room(nodes, resources)) < (low := (options.replicas or (1, 1))[0]):
             each, kind = (resources["num_gpus"], "GPU") if on_gpu else (cores, "core")
             each_has = f"{each} {kind}{'s' * (each > 1)}"
@@ -170,10 +170,9 @@ def deployed(
         ray.shutdown()
 
 
-def resources_of(engine: EngineArgs, cores: int, on_gpu: bool) -> dict[str, float]:
-    """The resources of one replica; its ranks, children of its process, have a GPU each."""
-    gpus = engine.tensor_parallel_size * on_gpu
-    return {"num_cpus": 1 if on_gpu else cores, "num_gpus": gpus}
+def resources_of(cores: int, on_gpu: bool) -> dict[str, float]:
+    """The resources of one replica."""
+    return {"num_cpus": 1 if on_gpu else cores, "num_gpus": int(on_gpu)}
 
 
 def room(nodes: Sequence[Mapping[str, float]], resources: Mapping[str, float]) -> int:

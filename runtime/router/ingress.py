@@ -28,7 +28,7 @@ from radixcache.runtime.router.pins import Pin, Pins, deletion, key_of, salt_of,
 from radixcache.runtime.router.policy import Router, Standing, preference
 from radixcache.runtime.router.prompts import Body, Prompts, parse
 from radixcache.runtime.router.replica import END, STARTED, Computed, Description
-from radixcache.runtime.server.api.generation import event, wait_for_disconnect
+from radixcache.runtime.server.api.exchange import event, wait_for_disconnect
 from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http.bodies import on_thread
 from radixcache.runtime.server.http.errors import ApiError

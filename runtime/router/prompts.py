@@ -63,7 +63,7 @@ class Prompts:
         """Set the model's context: longer texts are not tokenised, and longer prompts are empty."""
         self._max_tokens = max_tokens
         if self._tokenizer is not None:
-            self._tokenizer.max_tokens = max_tokens
+            self._tokenizer = self._tokenizer.limited(max_tokens)
 
     def read(self, path: str, body: Body, prefix: Body | None = None) -> Tokens:
         """[n] the prompt of a request to `path`, after the prefix that it names."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from radixcache.base import Tokens
 from radixcache.errors import Busy, InvalidRequest
 from radixcache.kernels.upload import send
-from radixcache.runtime.model.system_memory import give_back
+from radixcache.runtime.model.host.system_memory import give_back
 from radixcache.runtime.sampling.grammar_compiler import (
     DEEP_STACK,
     MAX_COMPILERS,
@@ -143,11 +143,18 @@ class Grammar:
             begun = self._is_behind(generated[:read])
         new = generated[read:].tolist()
         if new and (matcher.try_consume_tokens(new) < len(new) or matcher.is_error()):
+            self._check(matcher)
             reason = first_part(matcher.get_error()) or f"one of the tokens {new} is not of it"
             reason = reason.replace("NoExtensionBias", "nothing that goes on from here has an end")
             raise GrammarError(f"the structure cannot be followed: {reason}")
         self._state = _State(matcher, len(generated), begun)
         return matcher if begun else None
+
+    def _check(self, matcher: LLMatcher) -> None:
+        """Raise what cut off the tokenizer, which a matcher calls; it then lets the answer end."""
+        if matcher.is_error() and "PyErr" in (reason := first_part(matcher.get_error())):
+            self._state = None
+            raise KeyboardInterrupt if "KeyboardInterrupt" in reason else MemoryError(reason)
 
     def _is_behind(self, generated: Tokens) -> bool:
         """Whether the last token completes `after`."""
@@ -156,9 +163,17 @@ class Grammar:
         return self._after in self._decode(last)
 
     def is_complete(self, generated: Tokens) -> bool:
-        """Whether no token can follow `generated`; raises as `follow` does."""
+        """Whether no token can follow `generated`, or it ends with a captured part that repeats the
+        one before: small models would go on for ever. Raises as `follow` does."""
         matcher = self.follow(generated)
-        return matcher is not None and matcher.is_stopped()
+        if matcher is None or matcher.is_stopped():
+            return matcher is not None
+        *_, before, last = None, None, *matcher.get_captures()
+        if last is None or last != before:
+            return False
+        # A part is captured once the rest of it is forced; the last token may begin the next one.
+        tail = self._decode(generated[-len(last[1]) - 9 :].tolist())
+        return tail.rstrip(" \n,").endswith(last[1].decode())
 
     def may_end(self, generated: Tokens) -> bool:
         """Whether the answer may end after `generated`."""
@@ -171,6 +186,7 @@ class Grammar:
         matcher = self.follow(generated)
         if matcher is not None:
             tokens: list[int] = draft[: matcher.validate_tokens(draft.tolist())].tolist()
+            self._check(matcher)
             before = int(generated[-1]) if len(generated) else -1
             return self._breaks.first(before, tokens) if self._breaks else len(tokens)
         text = np.concatenate([generated, draft])
@@ -192,6 +208,7 @@ class Grammar:
         for place, token in enumerate(draft.tolist(), start=1):
             matcher.consume_token(token)
             matcher.unsafe_compute_mask_ptr(bits.ctypes.data + place * width, width)
+        self._check(matcher)
         if self._breaks is not None:
             before = int(generated[-1]) if len(generated) else -1
             for row, token in zip(bits, [before, *draft.tolist()], strict=True):
@@ -201,7 +218,11 @@ class Grammar:
     def forced(self, generated: Tokens) -> list[int]:
         """The tokens forced to follow `generated`, up to a choice or a limit."""
         matcher = self.follow(generated)
-        return [] if matcher is None else matcher.compute_ff_tokens()[:MAX_FORCED_TOKENS]
+        if matcher is None:
+            return []
+        forced = matcher.compute_ff_tokens()[:MAX_FORCED_TOKENS]
+        self._check(matcher)
+        return forced
 
 
 def mask(

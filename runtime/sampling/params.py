@@ -107,6 +107,8 @@ class SamplingParams:
         include_stop_str_in_output: the text includes the stop string.
         skip_special_tokens: leave special tokens out of the text.
         structured_outputs: the form that the text must have; None leaves it free.
+        ends_conversation: no later prompt goes on from this one and its answer: what they alone use
+            of the cache is evicted first.
     """
 
     temperature: float = 1.0
@@ -131,6 +133,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
+    ends_conversation: bool = False
 
     def __post_init__(self) -> None:
         for name, optional, (holds, rule) in _CHECKS:

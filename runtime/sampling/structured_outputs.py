@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from radixcache.errors import InvalidRequest
-from radixcache.runtime.tokens.tool_calls import is_longer
+from radixcache.runtime.tokens.schema_keywords import in_known_keywords
+from radixcache.runtime.tokens.tool_calls import is_longer, read_object
 
 Kind = Literal["json_object", "json", "regex", "choice", "grammar"]
 
@@ -29,11 +30,13 @@ class StructuredOutputsParams:
         value: for "json" a JSON schema as text; for "choice" a JSON list of strings; for "grammar"
             llguidance's Lark, or GBNF.
         after: the form begins behind this text, such as `</think>`; None is at once.
+        left_open: keywords of the schema that no grammar can hold: the answer may break them.
     """
 
     kind: Kind
     value: str = ""
     after: str | None = None
+    left_open: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -75,7 +78,7 @@ class StructuredOutputsParams:
             text = schema if isinstance(schema, str) else json.dumps(schema)
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidRequest(f"the schema is no JSON: {error}") from None
-        return cls("json", text, after)
+        return cls("json", text, after, in_known_keywords(read_object(text))[1])
 
     @classmethod
     def regex(cls, pattern: str, *, after: str | None = None) -> StructuredOutputsParams:

@@ -22,7 +22,7 @@ from radixcache.runtime.server.api import anthropic_messages as messages
 from radixcache.runtime.server.api import openai_chat as chat
 from radixcache.runtime.server.api import openai_completions as completions
 from radixcache.runtime.server.api import openai_responses as responses
-from radixcache.runtime.server.api.generation import JSON
+from radixcache.runtime.server.api.exchange import JSON
 from radixcache.runtime.server.api.response_store import ResponseStore
 from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http import errors, static
@@ -33,7 +33,7 @@ from radixcache.runtime.server.observe.metrics import engine_metrics
 from radixcache.runtime.server.observe.request_log import REQUEST_ID
 from radixcache.runtime.server.protocol.answers import Error
 from radixcache.runtime.server.protocol.openai import DetokenizeRequest, TokenizeRequest
-from radixcache.runtime.server.serving import ContextDep, ServingContext, client_of, plain_messages
+from radixcache.runtime.server.serving import ContextDep, ServingContext, client_of
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 
 UNTRACED = ("/health", "/metrics", "/v1/cache", *static.FILES)
@@ -52,7 +52,6 @@ def create_app(llm: LLM, options: ServerArgs | None = None) -> FastAPI:
         stored.load()
         with suppress(InvalidRequest):  # requests for structured output say why
             await asyncio.to_thread(llm.grammar_backend.read_vocabulary)
-        context.jobs.start()
         yield
         await context.close()
 
@@ -145,7 +144,7 @@ async def tokenize(body: TokenizeRequest, request: Request, context: ContextDep)
 
     def encode(tokenizer: Tokenizer) -> tuple[list[int], list[str] | None]:
         if body.messages is not None:
-            text = tokenizer.render_chat(plain_messages(body.messages))
+            text = tokenizer.render_chat([m.plain() for m in body.messages])
             tokens = tokenizer.encode(text, special=False)
         else:
             tokens = tokenizer.encode(body.prompt or "", special=body.add_special_tokens)

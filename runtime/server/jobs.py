@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from radixcache.errors import EngineStopped
-from radixcache.runtime.engine.listeners import AsyncJob, deliver_to
-from radixcache.runtime.engine.worker import News, Worker
+from radixcache.runtime.engine.stream import Stream
+from radixcache.runtime.engine.worker import Worker
 from radixcache.runtime.outputs import Delta, RequestOutput
 from radixcache.runtime.request import Request
 from radixcache.runtime.server.http.errors import ApiError, as_api_error
@@ -44,36 +44,36 @@ class Prefilled(NamedTuple):
     tokens: int
 
 
-class Job(AsyncJob):
-    """The requests of one client."""
+class Job(Stream):
+    """The requests of one client, on the running event loop.
 
-    def __init__(
-        self, metrics: Metrics, stream: bool, num_sequences: int, client: Hashable
-    ) -> None:
-        super().__init__(stream)
-        self.num_sequences = num_sequences
-        self.client = client
+    Attributes:
+        on_end: called when the news end.
+    """
+
+    def __init__(self, metrics: Metrics, stream: bool) -> None:
+        super().__init__(stream, asyncio.get_running_loop())
         self._metrics = metrics
         self._prefilled = 0
-        self._on_end: list[Callable[[], object]] = []
+        self.on_end: list[Callable[[], object]] = []
 
     # -- on the engine's thread ----------------------------------------------------------------
 
-    def report(self, request: Request) -> list[PromptDelta] | None:
+    def report(self, request: Request) -> list[PromptDelta]:
         self._metrics.note_token(request, time.perf_counter())
-        if not self.stream:
-            return None
+        if not self.every_token:
+            return []
         prompt = self.requests.index(request)
         return [
             PromptDelta(prompt, sequence.take_delta())
             for sequence in request.sequences
             if sequence.has_delta
-        ] or None
+        ]
 
-    def report_prefill(self) -> list[Prefilled] | None:
+    def report_prefill(self) -> list[Prefilled]:
         before = self._prefilled
         self._prefilled = sum(max(s.num_computed for s in r.sequences) for r in self.requests)
-        return [Prefilled(self._prefilled)] if self._prefilled != before else None
+        return [Prefilled(self._prefilled)] if self._prefilled != before else []
 
     def note_end(self, request: Request) -> None:
         self._metrics.note_end(request)
@@ -90,25 +90,21 @@ class Job(AsyncJob):
             pass
         return self.outputs()
 
+    def put(self, news: Iterable[PromptDelta | Prefilled]) -> None:
+        super().put(news)
+        failed = next((r for r in self.requests if r.error is not None), None)
+        if failed is not None:
+            self.end(ApiError(400 if failed.error_is_invalid else 500, str(failed.error)))
+
     def end(self, error: Exception | None = None) -> None:
         if not self.done:
-            super().end(error)
-            for function in self._on_end:
+            super().end(error and as_api_error(error))
+            for function in self.on_end:
                 function()
-
-    def receive(self, news: News) -> None:
-        news = news._replace(items=[delta for deltas in news.items for delta in deltas])
-        failed = next((r for r in self.requests if r.error is not None), None)
-        if news.error is not None:
-            news = news._replace(error=as_api_error(news.error))
-        elif failed is not None:
-            status = 400 if failed.error_is_invalid else 500
-            news = news._replace(error=ApiError(status, str(failed.error)), finished=True)
-        super().receive(news)
 
 
 class RequestTracker:
-    """Takes jobs within limits, and ends them.
+    """Takes jobs within limits, on an event loop, and ends them.
 
     Args:
         worker: runs the engine on its thread.
@@ -137,11 +133,6 @@ class RequestTracker:
     @property
     def alive(self) -> bool:
         return self.worker.alive
-
-    def start(self) -> None:
-        """Take jobs from now on, on the running event loop."""
-        self._loop = asyncio.get_running_loop()
-        self._deliver = deliver_to(self._loop)
 
     async def call(self, function: Callable[[], T]) -> T:
         """The result of `function`, run on the engine's thread between two steps.
@@ -202,34 +193,35 @@ class RequestTracker:
             Exception: what `add` raises.
         """
         self.check_room(num_sequences, client)
-        job = Job(self._metrics, stream, num_sequences, client)
-        self._take(job, timeout)
+        job = Job(self._metrics, stream)
+        self._take(job, num_sequences, client, timeout)
         jobs_of_task.get([]).append(job)
         try:
-            await asyncio.wrap_future(self.worker.submit(job, add, self._deliver))
+            await asyncio.wrap_future(self.worker.submit(job, add))
         except BaseException:
             job.end()
             raise
         return job
 
-    def _take(self, job: Job, timeout: float) -> None:
+    def _take(self, job: Job, num_sequences: int, client: Hashable, timeout: float) -> None:
         self._open.add(job)
-        self._num_sequences[job.client] += job.num_sequences
+        self._num_sequences[client] += num_sequences
 
         def close() -> None:
             self._open.remove(job)
-            self._num_sequences[job.client] -= job.num_sequences
+            self._num_sequences[client] -= num_sequences
             self._num_sequences = +self._num_sequences  # drops clients without sequences
             self.worker.abort(job)
             if not self._open:
                 self._drained.set()
 
-        job._on_end.append(close)
+        job.on_end.append(close)
         if self._tracing is not None:
             record = self._tracing.follow()
-            job._on_end.append(lambda: record(job.requests, job.error))
+            job.on_end.append(lambda: record(job.requests, job.error))
         error = ApiError(504, f"not finished within {timeout:g} seconds")
-        job._on_end.append(self._loop.call_later(timeout, job.end, error).cancel)
+        alarm = asyncio.get_running_loop().call_later(timeout, job.end, error)
+        job.on_end.append(alarm.cancel)
 
     async def drain(self, grace: float) -> None:
         """Refuse new jobs, and fail those that still run after `grace` seconds."""

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, cast
 
 from fastapi import Depends, Request
 
-from radixcache.base import TokensLike
-from radixcache.errors import InvalidRequest, PinError
-from radixcache.runtime.engine.input_processor import EngineInput
-from radixcache.runtime.engine.named_prefixes import NamedPrefix
-from radixcache.runtime.sampling.params import SamplingParams
+from radixcache.errors import InvalidRequest
 from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http.errors import ApiError
-from radixcache.runtime.server.jobs import Job, RequestTracker
+from radixcache.runtime.server.jobs import RequestTracker
 from radixcache.runtime.server.observe.metrics import Metrics
 from radixcache.runtime.server.pools import GrammarPool, TokenizerPool
-from radixcache.runtime.server.protocol.tools import ChatMessage
-from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
+from radixcache.runtime.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # imports torch
     from radixcache.runtime.llm import LLM
@@ -104,47 +99,12 @@ class ServingContext:
         """The model's tokenizer; `InvalidRequest` if it has none."""
         return self.llm.inputs.tokenizer
 
-    async def find_prefix(self, name: str, cache_salt: str | None) -> NamedPrefix:
-        """The salt's prefix of that name; 404 if there is none."""
-        try:
-            return await self.jobs.call(lambda: self.llm.prefixes.find(name, cache_salt))
-        except PinError as error:
-            raise ApiError(404, str(error), "prefix") from None
-
-    async def submit(
-        self,
-        prompts: Sequence[TokensLike],
-        params: SamplingParams,
-        client: Hashable,
-        cache_salt: str | None,
-        stream: bool,
-    ) -> Job:
-        """Queue prompts; their reader must end the job."""
-        if params.stop_strings:
-            _ = self.tokenizer  # refuses
-        structured = params.structured_outputs
-        grammar = structured and await self.grammars.compile(structured, client)
-        inputs = [EngineInput(None, tokens, params) for tokens in prompts]
-        job = await self.jobs.submit(
-            lambda: self.llm.add(inputs, cache_salt, client=client),
-            len(prompts) * params.n,
-            client=client,
-            stream=stream,
-            timeout=self.options.request_timeout,
-        )
-        del grammar  # held until here, so that the engine's thread finds it compiled
-        return job
-
 
 def client_of(request: Request, cache_salt: str | None = None) -> Hashable:
     """The client of a request, for fair shares: its salt, else its address."""
     if cache_salt is not None:
         return "salt", cache_salt
     return "address", request.client and request.client.host
-
-
-def plain_messages(messages: list[ChatMessage]) -> list[Message]:
-    return [message.plain() for message in messages]
 
 
 def _context_of(request: Request) -> ServingContext:

@@ -86,7 +86,8 @@ def read_settings(flags: Mapping[str, Any]) -> tuple[EngineArgs, ServerArgs]:
     given = {name: value for name in SETTINGS if (value := getattr(read, name)) is not None}
     model = given.get("model")
     if model is not None:  # clients need not know where a GGUF file lies
-        name = Path(model).stem if str(model).lower().endswith(".gguf") else str(model)
+        is_file = str(model).lower().endswith(".gguf") or Path(model).is_file()
+        name = Path(model).stem if is_file else str(model)
         given.setdefault("served_model_name", [name])
     engine, sampling, server = (
         {one.name: given[one.name] for one in settings_of(kind) if one.name in given}

@@ -7,7 +7,10 @@ strict schemas must close their objects; here that is the default.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from radixcache.runtime.tokens.schema_keywords import below, in_known_keywords
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -44,21 +47,20 @@ ANY_OBJECT = {
 """The schema of the format "json_object": any object, its numbers bounded."""
 
 _ANNOTATIONS = {"$comment", "default", "description", "examples", "title"}
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTED = ("allOf", "anyOf", "oneOf", "prefixItems")
-_SINGLE = ("items", "additionalProperties", "contains", "propertyNames")
 _COMPOSING = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
 _OF_OBJECTS = ("properties", "patternProperties", "additionalProperties", "unevaluatedProperties")
 
 
 def complete(schema: Any) -> Any:
-    """The schema with bounds for numbers that have none, closed objects, and no annotations.
-    O(its size).
+    """The schema in known keywords, with bounds for numbers that have none, closed objects, and no
+    annotations. O(its size).
 
     The schema's own bounds, `multipleOf` and `additionalProperties` stay. Objects that list
-    `properties` are closed, unless the schema composes an object from several schemas, each of
-    which would then forbid the others' properties. The parts of an `allOf` stay as they are.
+    `properties`, or patterns alone, are closed, unless the schema composes an object from several
+    schemas, each of which would then forbid the others' properties. The parts of an `allOf` stay
+    as they are.
     """
+    schema, _ = in_known_keywords(schema)
     closes = not any(_is_composed(node) for node in _nodes(schema))
     return _complete(schema, closes)
 
@@ -67,7 +69,8 @@ def _complete(schema: Any, closes: bool) -> Any:
     if not isinstance(schema, dict):
         return schema
     said = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
-    found = {key: _below(key, value, closes) for key, value in said.items()}
+    change = partial(_complete, closes=closes)
+    found = {key: below(key, value, change) for key, value in said.items()}
     kinds = found.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     if "enum" in found or "const" in found or "allOf" in found:
@@ -77,6 +80,8 @@ def _complete(schema: Any, closes: bool) -> Any:
     elif "number" in kinds:
         _bound(found, MAX_NUMBER)
         found.setdefault("multipleOf", SMALLEST_STEP)
+    if closes and "patternProperties" in found and "properties" not in found:
+        found.setdefault("additionalProperties", False)
     closes = closes and {"patternProperties", "unevaluatedProperties"}.isdisjoint(found)
     named, required = found.get("properties"), found.get("required")
     required = required if isinstance(required, list) else []
@@ -93,6 +98,8 @@ def _bound(schema: dict[str, Any], most: int) -> None:
     low, high = schema.get("minimum"), schema.get("maximum")
     low = schema.get("exclusiveMinimum") if low is None else low
     high = schema.get("exclusiveMaximum") if high is None else high
+    low = None if isinstance(low, float) and low < -1e18 else low  # such as that of float64
+    high = None if isinstance(high, float) and high > 1e18 else high
     if low is None and (high is None or _is_number(high)):
         schema["minimum"] = -most if high is None else min(-most, 10 * -abs(high))
     if high is None and (low is None or _is_number(low)):
@@ -109,15 +116,6 @@ def _is_composed(schema: dict[str, Any]) -> bool:
     return any(key in schema for key in _COMPOSING) and any(key in schema for key in _OF_OBJECTS)
 
 
-def _below(key: str, value: Any, closes: bool) -> Any:
-    """A keyword's value, with the schemas in it completed."""
-    if key in _NAMED and isinstance(value, dict):
-        return {name: _complete(one, closes) for name, one in value.items()}
-    if key in _LISTED and key != "allOf" and isinstance(value, list):
-        return [_complete(one, closes) for one in value]
-    return _complete(value, closes) if key in _SINGLE else value
-
-
 def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
     """All schemas within a schema, and the schema itself."""
     rest = [schema]
@@ -126,9 +124,4 @@ def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
         if isinstance(node, dict):
             yield node
             for key, value in node.items():
-                if key in _NAMED and isinstance(value, dict):
-                    rest += value.values()
-                elif key in _LISTED and isinstance(value, list):
-                    rest += value
-                elif key in _SINGLE:
-                    rest.append(value)
+                below(key, value, rest.append)

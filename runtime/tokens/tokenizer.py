@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from functools import cached_property, partial
 from math import inf
 from pathlib import Path
@@ -67,7 +68,7 @@ class Tokenizer:
 
     def __init__(self, tokenizer: Any, max_tokens: float = inf) -> None:
         self._tokenizer = tokenizer
-        self.max_tokens = max_tokens
+        self._max_tokens = max_tokens
         self._longest = inf  # characters of a token
         self._one_at_a_time: AbstractContextManager[object] = Lock()
         if getattr(tokenizer, "is_fast", False):
@@ -93,8 +94,8 @@ class Tokenizer:
             ModelError: the tokenizer cannot be loaded.
         """
         try:
-            if (path := find_gguf(name_or_path)) is not None:
-                found = _read_gguf(path)
+            if parts := find_gguf(name_or_path):
+                found = _read_gguf(parts[0])
                 return None if found is None else cls(found, max_tokens)
             if any(find_file(name_or_path, file) for file in _VOCABULARIES):
                 return cls(_read(name_or_path), max_tokens)
@@ -105,15 +106,19 @@ class Tokenizer:
             reason = first_sentence(error)
         raise ModelError(f"the tokenizer of {name_or_path} does not load: {reason}")
 
+    def limited(self, max_tokens: int) -> Tokenizer:
+        """The same, but for its `max_tokens`."""
+        found = copy(self)
+        found._max_tokens = max_tokens
+        return found
+
     @contextmanager
     def _reading(self, text: str) -> Iterator[None]:
         """Refuses a text that is too long, is no Unicode (as JSON may hold it), or that makes the
         tokenizer fail."""
-        if len(text) > max(_SHORT, self._longest * self.max_tokens):
-            raise ContextExceeded(
-                f"a text of {len(text)} characters is too long for the context of "
-                f"{self.max_tokens} tokens"
-            )
+        if len(text) > max(_SHORT, self._longest * self._max_tokens):
+            problem = f"a text of {len(text)} characters cannot fit"
+            raise ContextExceeded.of(self._max_tokens, problem)
         try:
             with self._one_at_a_time:
                 yield

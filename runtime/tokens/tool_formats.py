@@ -144,8 +144,10 @@ class ToolFormat:
             opened.append(f"{spell((self.open + before).removeprefix(self.opener))} {rest}")
             free = tool.name in loose or (choice.mode == "auto" and not tool.strict)
             rules[f"value_{index}"] = self._arguments(tool, free)
-        rules["call"] = " | ".join(f"call_{index}" for index in range(len(tools)))
         more = f"({spell(self.between)} call)*" if choice.parallel and not self.bare else ""
+        # Where calls must come, all are captured: one that repeats the one before is the end.
+        kept = '[capture="__LIST_APPEND:call"]' if choice.mode == "required" and more else ""
+        rules[f"call{kept}"] = " | ".join(f"call_{index}" for index in range(len(tools)))
         opening = "" if self.bare else spell(self.open)
         rules["calls"] = f"{opening} call {more} {spell(self.close)}"
         start = "calls"

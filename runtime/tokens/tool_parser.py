@@ -53,6 +53,7 @@ class MessageParser:
         reasons: the model may think first.
         thinking: the prompt's end has opened thoughts.
         schemas: each function's parameters, which tell text from JSON in tagged arguments.
+        repeats: calls may repeat the one before; else such a call is held back and dropped.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class MessageParser:
         reasons: bool = False,
         thinking: bool = False,
         schemas: Mapping[str, Mapping[str, Any]] | None = None,
+        repeats: bool = True,
     ) -> None:
         self._format = calls
         self._reasons = reasons
@@ -72,6 +74,10 @@ class MessageParser:
         self._pieces: list[ParsedDelta] = []
         self._parsed: list[ParsedDelta] = []
         self._num_calls = 0
+        self._repeats = repeats
+        self._call_text = self._call_before = ""
+        self._unsure: list[ParsedDelta] = []
+        """Pieces of a call that may repeat the one before."""
         self._after_mark = False
         self._left_to_reread = _READ_AGAIN
         self._ended = self._cut = False
@@ -86,6 +92,8 @@ class MessageParser:
         self._ended, self._cut = ended, cut
         self._pieces = []
         next(self._reading, None)
+        if ended and self._call_text != self._call_before:
+            self._pieces += self._unsure
         self._parsed += self._pieces
         return self._pieces
 
@@ -264,13 +272,21 @@ class MessageParser:
         if not text:
             return
         if kind in ("content", "reasoning"):
-            self._pieces.append(ParsedDelta(kind, text))
+            if not self._unsure:  # else it follows a call that is dropped
+                self._pieces.append(ParsedDelta(kind, text))
             return
         call_id = ""
         if kind == "call":
             name = uuid.uuid4().hex
             call_id = name[:9] if self._format and self._format.short_ids else f"call_{name[:24]}"
-        self._pieces.append(ParsedDelta(kind, text, self._num_calls - 1, call_id))
+            self._call_before, self._call_text, self._unsure = self._call_text, "", []
+        self._unsure.append(ParsedDelta(kind, text, self._num_calls - 1, call_id))
+        if not self._repeats:
+            self._call_text += text
+            if self._call_before.startswith(self._call_text):
+                return
+        self._pieces += self._unsure
+        self._unsure = []
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -84,7 +84,7 @@ class BruteForce:
         lease.used = True
         self.store(lease, tokens.tolist(), written)
 
-    def release(self, lease: Hold) -> None:
+    def release(self, lease: Hold, **hints: bool) -> None:
         self.leases.remove(lease)
         self.leave(lease)
 

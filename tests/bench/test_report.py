@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from radixcache.bench import cli
+from radixcache.bench.args import BenchArgs
 from radixcache.bench.replay.figures import Figures
 from radixcache.bench.report.columns import INDEX, STATES
 from radixcache.bench.report.files import write
@@ -42,7 +43,7 @@ def elsewhere(tmp_path, monkeypatch):
 def parsed(*words):
     parser = argparse.ArgumentParser()
     cli.add_flags(parser)
-    return parser.parse_args(words)
+    return BenchArgs.of(parser.parse_args(words))
 
 
 def figures(scheme, computed, *, memory="30%", **more):
@@ -197,7 +198,7 @@ def test_the_command_prints_tables_and_a_headline_last(capsys, monkeypatch):
 
 
 def test_without_what_draws_pages_the_table_is_printed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("radixcache.bench.cli.find_spec", lambda name: None)
+    monkeypatch.setattr("radixcache.bench.args.find_spec", lambda name: None)
     assert main(["bench", TINY]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("No report is written: it needs vl-")
     monkeypatch.setattr("radixcache.bench.report.files.find_spec", lambda name: None)
@@ -273,7 +274,7 @@ def test_both_levels_agree_in_the_command_and_refused_everywhere_is_no_error(cap
     assert main(["bench", "short:requests=6,answer=2", *flags]) == 0
     report = json.loads(capsys.readouterr().out)
     (found,) = report["workloads"]
-    assert report["settings"]["KV"] == "int8"
+    assert report["settings"]["kv_cache_dtype"] == "int8"
     assert found["disagreements"] == 0 and not Path("bench-report.html").exists()
     engine = [row for row in found["rows"] if row["level"] == "engine"]
     assert [row["scheme"] for row in engine] == 2 * ["none", "radix-16"]
@@ -321,10 +322,10 @@ def test_a_report_of_a_model_with_windows_says_what_its_rules_are(capsys):
         (f"{TINY} --memory {'9' * 23}", "is more than 268,435,456 tokens"),
         (f"{TINY} --memory {'9' * 400}%", "is more than"),
         ("chat:user=" + "9" * 5000, "8 digits at most"),
-        ("--concurrency 0", "--concurrency must be more than 0, not 0"),
-        ("--step-time nan", "--step-time must be more than 0, not nan"),
-        ("--step-time 1e308", "must be from 1e-09 to 1e+12"),
-        ("--seed -1", "--seed must be at least 0, not -1"),
+        ("--concurrency 0", "concurrency must be from 1 to 1000000000000, not 0"),
+        ("--step-time nan", "step_time must be from 1e-09 to 1000000000000.0, not nan"),
+        ("--rate 1e308 --arrivals poisson", "rate must be from 1e-09 to 1000000000000.0"),
+        ("--seed -1", "seed must be at least 0, not -1"),
         ("--file x", "--file and --format go together"),
         ("--level index --kv-cache-dtype int8", "at --level index say --token-bytes"),
         ("--file /nowhere --format mooncake", "cannot read /nowhere"),
@@ -341,8 +342,8 @@ def test_a_report_of_a_model_with_windows_says_what_its_rules_are(capsys):
         ("--memory 30% chat", "chat is a workload: name it before --memory, not after"),
         ("--schemes radix-1 chat:turns=2", "name it before --schemes, not after"),
         ("nothing", "no workload 'nothing'"),
-        ("--states 1", "--states must be from 2 to 1048576, not 1"),
-        ("--states 0", "--states must be from 2 to 1048576, not 0"),
+        ("--states 1", "states must be from 2 to 1048576, not 1"),
+        ("--states 0", "states must be from 2 to 1048576, not 0"),
         ("--states 9 --level both", "--states are simulated: --level index alone"),
         ("--states 9 --schemes hash-16", "--schemes goes without --states only"),
         ("--windows gemma-3-27b --token-bytes 5", "--windows has its model's own --token-bytes"),

@@ -8,9 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,15 +17,16 @@ from transformers import (
 )
 
 from radixcache import HashBlockCache, NoCache, PagePool, PrefixCache, RadixCache, SamplingParams
-from radixcache.kernels.torch_backend import TorchBackend
+from radixcache.kernels.torch.attention import TorchAttention
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.engine.build import choose_logits_cache, choose_planner
 from radixcache.runtime.engine.engine import Engine
-from radixcache.runtime.engine.scheduler import Policy, Scheduler
+from radixcache.runtime.engine.scheduling.admission import Policy
+from radixcache.runtime.engine.scheduling.scheduler import Scheduler
+from radixcache.runtime.model.fallback.loading import load_transformers
 from radixcache.runtime.model.kv_pool import choose_windows
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
-from radixcache.runtime.model.transformers_loading import load_transformers
 from radixcache.runtime.request import Request
 from tests.helpers.models import MULTIMODAL
 
@@ -53,13 +52,13 @@ def plain_model(path: Path) -> PreTrainedModel:
 
 
 @cache
-def paged_model(path: Path, layers: Layers = "chosen") -> PagedModel:
+def paged_model(path: Path, layers: Layers = "chosen", kv: str = "auto") -> PagedModel:
     cpu = torch.device("cpu")
     if layers == "stock":
         return load_transformers(path, torch.float32, cpu)
     if layers == "torch":
-        return load_model(path, device=cpu, attention=TorchBackend(cpu))
-    return load_model(path)
+        return load_model(path, device=cpu, attention=TorchAttention(cpu), kv_cache_dtype=kv)
+    return load_model(path, kv_cache_dtype=kv)
 
 
 def make_engine(
@@ -73,10 +72,11 @@ def make_engine(
     layers: Layers = "chosen",
     num_states: int = 0,
     windows: bool = False,
+    kv: str = "auto",
 ) -> Engine:
     """An engine with a pool of exactly `num_pages`, on shared weights; of a recurrent model with
     `num_states` slots, or with windows that are kept apart."""
-    model = paged_model(path, layers)
+    model = paged_model(path, layers, kv)
     apart = choose_windows(model.shapes, model.windows, page_size) if windows else None
     prefix_cache = CACHES[cache](PagePool(num_pages, page_size))
     planner = choose_planner(prefix_cache, num_states, apart)
@@ -137,14 +137,6 @@ def prompts(vocab_size: int = 250, seed: int = 20_261_120) -> list[list[int]]:
     ]
 
 
-def in_use(cache: PrefixCache) -> NDArray[np.bool_]:
-    """[num_pages] whether each page is held, or cached."""
-    held = cache.pool.refs > 0
-    if isinstance(cache, HashBlockCache):
-        held |= [block is not None for block in cache._blocks]
-    return held
-
-
 def assert_no_page_is_lost(engine: Engine) -> None:
     """With nothing running, eviction can free every page."""
     pool = engine.cache.pool
@@ -203,3 +195,9 @@ def _plain_greedy(
         model.generation_config.eos_token_id = eos
     tokens: list[int] = out[0, len(prompt) :].tolist()
     return tokens
+
+
+def only_by_saved_states(engine: Engine) -> None:
+    """As if the windows were too large to be computed again."""
+    assert engine.cache.windows is not None
+    engine.cache.windows._reach = 0

@@ -237,7 +237,7 @@ def _metadata(family: str, config: Any) -> dict[str, Any]:
 def _weights(
     family: str, config: Any, stored: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names of checkpoints or, where several become one or one becomes several, of files."""
+    """Names of saved states or, where several become one or one becomes several, of files."""
     experts: dict[str, list[torch.Tensor]] = {}
     for name in sorted(stored, key=lambda n: [int(x) if x.isdigit() else x for x in n.split(".")]):
         weight = stored[name]

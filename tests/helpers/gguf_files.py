@@ -32,6 +32,16 @@ HALVES: dict[str, dict[int, float]] = {
     "IQ4_NL": {0: 0.0008},
     "IQ4_XS": {0: 0.00005},
     "MXFP4": {},
+    "NVFP4": {},
+    "IQ1_S": {0: 0.005},
+    "IQ1_M": {},
+    "IQ2_XXS": {0: 0.001},
+    "IQ2_XS": {0: 0.001},
+    "IQ2_S": {0: 0.001},
+    "IQ3_XXS": {0: 0.0005},
+    "IQ3_S": {0: 0.0005},
+    "TQ1_0": {52: 0.06},
+    "TQ2_0": {64: 0.06},
 }
 
 
@@ -97,6 +107,11 @@ def random_blocks(
     blocks = rng.integers(0, 256, (count, size), dtype=np.uint8)
     if kind == "MXFP4":  # a power of two
         blocks[:, 0] = rng.integers(0, 150, count) if wild else rng.integers(121, 124, count)
+    if kind == "NVFP4":
+        blocks[:, :4] = rng.integers(0, 256 if wild else 16, (count, 4))
+        blocks[0, :2] = (127, 255) if wild else 0
+    if kind == "IQ1_M":  # the four parts of a finite float16
+        blocks[:, 55] &= 0xBF if wild else 0x1F
     for at, usual in HALVES[kind].items():
         scale = usual * rng.uniform(0.5, 1.5, count)
         if wild:

@@ -17,13 +17,15 @@ from numpy.typing import NDArray
 
 from radixcache import HashBlockCache, PagePool, RadixCache
 from radixcache.kernels.attention import PagedBatch
+from radixcache.left_pages import LeftPages
+from radixcache.pages import Pages
 from radixcache.runtime.engine.build import choose_logits_cache, choose_planner
 from radixcache.runtime.engine.engine import Engine
-from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.engine.scheduling.scheduler import Scheduler
 from radixcache.runtime.model.kv_pool import WindowLayout
 from radixcache.runtime.model.paged_model import Unread
 from radixcache.runtime.spec_decode.proposer import DraftProposer
-from tests.helpers.engines import CACHES, in_use
+from tests.helpers.engines import CACHES
 
 VOCAB = 29
 Ints = NDArray[np.integer]
@@ -54,6 +56,16 @@ class HashPool:
         self.pages = np.full((num_pages + 1, most), -1, np.int64)
         self.slots = self.pages[:, :page_size]
         self.window_slots = self.pages[:, : windows.page_size] if windows else self.slots
+        self._handed_out = list[int]()
+
+    def note_handed_out(self, pages: Ints) -> None:
+        """What these pages held before must not matter, but to the copies that come next."""
+        self._handed_out += pages.tolist()
+
+    def spoil(self) -> None:
+        """Spoil the pages that were handed out since the last time, but for those written since."""
+        self.pages[self._handed_out] = -9
+        self._handed_out.clear()
 
     @property
     def page_bytes(self) -> int:
@@ -64,12 +76,28 @@ class HashPool:
 
     def write_pages(self, pages: Ints, rows: torch.Tensor) -> None:
         self.pages[pages] = rows.contiguous().view(torch.int64).numpy()
+        written = {*pages.tolist()}
+        self._handed_out = [page for page in self._handed_out if page not in written]
 
     def copy(self, *copies: Sequence[tuple[int, int, int]]) -> None:
         both = [copy for same in copies for copy in same]
         read = [self.pages[source, :count].copy() for source, _, count in both]
+        self.spoil()
         for (_, target, count), slots in zip(both, read, strict=True):
             self.pages[target, :count] = slots
+
+
+class SpoilingPool(PagePool):
+    """Lets a `HashPool` know which pages it hands out."""
+
+    def __init__(self, kv_pool: HashPool) -> None:
+        super().__init__(kv_pool.num_pages, kv_pool.page_size)
+        self._kv_pool = kv_pool
+
+    def allocate(self, count: int) -> Any:
+        pages = super().allocate(count)
+        self._kv_pool.note_handed_out(pages)
+        return pages
 
 
 class HashModel:
@@ -82,7 +110,7 @@ class HashModel:
         self.vocab_size, self.max_context = vocab, 1 << 20
         self.eos_token_ids = [eos]
         self.attention: Any = SimpleNamespace(reads_shared_once=False)
-        self.max_graph_rows, self.alive = 0, True
+        self.max_graph_rows = 0
         self.unwritten = 0
         """Slots that were read before anybody had written them."""
         self.fails_at = 0
@@ -103,6 +131,7 @@ class HashModel:
     ) -> torch.Tensor:
         if unread is not None:
             token_ids[unread.rows] = unread.tokens.cpu().numpy()
+        pool.spoil()
         places = np.divmod(batch.slots(), batch.page_size)
         pool.slots[places] = token_ids
         logits = np.zeros((len(logit_rows), self.vocab_size), np.float32)
@@ -160,7 +189,6 @@ class WindowHashModel(HashModel):
     def forward(self, *step: Any) -> torch.Tensor:
         token_ids, batch, logit_rows, pool, *_ = step
         places = np.divmod(batch.window.slots(), batch.window.page_size)
-        pool.pages[~pool.held()] = -9  # what is in a free page does not matter
         logits = super().forward(*step)  # which writes the tokens, and brings the unread ones
         pool.window_slots[places] = token_ids + IN_WINDOW
         size, rows = pool.windows.window, np.arange(len(token_ids))
@@ -199,8 +227,7 @@ def hash_engine(
     kind = RecurrentHashModel if num_states else WindowHashModel if windows else HashModel
     model = model or kind()
     pool: Any = HashPool(num_pages, page_size, num_states, windows)
-    index = CACHES[cache](PagePool(num_pages, page_size))
-    pool.held = lambda: np.append(in_use(index), True)
+    index = CACHES[cache](SpoilingPool(pool))
     planner = choose_planner(index, num_states, windows)
     kept = choose_logits_cache(index, model.vocab_size, num_states)
     scheduler = Scheduler(
@@ -234,6 +261,34 @@ def assert_cached_is_computed(engine: Engine) -> None:
     for tokens, table in paths:
         held = pool.slots[table].reshape(-1)[: len(tokens)] % (1 << SUM)
         assert held.tolist() == tokens.tolist(), "what is cached was not computed"
+    if isinstance(cache, RadixCache) and cache.windows is not None:
+        for tokens, table in paths:
+            assert_left_is_computed(pool, cache.windows.left, tokens, np.array(table, np.int32))
+
+
+def assert_left_is_computed(pool: HashPool, left: LeftPages, tokens: Ints, table: Pages) -> None:
+    """Each page of a window that can be found holds the tokens of its place, and the deepest window
+    of some sizes is where each of its pages can be found."""
+    size, beside = left.page_size, dict[int, int]()
+    rows, columns, pages = left.entries()
+    place = {(row, column): page for row, column, page in zip(rows, columns, pages, strict=True)}
+    for end in range(size, len(tokens) + 1, size):
+        row, number = (end - 1) // pool.page_size, end // size - 1
+        column = number - row * pool.page_size // size
+        if (page := place.get((table[row], column))) is not None:
+            beside[number] = page
+            held = pool.window_slots[page] - IN_WINDOW
+            assert held.tolist() == tokens[end - size : end].tolist(), "found, but not computed"
+    for window in (2, 9, 30):
+        wanted = -(-(window - 1) // size)
+        whole = [
+            end
+            for end in range(1, len(tokens) // size + 1)
+            if all(number in beside for number in range(max(0, end - wanted), end))
+        ]
+        first, found = left.find(table, len(tokens), window)
+        assert first + len(found) == max(whole, default=0)
+        assert found.tolist() == [beside[first + i] for i in range(len(found))]
 
 
 def read_rows(batch: PagedBatch, logit_rows: Ints, slots: NDArray[Any]) -> Iterator[NDArray[Any]]:

@@ -23,7 +23,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 from radixcache import LLM
 from radixcache.kernels.attention import LayerKind, PagedBatch
-from radixcache.kernels.torch_backend import TorchBackend
+from radixcache.kernels.torch.attention import TorchAttention
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.engine import build
 from radixcache.runtime.model.generation import GenerationDefaults
@@ -146,7 +146,7 @@ class ScriptedModel(PagedModel):
             vocab_size=len(tokenizer),
             max_context=1 << 16,
             eos_token_id=end,
-            attention=TorchBackend(),
+            attention=TorchAttention(),
         )
         self.script = script
         self._tokenizer, self._end = tokenizer, end

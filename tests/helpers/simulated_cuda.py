@@ -392,16 +392,6 @@ class _Stream:
     def wait_stream(self, other: object) -> None: ...
 
 
-@contextmanager
-def _profile(**_: object) -> Iterator[SimpleNamespace]:
-    """Stands in for `torch.profiler.profile`, which sees no device."""
-    row = SimpleNamespace(
-        key="a kernel", count=1, self_device_time_total=1.0, device_type="DeviceType.CUDA"
-    )
-    save = lambda path: Path(path).touch()  # noqa: E731
-    yield SimpleNamespace(key_averages=lambda: [row], export_chrome_trace=save)
-
-
 def _let_cuda_be_guarded() -> None:
     """Give the device type CUDA a guard that switches nothing.
 
@@ -485,7 +475,6 @@ def simulated_cuda(index: int = 0) -> Iterator[Device]:
             (torch.cuda, "graph_pool_handle", lambda: (0, 0)),
             (torch.cuda, "CUDAGraph", Graph),
             (torch.cuda, "graph", capture),
-            (torch.profiler, "profile", _profile),
             (torch, "Generator", _Generator),
             (torch.Tensor, "is_pinned", lambda tensor, *_: device.is_pinned(tensor)),
             (torch.Tensor, "pin_memory", lambda tensor, *_: device.pin(tensor.clone())),

@@ -10,8 +10,8 @@ from typing import Any
 from unittest.mock import patch
 
 from radixcache import SamplingParams
-from radixcache.runtime.engine.checkpoint_planner import CheckpointPlanner
 from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.engine.scheduling.saved_state_planner import SavedStatePlanner
 from radixcache.runtime.request import Request
 from tests.helpers.engines import assert_no_page_is_lost, generated
 
@@ -127,6 +127,6 @@ def serve(
             assert len(tokens) == count or not ignore_eos
 
     seen = play(engine, rng, num_requests, ask, verify, arrivals=arrivals, failures=0.04)
-    assert isinstance(engine.scheduler.planner, CheckpointPlanner)
+    assert isinstance(engine.scheduler.planner, SavedStatePlanner)
     seen["evicted"] = engine.scheduler.planner.index.num_evicted
     return seen

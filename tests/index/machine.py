@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from radixcache import (
-    CacheStats,
-    Cleared,
-    Evicted,
-    HashBlockCache,
-    LeaseError,
-    OutOfPages,
-    PagePool,
-    PinError,
-    RadixCache,
-    Stored,
-)
+from radixcache import CacheStats, Cleared, Evicted, HashBlockCache, PagePool, RadixCache, Stored
+from radixcache.errors import LeaseError, OutOfPages, PinError
 from tests.index.model import (
     ENDLESS,
     KV,
@@ -175,10 +165,8 @@ class Machine:
                 self.cache.publish(lease, tokens, written=written)
             return
         table = lease.page_table.copy()
-        publish: Callable[[Any, Any], None] = partial(self.cache.publish, written=written)
-        if loaded:
-            assert isinstance(self.cache, RadixCache)
-            publish = self.cache.load
+        cache: Any = self.cache
+        publish = cache.load if loaded else partial(cache.publish, written=written)
         if written and self.model.follows_flight(request, tokens):
             publish(lease, tokens)
             return

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import random
 import tracemalloc
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from radixcache import (
     RadixCache,
     RadixCacheError,
 )
+from radixcache.lease import Lease
 from tests.index.drive import append, begin, length, put, snapshot, table
 
 SYSTEM = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
@@ -198,6 +201,26 @@ def test_a_listener_that_is_refused_a_change_leaves_the_cache_broken() -> None:
     cache.recover()
     cache.check()
     assert cache.pool.num_free == 6
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_a_lease_discards_goes_up_to_where_another_text_stands_or_branches(seed) -> None:
+    rng, cache = random.Random(seed), a_cache([1, 3, 4][seed % 3], 900)
+    kept, running = list[list[int]](), list[tuple[Lease, list[int]]]()
+    for _ in range(60):
+        running.append((begin(cache, text := rng.choices([0, 1], k=rng.randint(1, 12))), text))
+        cache.commit()
+        if rng.random() < 0.8:
+            lease, text = running.pop(rng.randrange(len(running)))
+            cache.release(lease, discard=(discard := rng.random() < 0.5))
+            kept.append(text)
+            if discard:
+                kept = [one for one in kept if one != text[: len(one)]]
+        cache.check()
+        there = {tuple(one[:end]) for one in [*kept, *(t for _, t in running)] for end in range(13)}
+        for probe in [tuple(text), *product([0, 1], repeat=6)]:
+            longest = max(n for n in range(len(probe) + 1) if not n or probe[:n] in there)
+            assert cache.cached_length(probe) == longest
 
 
 # -- leases ----------------------------------------------------------------------------------------

@@ -5,14 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 from radixcache import HashBlockCache, PagePool, RadixCache
 from radixcache.snapshot import MAX_DEPTH, CachedNode, Look
-from radixcache.tier import LowerTier
 from tests.index.drive import put, snapshot
-from tests.index.test_tier import Slots
 
 SEED = 20_261_120
 MODES = {"radix": RadixCache, "hash-block": HashBlockCache}
@@ -145,55 +142,3 @@ def test_a_deep_tree_is_cut_where_recursion_would_hurt(mode: str) -> None:
         put(cache, [*path, 1 + depth])
     depths = [len(path) for path in paths(snapshot(cache)[None])]
     assert max(depths) == MAX_DEPTH
-
-
-@pytest.mark.parametrize("two_tiers", [False, True])
-def test_what_only_lower_tiers_hold_goes_on_from_what_the_tree_holds(two_tiers: bool) -> None:
-    rng = random.Random(SEED)
-    cache = RadixCache(PagePool(30, 4))
-    disk = LowerTier(90, 4, Slots())
-    tier = cache.lower = LowerTier(30, 4, Slots(), "host", disk) if two_tiers else disk
-
-    def reach(tokens: list[int]) -> int:
-        """How far tokens are cached or can be loaded, without a salt."""
-        array, end = np.array(tokens, np.int32), cache.match([*tokens, 99])
-        while (following := tier.search(array, end))[1]:
-            end = following[2]
-        return end
-
-    prompts: list[list[int]] = [[]]
-    media: set[str] = set()
-    for _ in range(150):
-        stem = rng.choice(prompts[-20:])[: rng.randrange(30)]
-        prompts.append(stem + rng.choices(range(4), k=rng.randrange(1, 9)))
-        reach(prompts[-1])  # as whoever computes it looks first
-        put(cache, prompts[-1], rng.choice([None, None, "salt"]))
-        if rng.random() < 0.1:  # a window: a name that is no text, and its pages
-            window = np.full(4 * rng.randrange(1, 4), -rng.randrange(1, 9), np.int32)
-            tier.demote(window, 0, np.arange(len(window) // 4, dtype=np.int32))
-        outline = cache.outline()
-        kinds = {
-            path[-1].id: [node.medium for node in path]
-            for root in snapshot(cache).values()
-            for path in paths(root)
-        }
-        salted = {path[-1].id for path in paths(snapshot(cache).get("salt", CachedNode("")))}
-        whole, names = list[list[int]](), list[str]()
-        shown: set[tuple[int, ...]] = {()}
-        for name, parent, more in outline.spell():
-            assert more.min() >= 0, "a window is drawn"
-            whole.append([*(whole[parent] if parent >= 0 else ()), *more.tolist()])
-            names.append(name)
-            media |= {*kinds[name]}
-            in_pool = kinds[name].count("pool")
-            assert {*kinds[name][:in_pool]} <= {"pool"}, "a tier above the pool"
-            if in_pool < len(kinds[name]):
-                assert reach(whole[-1]) == len(whole[-1]), f"seed {SEED}"
-            shown.update(tuple(whole[-1][:n]) for n in range(len(whole[-1]) + 1))
-        assert {tuple(prompt[: reach(prompt)]) for prompt in prompts} <= shown, f"seed {SEED}"
-        drawn = [tuple(path) for path, name in zip(whole, names, strict=True) if name not in salted]
-        assert len({*drawn}) == len(drawn), "drawn twice"
-        picture = outline.draw(Look())
-        assert picture is not None
-        assert picture.num_nodes == sum({*path} == {"pool"} for path in kinds.values())
-    assert media == {"pool", "disk", *(["host"] if two_tiers else [])}

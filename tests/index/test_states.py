@@ -12,7 +12,7 @@ import pytest
 
 from radixcache import InvalidRequest, OutOfPages
 from radixcache.base import Tokens
-from radixcache.checkpoints import Checkpoint
+from radixcache.saved_states import SavedState
 from radixcache.states import StateIndex
 from tests.helpers.cover import seeds
 
@@ -23,7 +23,7 @@ def text(*tokens: int) -> Tokens:
 
 @seeds(1, 30)
 def test_random_calls_agree_with_a_plain_list(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixcache.checkpoints.STRIDE", 3)
+    monkeypatch.setattr("radixcache.saved_states.STRIDE", 3)
     rng = random.Random(seed)
     index = StateIndex(rng.randint(2, 9))
     kept: dict[tuple[object, bytes], int] = {}
@@ -38,11 +38,11 @@ def test_random_calls_agree_with_a_plain_list(seed: int, monkeypatch: pytest.Mon
             with suppress(OutOfPages):
                 own.append(index.take())
         elif call == "write":
-            checkpoint = index.write(tokens, namespace, "prompt")
+            saved = index.write(tokens, namespace, "prompt")
             if key in kept or key in written:
-                assert checkpoint is None
-            elif checkpoint is not None:
-                written[key] = checkpoint.held
+                assert saved is None
+            elif saved is not None:
+                written[key] = saved.held
         elif call == "give" and own:
             slot = own.pop(rng.randrange(len(own)))
             index.keep(slot, tokens, namespace, [c.key for c in index._kept.values()][:1])
@@ -67,24 +67,24 @@ def test_random_calls_agree_with_a_plain_list(seed: int, monkeypatch: pytest.Mon
             index.recover()
             written.clear()
             own.clear()
-        # What was evicted is a checkpoint; nothing else goes by itself.
-        there = {checkpoint.held for checkpoint in index._kept.values()}
+        # What was evicted is a saved state; nothing else goes by itself.
+        there = {saved.held for saved in index._kept.values()}
         kept = {key: slot for key, slot in kept.items() if slot in there}
         assert there == {*kept.values()}
         assert len(there) == len(kept) == index.counts["kept"]
         index.check(own)
 
 
-def checkpoints(index: StateIndex, *texts: Tokens, kind: str = "prompt") -> list[Checkpoint]:
-    """A checkpoint after each of these."""
+def saved_states(index: StateIndex, *texts: Tokens, kind: str = "prompt") -> list[SavedState]:
+    """A saved state after each of these."""
     made = [index.write(tokens, None, kind) for tokens in texts]  # type: ignore[arg-type]
     index.commit()
-    return [checkpoint for checkpoint in made if checkpoint is not None]
+    return [saved for saved in made if saved is not None]
 
 
 def test_what_the_step_reads_is_not_evicted() -> None:
     index = StateIndex(2)
-    first, second = checkpoints(index, text(1), text(2))
+    first, second = saved_states(index, text(1), text(2))
     assert index.find(text(1), None, 1) is first
     assert index.take() == second.held
     with pytest.raises(OutOfPages):
@@ -96,7 +96,7 @@ def test_what_the_step_reads_is_not_evicted() -> None:
 
 def test_what_the_step_reads_is_not_evicted_though_superseded() -> None:
     index = StateIndex(3)
-    (turn,) = checkpoints(index, text(1))
+    (turn,) = saved_states(index, text(1))
     slot = index.take()
     assert index.find(text(1), None, 1) is turn
     index.keep(slot, text(1, 2), None, [turn.key])
@@ -105,7 +105,7 @@ def test_what_the_step_reads_is_not_evicted_though_superseded() -> None:
 
 def test_a_conversation_that_has_gone_on_gives_up_what_it_went_on_from() -> None:
     index = StateIndex(3)
-    old, turn = checkpoints(index, text(9), text(1))
+    old, turn = saved_states(index, text(9), text(1))
     assert index.find(text(1), None, 1) is turn
     slot = index.take()
     index.commit()
@@ -118,7 +118,7 @@ def test_a_conversation_that_has_gone_on_gives_up_what_it_went_on_from() -> None
 
 def test_where_ends_do_not_pay_the_end_goes_and_the_prompt_stays() -> None:
     index = StateIndex(3)
-    (prompt, again) = checkpoints(index, text(1), text(7))
+    (prompt, again) = saved_states(index, text(1), text(7))
     assert index.find(text(7), None, 1) is again
     index.commit()
     slot = index.take()
@@ -135,11 +135,11 @@ def test_one_slot_is_too_few() -> None:
 def test_a_pinned_state_goes_last() -> None:
     index = StateIndex(3)
     index.pin(text(1), None)
-    checkpoints(index, text(1), text(2), text(3))
+    saved_states(index, text(1), text(2), text(3))
     for n in range(4, 9):
-        checkpoints(index, text(n))
+        saved_states(index, text(n))
     slot = index.take()
-    checkpoints(index, text(9), text(10))
+    saved_states(index, text(9), text(10))
     assert index.depth(text(1), None, 1) == 1
     index.drop(slot)
     taken = {index.take(), index.take()}
@@ -150,7 +150,7 @@ def test_a_pinned_state_goes_last() -> None:
     index.check([0, 1, 2])
 
 
-def test_a_look_up_tries_few_of_many_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_up_tries_few_of_many_saved_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that agree up to a stride before, and not every length there is."""
 
     class Counted(OrderedDict[Any, Any]):
@@ -159,11 +159,11 @@ def test_a_look_up_tries_few_of_many_checkpoints(monkeypatch: pytest.MonkeyPatch
             return super().get(*args)
 
     tried: list[Any] = []
-    monkeypatch.setattr("radixcache.checkpoints.STRIDE", 8)
+    monkeypatch.setattr("radixcache.saved_states.STRIDE", 8)
     index = StateIndex(1000)
     index._kept = Counted()
     texts = [text(*[1] * 12, *[n] * (n + 8)) for n in range(2, 300)]
-    checkpoints(index, *texts)
+    saved_states(index, *texts)
     for tokens in texts:
         tried.clear()
         assert index.depth(tokens, None, len(tokens)) == len(tokens)
@@ -178,13 +178,53 @@ def test_a_kind_that_was_hardly_ever_hit_is_kept_again_once_it_pays() -> None:
         if found := index.find(tokens, None, 2) is not None:
             index.commit()
         else:
-            checkpoints(index, tokens, kind=kind)
+            saved_states(index, tokens, kind=kind)
         return found
 
     for n in range(1000):
-        checkpoints(index, text(0, n), kind="branch")
+        saved_states(index, text(0, n), kind="branch")
     for n in range(300):
         come_back(text(1, n % 8), "prompt")
         hits += come_back(text(2, n % 8), "branch")
-        checkpoints(index, text(3, n))
+        saved_states(index, text(3, n))
     assert hits > 200
+
+
+def spare(index: StateIndex, tokens: Tokens, kind: str = "trail", before_end: int = 0) -> bool:
+    """Whether a spare state is kept."""
+    made = index.write(tokens, None, kind, before_end)  # type: ignore[arg-type]
+    index.commit()
+    return made is not None
+
+
+@pytest.mark.parametrize("kind", ["trail", "near"])
+def test_spare_states_use_only_slots_that_nobody_else_wants(kind: str) -> None:
+    index = StateIndex(5)
+    assert [spare(index, text(n), kind) for n in range(4)] == [True] * 4
+    assert index.counts == {"running": 0, "kept": 3 + 1, "free": 1}
+    own = [index.take() for _ in range(3)]  # takes the free one, then spare ones
+    assert index.counts["kept"] == 2
+    assert not spare(index, text(9), kind), "two slots are left for others"
+    (prompt,) = saved_states(index, text(7))
+    assert prompt.kind == "prompt" and index.counts["kept"] == 2
+    for slot in own:
+        index.drop(slot)
+
+
+def test_of_spare_states_the_farthest_from_its_prompts_end_goes_first() -> None:
+    index = StateIndex(4)
+    for n, before_end in enumerate((50, 900, 10, 400)):
+        assert spare(index, text(n), before_end=before_end)
+    assert index.counts["free"] == 0
+    index.take()
+    assert [index.depth(text(n), None, 1) for n in range(4)] == [1, 0, 1, 1]
+    assert spare(index, text(5), before_end=7)
+    assert [index.depth(text(n), None, 1) for n in range(4)] == [1, 0, 1, 0]
+
+
+def test_a_spare_state_that_is_wanted_for_a_better_reason_is_no_longer_spare() -> None:
+    index = StateIndex(6)
+    assert spare(index, text(1)) and not spare(index, text(1), "prompt")
+    assert [saved.kind for saved in index._kept.values()] == ["prompt"]
+    assert not spare(index, text(1), "near")
+    assert [saved.kind for saved in index._kept.values()] == ["prompt"]

@@ -12,11 +12,11 @@ import struct
 import torch
 
 from radixcache import LLM, SamplingParams
-from radixcache.kernels.native.attention import NativeBackend
+from radixcache.kernels.native.attention import NativeAttention
 from radixcache.kernels.native.build import build
 from radixcache.kernels.native.linear import PackedLinear
+from tests.kernels.native.panels import FORMATS, make
 from tests.kernels.reference import make_step, run
-from tests.kernels.test_native_linear import FORMATS, make
 
 
 def digest(*tensors: torch.Tensor) -> str:
@@ -32,7 +32,7 @@ def main() -> None:
             layer = PackedLinear(make(kind, 100, 576))
             print(dtype, kind, digest(layer(x), layer(x[:1]), layer(x[:7])))
         step = make_step(3, [(1, 700), (40, 300), (300, 0)], dim=40, dtype=dtype)
-        print(dtype, "attention", digest(run(step, NativeBackend(), scale=0.2)))
+        print(dtype, "attention", digest(run(step, NativeAttention(), scale=0.2)))
     llm = LLM(kv_cache_memory_bytes="32MiB")
     params = SamplingParams(temperature=0, max_tokens=24, logprobs=5)
     (output,) = llm.generate(["| Name | Age |\n|---|---|\n| Mei | 64 |\nHow old is Mei?"], params)

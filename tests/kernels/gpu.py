@@ -26,10 +26,10 @@ import pytest
 import torch
 
 from radixcache.kernels.recurrence import Slots, Tokens
+from radixcache.kernels.torch.recurrence import recur as loop
 from tests.helpers.simulated_cuda import Copies, Device, DeviceTensor, simulated_cuda
 from tests.kernels.gpu_attention import DTYPES, MLA, Attention, request_lens
 from tests.kernels.moe import MoE
-from tests.kernels.recurrence import loop
 
 HEAD_DIMS = (64, 128, 256)
 FA2_MLA = "mla._batch_mla._backends.fa2_backend"
@@ -49,10 +49,10 @@ def simulated_gpu(any_dtype: bool = True, index: int = 0) -> Iterator[Gpu]:
     """A GPU with FlashInfer; with `any_dtype`, in float32 and with heads of 16 too, which the real
     kernels do not have."""
     flashinfer = pytest.importorskip("flashinfer", reason="`make test-gpu` brings it")
-    backend = importlib.import_module("radixcache.kernels.flashinfer_backend")
+    backend = importlib.import_module("radixcache.kernels.flashinfer.attention")
     names = "prefill decode page cascade norm rope activation sampling utils fused_moe.core".split()
     parts = {name: importlib.import_module(f"flashinfer.{name}") for name in [*names, FA2_MLA]}
-    mla_backend = importlib.import_module("radixcache.kernels.flashinfer_mla")
+    mla_backend = importlib.import_module("radixcache.kernels.flashinfer.mla")
     staged = importlib.import_module("flashinfer.jit.attention.modules")._BatchMLAModuleProxy
     with simulated_cuda(index) as device, ExitStack() as stack:
         kernels = Kernels(device, any_dtype)
@@ -84,12 +84,13 @@ def simulated_gpu(any_dtype: bool = True, index: int = 0) -> Iterator[Gpu]:
         # Tests take either away, to see what happens.
         both = {one.__name__: one for one in (flashinfer, backend, mla_backend)}
         recurrence = SimpleNamespace(recur=kernels.recur)  # in place of Triton's
-        both["radixcache.kernels.triton_recurrence"] = recurrence
+        both["radixcache.kernels.triton.recurrence"] = recurrence
         modules = stack.enter_context(pytest.MonkeyPatch.context())  # what is imported here stays
         for name, module in both.items():
             modules.setitem(sys.modules, name, module)
         # Zeroing more takes long.
-        stack.enter_context(patch.object(backend, "_WORKSPACE", 17 << 20))
+        wrappers = importlib.import_module("radixcache.kernels.flashinfer.wrappers")
+        stack.enter_context(patch.object(wrappers, "WORKSPACE", 17 << 20))
         yield Gpu(device, flashinfer, backend, kernels)
 
 

@@ -1,11 +1,12 @@
 """A naive attention over pages, and random steps to try a backend with.
 
-Everything here is plain loops in float64 over page tables kept as Python lists: nothing is shared
+Everything here is plain numpy in float64 over page tables kept as Python lists: nothing is shared
 with the backends under test but the arrays they are given.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,9 +84,9 @@ def make_step(
     k_pages = torch.full((num_pages, page_size, heads[1], dim), torch.nan, dtype=dtype)
     v_pages = k_pages.clone()
     for table, (_, cached) in zip(tables, lens, strict=True):
-        for i in range(cached):
-            k_pages[table[i // page_size], i % page_size] = 2 * randn(heads[1], dim)
-            v_pages[table[i // page_size], i % page_size] = randn(heads[1], dim)
+        slots = slots_of(table, np.arange(cached), page_size)
+        k_pages[slots] = 2 * randn(cached, heads[1], dim)
+        v_pages[slots] = randn(cached, heads[1], dim)
     return Step(
         batch=make_batch(tables, queries, kv_lens, page_size),
         tables=tables,
@@ -133,37 +134,87 @@ def random_step(
     return step, options
 
 
+def slots_of(table: list[int], positions: np.ndarray, page_size: int) -> tuple[Any, Any]:
+    """Page and slot of the tokens at these positions."""
+    return np.array(table)[positions // page_size], positions % page_size
+
+
+def appended(step: Step) -> tuple[np.ndarray, np.ndarray]:
+    """The pages of keys and values with the step's new tokens, in float64."""
+    sides = []
+    for pages, new in ((step.k_pages, step.key), (step.v_pages, step.value)):
+        side, rows, end = pages.double().numpy().copy(), new.double().numpy(), 0
+        for table, queries, length in zip(step.tables, step.query_lens, step.kv_lens, strict=True):
+            start, end = end, end + queries
+            side[slots_of(table, np.arange(length - queries, length), step.batch.page_size)] = rows[
+                start:end
+            ]
+        sides.append(side)
+    return sides[0], sides[1]
+
+
 def naive_attention(
     step: Step, *, scale: float, window: int | None = None, softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> np.ndarray:  # fmt: skip
-    """[T, heads, dim] float64, one query token at a time. Does not touch `step`."""
-    page_size, group = step.batch.page_size, step.query.shape[1] // step.key.shape[1]
-    query, key, value, k_pages, v_pages = (
-        tensor.double().numpy().copy()
-        for tensor in (step.query, step.key, step.value, step.k_pages, step.v_pages)
-    )
-    tokens: list[tuple[int, list[int], int]] = []  # flat row, page table, position
+    """[T, heads, dim] float64, one sequence and head at a time. Does not touch `step`."""
+    heads, group = step.query.shape[1], step.query.shape[1] // step.key.shape[1]
+    query, sides, end = step.query.double().numpy(), appended(step), 0
+    out = np.zeros((*query.shape[:2], step.value.shape[2]))
     for table, queries, length in zip(step.tables, step.query_lens, step.kv_lens, strict=True):
-        tokens += [(len(tokens) + i, table, length - queries + i) for i in range(queries)]
-    for row, table, position in tokens:
-        k_pages[table[position // page_size], position % page_size] = key[row]
-        v_pages[table[position // page_size], position % page_size] = value[row]
-    out = np.zeros((*query.shape[:2], value.shape[2]))
-    for row, table, position in tokens:
-        seen = np.arange(0 if window is None else max(0, position - window + 1), position + 1)
-        pages, slots = np.array(table)[seen // page_size], seen % page_size
-        keys, values = (np.repeat(side[pages, slots], group, axis=1) for side in (k_pages, v_pages))
-        scores = scale * np.einsum("khd,hd->hk", keys, query[row])
-        if softcap is not None:
-            scores = softcap * np.tanh(scores / softcap)
-        if sinks is not None:  # a key more, without a value
-            scores = np.append(scores, sinks.double().numpy()[:, None], axis=1)
-        weights = np.exp(scores - scores.max(1, keepdims=True))
-        weights = (weights / weights.sum(1, keepdims=True))[:, : len(seen)]
-        out[row] = np.einsum("hk,khd->hd", weights, values)
+        start, end, positions = end, end + queries, np.arange(length)
+        pages, slots = slots_of(table, positions, step.batch.page_size)
+        own = positions[length - queries :, None]
+        sees = (positions <= own) & (positions > own - (window or length))
+        somebody_sees = sees.any(0, keepdims=True).T  # else there may be NaN
+        for head in range(heads):
+            if head % group == 0:
+                keys, values = (side[pages, slots, head // group] for side in sides)
+            scores = scale * query[start:end, head] @ keys.T
+            if softcap is not None:
+                scores = softcap * np.tanh(scores / softcap)
+            scores = np.where(sees, scores, -np.inf)
+            if sinks is not None:  # a key more, without a value
+                sink = np.full((queries, 1), float(sinks[head]))
+                scores = np.concatenate([scores, sink], axis=1)
+            weights = np.exp(scores - scores.max(1, keepdims=True))
+            weights = (weights / weights.sum(1, keepdims=True))[:, :length]
+            out[start:end, head] = weights @ np.where(somebody_sees, values, 0)
     assert not np.isnan(out).any(), "the step reads an unwritten slot"
     return out
+
+
+def spoil(step: Step, bad: float, window: int | None = None) -> tuple[Step, Step, torch.Tensor]:
+    """The step with new tokens whose K or V are `bad` in one head, the step with zeros there, and
+    [T, heads] whether a row sees one of them."""
+    rng, group = np.random.default_rng(len(step.value)), step.query.shape[1] // step.key.shape[1]
+    spoilt, zeroed = (
+        replace(step, key=step.key.clone(), value=step.value.clone()) for _ in range(2)
+    )
+    sees, end = torch.zeros(step.query.shape[:2], dtype=torch.bool), 0
+    for queries in step.query_lens:
+        start, end = end, end + queries
+        for token in rng.integers(start, end, queries // 3 + 1).tolist():
+            head, side = int(rng.integers(step.key.shape[1])), rng.choice(["key", "value"])
+            getattr(spoilt, side)[token, head, int(rng.integers(step.key.shape[2]))] = bad
+            zeroed.key[token, head] = zeroed.value[token, head] = 0
+            last = end if window is None else min(end, token + window)
+            sees[token:last, head * group : (head + 1) * group] = True
+    return spoilt, zeroed, sees
+
+
+def assert_only_rows_that_see_it_are_spoilt(
+    attend: Callable[..., Any], backend: AttentionBackend, seed: int, most: int
+) -> None:
+    """Of a random step with such tokens, in pages of several dtypes."""
+    kinds = [(torch.float32, torch.inf), (torch.float16, 3e5), (torch.int8, -1e8)]
+    dtype, bad = [*kinds, (torch.float32, torch.nan)][seed % 4]
+    step, options = random_step(seed, (32, 64), (torch.float32,), most=most)
+    spoilt, zeroed, sees = spoil(step, bad, options["window"])
+    out, *_ = attend(spoilt, backend, dtype, **options)
+    expected, *_ = attend(zeroed, backend, dtype, **options)
+    assert out.isnan()[sees].all() and sees.any()
+    torch.testing.assert_close(out[~sees], expected[~sees], atol=5e-5, rtol=0)
 
 
 def inputs_of(step: Step, *, sinks: torch.Tensor | None = None, **options: Any) -> LayerInputs:

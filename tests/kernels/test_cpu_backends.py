@@ -9,25 +9,27 @@ import pytest
 import torch
 
 from radixcache.kernels.attention import AttentionBackend, PagedBatch, SharedPrefix
-from radixcache.kernels.native.attention import NativeBackend
+from radixcache.kernels.native.attention import NativeAttention
 from radixcache.kernels.native.library import problem
-from radixcache.kernels.torch_backend import TorchBackend
-from tests.kernels.reference import behind_windows, error, inputs_of, make_step, random_step, run
+from radixcache.kernels.torch.attention import TorchAttention
+from tests.kernels.backends import SHAPES, attend
+from tests.kernels.reference import (
+    assert_only_rows_that_see_it_are_spoilt,
+    behind_windows,
+    error,
+    inputs_of,
+    make_step,
+    random_step,
+    run,
+)
 
-# (new tokens, cached tokens) of each sequence
-SHAPES = {
-    "fresh": [(7, 0), (33, 0), (1, 0), (16, 0)],
-    "suffix": [(5, 40), (17, 3), (2, 16), (31, 33)],
-    "decode": [(1, 1), (1, 40), (1, 15), (1, 16), (1, 200), (1, 63), (1, 60)],
-    "mixed": [(1, 37), (20, 0), (1, 5), (9, 50), (1, 120), (3, 31)],
-}
-BACKENDS = [TorchBackend, NativeBackend]
+BACKENDS = [TorchAttention, NativeAttention]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 
 @pytest.fixture(params=BACKENDS, ids=["torch", "native"])
 def backend(request) -> AttentionBackend:
-    if request.param is NativeBackend and problem():
+    if request.param is NativeAttention and problem():
         pytest.skip(str(problem()))
     return request.param()
 
@@ -47,7 +49,7 @@ def test_a_table_of_one_window_gives_the_same(backend, seed) -> None:
     step, options = random_step(seed, most=2000)
     options["window"] = window
     whole, short = (run(one, backend, **options) for one in (step, behind_windows(step, window)))
-    if isinstance(backend, NativeBackend):
+    if isinstance(backend, NativeAttention):
         assert torch.equal(short, whole), "other bits"
     assert error(step, short, **options) < TOLERANCE[step.query.dtype]
 
@@ -75,6 +77,11 @@ def test_new_tokens_are_written_and_nothing_else(backend) -> None:
         before = before.clone()
         before.flatten(0, 1)[slots] = new
         torch.testing.assert_close(after, before, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_only_rows_that_see_a_token_with_no_finite_numbers_have_none(backend, seed) -> None:
+    assert_only_rows_that_see_it_are_spoilt(attend, backend, seed, 1200)
 
 
 def test_misuse_is_refused(backend) -> None:

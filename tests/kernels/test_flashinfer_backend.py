@@ -21,9 +21,9 @@ from radixcache.kernels.attention import (
 from radixcache.kernels.kv_format import FP8, encode
 from radixcache.runtime.model.cuda_graphs import Shape, pad
 from tests.helpers.simulated_cuda import CUDA
+from tests.kernels.backends import SHAPES
 from tests.kernels.reference import Step, inputs_of, make_step, random_step
 from tests.kernels.reference import error as error_on_cpu
-from tests.kernels.test_cpu_backends import SHAPES
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -34,9 +34,9 @@ def kind_of(step: Step, scale: float, window: int | None = None, softcap: float 
 
 
 def make_backend(*kinds: LayerKind, dtype: torch.dtype = torch.float32, **kv_dtype):
-    from radixcache.kernels.flashinfer_backend import FlashInferBackend  # over the stand-in
+    from radixcache.kernels.flashinfer.attention import FlashInferAttention  # over the stand-in
 
-    return FlashInferBackend(CUDA, dtype, kinds, **kv_dtype)
+    return FlashInferAttention(CUDA, dtype, kinds, **kv_dtype)
 
 
 def attend(backend, step: Step, batch: PagedBatch | None = None, fixed: bool = False, **options):
@@ -247,13 +247,13 @@ def test_long_prefills_go_to_fa3_once_it_is_there(gpu, monkeypatch, compiles) ->
         for expected in ("fa2", then if compiles else "fa2"):
             step = make_step(new, lens)
             asked.clear()
-            backend._wrappers.clear()
+            backend._wrappers.made.clear()
             backend.plan(step.batch)
             assert asked == [expected, "fa2"]  # windows are left to fa2
             with monkeypatch.context() as patch:
                 patch.setattr(threading.Thread, "start", threading.Thread.run)
                 backend.compile_in_background()
-        backend._fa3.clear()
+        backend._wrappers._fa3.clear()
 
 
 def test_what_flashinfer_cannot_do_is_refused() -> None:

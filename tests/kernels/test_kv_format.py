@@ -12,41 +12,21 @@ import torch
 
 from radixcache.kernels.attention import AttentionBackend
 from radixcache.kernels.kv_format import FP8, decode, encode, stored_dim
-from radixcache.kernels.native.attention import NativeBackend
+from radixcache.kernels.native.attention import NativeAttention
 from radixcache.kernels.native.library import problem
-from radixcache.kernels.torch_backend import TorchBackend
-from tests.kernels.reference import Step, inputs_of, random_step
+from radixcache.kernels.torch.attention import TorchAttention
+from tests.kernels.backends import attend, held
+from tests.kernels.reference import random_step
 
 F32, BF16, F16, INT8 = torch.float32, torch.bfloat16, torch.float16, torch.int8
 BACKENDS = [
-    TorchBackend,
-    pytest.param(NativeBackend, marks=pytest.mark.skipif(problem() is not None, reason="")),
+    TorchAttention,
+    pytest.param(NativeAttention, marks=pytest.mark.skipif(problem() is not None, reason="")),
 ]
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
     return tensor.contiguous().view(INT8).numpy()
-
-
-def held(step: Step, dtype: torch.dtype) -> Step:
-    """The step whose K/V are the numbers that such pages would hold."""
-
-    def rounded(numbers: torch.Tensor) -> torch.Tensor:
-        return decode(encode(numbers, dtype), numbers.dtype)
-
-    names = ("key", "value", "k_pages", "v_pages")
-    changes: dict[str, Any] = {name: rounded(getattr(step, name)) for name in names}
-    return replace(step, **changes)
-
-
-def attend(
-    step: Step, backend: AttentionBackend, dtype: torch.dtype, **options
-) -> tuple[torch.Tensor, ...]:
-    """The output, and both sides of the pages, which are of `dtype`."""
-    sides = (encode(side, dtype) for side in (step.k_pages, step.v_pages))
-    inputs = inputs_of(step, **options)
-    pages = type(inputs.pages)(*sides)
-    return backend.plan(step.batch).run(inputs._replace(pages=pages)), *pages
 
 
 @pytest.mark.parametrize("make", BACKENDS)
@@ -59,7 +39,7 @@ def test_attention_is_that_over_the_numbers_held(
     step, options = random_step(seed, (32, 64, 96), (F32, BF16) if dtype == INT8 else (F32,))
     out, *sides = attend(step, make(), dtype, **options)
     plain, kind = held(step, dtype), step.query.dtype
-    if make is NativeBackend:  # sums in float32, and rounds the result
+    if make is NativeAttention:  # sums in float32, and rounds the result
         names = ("query", "key", "value", "k_pages", "v_pages")
         exact: dict[str, Any] = {name: getattr(step, name).float() for name in names}
         plain = held(replace(step, **exact), dtype)

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from radixcache.kernels.attention import AttentionBackend, LayerInputs, LayerKind, LayerPages
-from radixcache.kernels.choice import choose_backend
-from radixcache.kernels.torch_backend import TorchBackend
+from radixcache.kernels.choose import choose_attention
+from radixcache.kernels.torch.attention import TorchAttention
 from tests.helpers.simulated_cuda import CPU, CUDA
+from tests.kernels.backends import SHAPES
 from tests.kernels.reference import Step, make_step, naive_attention
-from tests.kernels.test_cpu_backends import SHAPES
 
 LATENT, ROTATED = 512, 64  # of which FlashInfer has kernels
 SCALE = 0.04
@@ -59,7 +59,7 @@ SINKS = torch.tensor([-3.0, 0.5, 2.0, 9.0, -40.0])
 )
 def test_torch_equals_the_reference(shape: str, options: dict[str, Any]) -> None:
     step = mla_step(7, SHAPES[shape], 5, 24, page_size=4)
-    assert_close(run(TorchBackend(), step, 16, **options), step, 16, **options)
+    assert_close(run(TorchAttention(), step, 16, **options), step, 16, **options)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -75,26 +75,26 @@ def test_flashinfer_equals_the_reference(gpu, shape, page_size, heads, sinks) ->
 
 
 def gpu_backend(*kinds: LayerKind, dtype: torch.dtype = torch.bfloat16) -> AttentionBackend:
-    from radixcache.kernels.flashinfer_mla import FlashInferMLABackend
+    from radixcache.kernels.flashinfer.mla import FlashInferMLA
 
-    return FlashInferMLABackend(CUDA, dtype, kinds)
+    return FlashInferMLA(CUDA, dtype, kinds)
 
 
 def test_heads_that_no_tile_holds_whole_are_filled_up(gpu, monkeypatch) -> None:
     """FlashInfer refuses to leave out the last key of a query that a tile cuts in two."""
-    from radixcache.kernels import flashinfer_mla
+    from radixcache.kernels.flashinfer import mla
 
     step = mla_step(5, [(40, 58)], 20, 576, page_size=4, dtype=torch.bfloat16)
     backend = gpu_backend(kind_of(20))
     assert_close(run(backend, step, LATENT, CUDA), step, LATENT)
-    monkeypatch.setattr(flashinfer_mla, "_planned_heads", lambda heads: heads)
+    monkeypatch.setattr(mla, "_planned_heads", lambda heads: heads)
     with pytest.raises(Exception, match="omit a visible key"):
         backend.plan(step.batch)
 
 
 @pytest.mark.usefixtures("gpu")
 def test_what_flashinfer_cannot_do_is_left_to_torch(caplog: pytest.LogCaptureFixture) -> None:
-    assert "over latents" in choose_backend(CUDA, torch.bfloat16, [kind_of(4)]).name
+    assert "over latents" in choose_attention(CUDA, torch.bfloat16, [kind_of(4)]).name
     for kinds, reason in (
         ([kind_of(4, 256, 32)], "MLA of 256 and 32, only of 512 and 64"),
         ([kind_of(4, window=9)], "no window"),
@@ -102,6 +102,6 @@ def test_what_flashinfer_cannot_do_is_left_to_torch(caplog: pytest.LogCaptureFix
         ([kind_of(4), LayerKind(4, 4, 64, 64, 0.1)], "heads of 512/64"),
     ):
         caplog.clear()
-        assert choose_backend(CUDA, torch.bfloat16, kinds).name.startswith("torch")
+        assert choose_attention(CUDA, torch.bfloat16, kinds).name.startswith("torch")
         assert "plain torch, which is slow on a GPU: FlashInfer" in caplog.text
         assert reason in caplog.text

@@ -20,7 +20,7 @@ import pytest
 from radixcache.kernels.native.build import LEVELS, usable_levels
 from release.wheels import add_libraries, compiler_for, glibc_of, libraries_of
 from tests.helpers.sources import PACKAGES, ROOT, installed_path
-from tests.kernels.native_check import FLAGS
+from tests.kernels.native.native_check import FLAGS
 
 HERE = platform.machine()
 
@@ -129,7 +129,7 @@ def test_the_bits_for_another_processor_are_those_of_a_build_there_under_an_emul
         pytest.skip(f"no compiler or no emulator for {machine}")
     library = by_level(libraries_of(machine, compiler))[level]
     newer = {"armv8-a": "-mcpu=neoverse-n1"}.get(level, LEVELS[level].flags)
-    source, program = ROOT / "tests/kernels/native_same.cpp", tmp_path / "same"
+    source, program = ROOT / "tests/kernels/native/native_same.cpp", tmp_path / "same"
     subprocess.run((compiler, *FLAGS, newer, source, "-o", program), check=True)
     for arguments, last in (
         ((), r"\d\d passed, 0 failed"),

@@ -15,7 +15,7 @@ from tests.helpers.sources import SOURCES
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("**/*.md"))]
+PAGES = [README, ROOT / "tests" / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 # The programs of server.md need a server: tests/runtime/server/test_server_docs.py runs them.
 BLOCKS = [
     pytest.param(block, id=f"{page.relative_to(ROOT)}-{number}")

@@ -156,3 +156,8 @@ def test_every_requirement_has_one_exact_pin_that_satisfies_it(
         if wanted.name != "radixcache" and not newer:  # the package's own: an extra with another
             version = pinned[canonicalize_name(wanted.name)].removeprefix("==")
             assert version in wanted.specifier
+
+
+def test_a_development_install_serves_without_another_one(tmp_path: Path) -> None:
+    told = run("make", "-n", f"VENV={tmp_path}", f"{tmp_path}/.stamp-dev", cwd=ROOT)
+    assert f"touch {tmp_path}/.stamp-dev" in told and f" {tmp_path}/.stamp-server" in told

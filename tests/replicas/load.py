@@ -11,13 +11,27 @@ from typing import TYPE_CHECKING, Any
 
 from openai import APIConnectionError, APIError, AsyncOpenAI
 
-from radixcache.bench.probes.people import FIELDS, make_table
-
 if TYPE_CHECKING:
     from tests.replicas.conftest import Deployment
 
 Messages = list[dict[str, str]]
 CHATS, TURNS, DOCUMENTS, AT_A_TIME = 24, 4, 6, 12
+NAMES = "Ada Bea Cleo Dora Elsa Finn Gus Hugo Ida Jon Kai Lena Milo Nora Otto Pia".split()
+SURNAMES = "Lund Holm Frost Marsh Rossi Tanaka Byron Silva".split()
+FIELDS = {
+    "Age": [str(age) for age in range(20, 80)],
+    "Occupation": "Pilot Baker Judge Nurse Painter Farmer".split(),
+    "Country": "Norway Denmark Chile Japan Kenya Italy".split(),
+}
+
+
+def make_table(rng: random.Random) -> tuple[str, list[str]]:
+    """A table of people, which the bundled model answers questions about, and their names."""
+    people = rng.sample([f"{name} {surname}" for name in NAMES for surname in SURNAMES], 10)
+    rows = [["ID", "Name", *FIELDS], ["---"] * (2 + len(FIELDS))]
+    for number, person in enumerate(people, 1):
+        rows.append([str(number), person, *(rng.choice(values) for values in FIELDS.values())])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows), people
 
 
 def make_document(rng: random.Random) -> tuple[str, list[str]]:

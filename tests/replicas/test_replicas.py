@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2 as httpx
@@ -13,7 +12,7 @@ import pytest
 from openai import APIConnectionError
 
 from radixcache import LLM, SamplingParams
-from tests.replicas.conftest import Deployment, deployed
+from tests.replicas.conftest import Deployment
 from tests.replicas.load import CHATS, TURNS, Load, strike_busiest
 
 pytest.importorskip("ray")
@@ -43,29 +42,6 @@ def _wait_until_idle(deployment: Deployment) -> None:
     while any(sum(deployment.metric(name).values()) for name in names):
         assert time.monotonic() < end, "something still runs"
         time.sleep(0.05)
-
-
-def test_replicas_of_several_processes_each_answer_as_one_does(alone: LLM):
-    pytest.importorskip("accelerate")  # transformers cuts models with it
-    prompts = [f"{number} times a quick brown fox jumps. " * 3 for number in range(8)]
-    params = SamplingParams(max_tokens=16, temperature=0)
-    expected = [output.outputs[0].text for output in alone.generate(prompts, params)]
-
-    def ask(deployment: Deployment, prompt: str) -> tuple[str, str]:
-        body = {"prompt": prompt, "max_tokens": 16, "temperature": 0}
-        answer = deployment.http.post("/v1/completions", json=body)
-        assert answer.status_code == 200, answer.text
-        return answer.headers[REPLICA], answer.json()["choices"][0]["text"]
-
-    with (
-        deployed("--replicas", "2", "--tensor-parallel-size", "2") as (deployment, process),
-        ThreadPoolExecutor(8) as threads,
-    ):
-        found = [*threads.map(lambda prompt: ask(deployment, prompt), prompts)]
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
-    assert [text for _, text in found] == expected
-    assert len({replica for replica, _ in found}) == 2
 
 
 def test_prompts_with_one_stem_go_to_one_replica_and_it_says_why(deployment: Deployment):

@@ -5,14 +5,20 @@ Blocks are known by what the events say of their content: hashes are names only.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import msgspec
 import zmq
 
+from radixcache import PrefixCache
+from radixcache.runtime.kv_events.config import KVEventsConfig
 from radixcache.runtime.kv_events.publisher import KVEventPublisher
+
+NAMES = itertools.count()
 
 
 class BlockStored(msgspec.Struct, tag=True, forbid_unknown_fields=True):
@@ -157,3 +163,31 @@ def catch_up(consumer: Consumer, publisher: KVEventPublisher) -> None:
     assert publisher.replay_endpoint is not None
     for message in ask(publisher.replay_endpoint, b"", consumer.next.to_bytes(8, "big")):
         consumer.hear(*message)
+
+
+@contextmanager
+def publishing(cache: PrefixCache, **config: Any) -> Iterator[KVEventPublisher]:
+    name = next(NAMES)
+    given = {"endpoint": f"inproc://e{name}", "replay_endpoint": f"inproc://r{name}", **config}
+    publisher = KVEventPublisher(cache, KVEventsConfig(True, **given))
+    try:
+        yield publisher
+    finally:
+        publisher.close()
+        assert not publisher._thread.is_alive()
+
+
+def store(cache: PrefixCache, tokens: list[int], salt: str | None = None) -> None:
+    """A step that computes `tokens`, all of one request."""
+    lease = cache.acquire(tokens, salt)
+    cache.reserve(lease, len(tokens))
+    cache.publish(lease, tokens[lease.num_tokens :])
+    cache.commit()
+    cache.release(lease)
+
+
+def heard(publisher: KVEventPublisher, block_size: int = 4) -> Consumer:
+    publisher.end_step()
+    consumer = Consumer(block_size)
+    catch_up(consumer, publisher)
+    return consumer

@@ -6,8 +6,10 @@ from itertools import product
 from typing import Any
 
 import pytest
+from jinja2.exceptions import SecurityError
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from radixcache.runtime.checkpoints import chat_template
 from radixcache.runtime.checkpoints.chat_template import render
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from tests.helpers.scripted import CHAT_TEMPLATE
@@ -118,3 +120,55 @@ def test_a_message_that_a_template_writes_twice_cannot_go_on():
     assert render(once, said, continue_final=True) == said[0]["content"]
     with pytest.raises(ValueError, match="changes the last message"):
         render(once + once, said, continue_final=True)
+
+
+_DOUBLED = "{%% set n = namespace(x=%s) %%}{%% for _ in range(99) %%}{%% set n.x = n.x %s n.x %%}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'a' * 10 ** 9 }}",
+        "{{ 10 ** 9 * ['a'] }}",
+        "{{ 9 ** 100000000 }}",
+        _DOUBLED % ("'ab'", "+") + "{% endfor %}",
+        _DOUBLED % ("9", "*") + "{% endfor %}",
+        _DOUBLED % ("'ab'", "~") + "{% endfor %}",
+        "{{ 'a'.center(10 ** 9) }}",
+        "{{ 'a' | center(width=10 ** 9) }}",
+        "{{ ['a'] | map('center', 10 ** 9) | list }}",
+        "{{ '%1000000000d' % 1 }}",
+        "{{ '%*d%d' % (10 ** 9, 1, -10 ** 9) }}",
+        "{{ '{:1000000000}'.format(1) }}",
+        "{{ ('a' * 10 ** 6).replace('a', 'b' * 10 ** 3) }}",
+        "{{ (['a' * 10 ** 6] * 10 ** 3) | map('trim') | join }}",
+        "{{ [1] | batch(10 ** 9, 0) | list }}",
+        "{{ messages | tojson(separators=('a' * 10 ** 7, 'b' * 10 ** 7)) }}",
+        "{% set x %}{% for _ in range(999) %}{{ 'a' * 10 ** 6 }}{% endfor %}{% endset %}",
+        "{% for _ in range(999) %}{{ ('a' * 10 ** 6) | length }}{% endfor %}",
+    ],
+)
+def test_an_operator_makes_no_more_than_a_prompt_may_hold(template: str) -> None:
+    with pytest.raises(SecurityError, match="more text, items or digits than is allowed"):
+        render(template, CHATS["one"])
+
+
+def test_a_prompt_of_a_million_tokens_is_no_more_than_is_allowed() -> None:
+    said = [{"role": "user", "content": "<think>12</think> " * 220_000}] * 2
+    rendered = render(
+        "{% set n = namespace(x='') %}{% for m in messages %}"
+        "{% set c = m.content.split('</think>') %}"
+        "{% set n.x = n.x + m.role ~ ': ' + c | join('\n') ~ m.content.replace('<think>', '') %}"
+        "{% endfor %}{{ n.x | trim }}{{ messages | tojson }}{{ '%s' % n.x }}",
+        said,
+    )
+    assert len(rendered) > 20_000_000
+
+
+@pytest.mark.parametrize("loop", ["range(99999)", "range(99999) | list if true"])
+def test_a_template_ends_in_time(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MOST_SECONDS", 0.2)
+    loops = [f"{{% for {name} in {loop} %}}" for name in "abc"]
+    template = "".join(loops) + "{% endfor %}" * 3
+    with pytest.raises(SecurityError, match=r"takes longer than 0\.2 seconds"):
+        render(template, CHATS["one"])

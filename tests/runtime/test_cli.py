@@ -61,6 +61,7 @@ assert not heavy, heavy
 """)
     assert done.returncode == 0, done.stderr
     assert "--kv-cache-memory-bytes" in done.stdout
+    assert "the checkpoint's on a GPU" in " ".join(done.stdout.split())
 
 
 # Bad input.
@@ -83,13 +84,16 @@ assert not heavy, heavy
         (["generate", "--prompt", "x", "--top-p", "7"], "top_p must be in (0, 1], not 7.0"),
         (["generate", "--prompt", "x", "--dtype", "int3"], "invalid choice: 'int3'"),
         (["generate", "--prompt", ""], "the prompt is empty"),
+        (["generate", str(BUNDLED_MODEL)], "is a model: give a prompt after it"),
+        (["generate", "any.gguf", "--n", "2"], "any.gguf is a model: give a prompt after it"),
         (["generate", "--prompt-file", "/no/file"], "cannot read /no/file: No such file"),
         (["generate", "--prompt", "x", "--model", "/no/model"], "no model at /no/model"),
         (["generate", "--prompt", "x", "--seed", str(2**64)], "seed must be of 64 bits"),
         (["generate", "--prompt", "x", "--top-k", "9" * 400], "top_k must be at least 1"),
         (["generate", "--prompt", "\udcff"], "half a surrogate pair"),
         (["generate", "--prompt", "x", "--device", "meta"], "device 'meta' cannot be used here"),
-        (["serve", "--tensor-parallel-size", "3"], "4 query heads and 2 KV heads cannot be shared"),
+        (["serve", "--tensor-parallel-size=3"], "arguments: --tensor-parallel-size=3 (see radix"),
+        (["serve", "--tp", "3"], "unrecognized arguments: --tp (see radixcache serve --help)"),
         (["serve", "--host", "\udcff", "--port", "0"], "not a host: "),
         (["chat", "--system-file", "/no/file"], "cannot read /no/file: No such file"),
         (["chat", "--temperature", "-1"], "temperature must be at least 0 and finite, not -1.0"),
@@ -205,14 +209,14 @@ def test_info_says_whether_native_kernels_run_and_why_not(problem, monkeypatch, 
     out = " ".join(capsys.readouterr().out.split())
     kernels = "yes" if problem is None else f"no, models run slower: {problem}"
     assert f" native kernels {kernels} exact mode {exact.describe()}" in out
-    assert f"{exact.describe()} 8-bit rows {quantized_activations.describe()}" in out
+    assert f"{exact.describe()} 8-bit activations {quantized_activations.describe()}" in out
     assert problem is None or out.endswith(problem)
     assert f"torch {torch.__version__}, {torch.get_num_threads()} thread" in out
     assert " 1 threads" not in out
 
 
 def test_info_says_why_torch_finds_no_gpu(monkeypatch, capsys):
-    monkeypatch.setattr("radixcache.runtime.model.device.nvidia_driver", lambda: "470.1")
+    monkeypatch.setattr("radixcache.runtime.model.host.device.nvidia_driver", lambda: "470.1")
     for cuda, reason in ((None, "built without CUDA"), ("13.0", "is for CUDA 13.0, and finds no")):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         assert main(["info"]) == 0
@@ -263,8 +267,8 @@ def test_chat_goes_on_from_turn_to_turn(type_in, capsys: pytest.CaptureFixture[s
     )
     assert third  # whatever it makes of a question without a conversation
     assert TABLE.read_text() in err
-    assert err.count(" prefilled, TTFT ") == 3
-    assert "2 requests; " in err
+    assert err.count(" prefilled, TTFT ") == 3 == err.count("prompt tokens: ")
+    assert "requests: 2; " in err and "/stats shows hits, " in err
     assert err.count("/exit or /quit leaves") == 2
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.gguf_files import gguf_bytes, write_model
+from tests.helpers.gguf_tokenizers import byte_level_metadata
 from tests.helpers.sources import ROOT
-from tests.runtime.tokens.test_gguf_tokenizer import byte_level_metadata
 from tests.runtime.tokens.tiny_tokenizers import byte_level
 
 NEEDLESS = (
@@ -35,7 +35,7 @@ NEEDLESS = (
         "openai",
     ),
     *("torch._dynamo", "torch._inductor", "triton", "flashinfer", "jsonschema"),
-    *("radixcache.bench", "radixcache.runtime.model.transformers_model", "radixcache.plugins"),
+    *("radixcache.bench", "radixcache.runtime.model.fallback.model", "radixcache.plugins"),
 )
 """Each would lengthen the start, by 0.05 to 2 seconds."""
 

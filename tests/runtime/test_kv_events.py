@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from hashlib import blake2b
 from pathlib import Path
 from random import Random
@@ -24,44 +22,21 @@ from hypothesis.stateful import invariant
 from radixcache import LLM, HashBlockCache, PagePool, PrefixCache, RadixCache
 from radixcache.block_hash import first_parent, hash_block
 from radixcache.runtime.kv_events.config import KVEventsConfig
-from radixcache.runtime.kv_events.publisher import KVEventPublisher
 from radixcache.stored_pages import StoredPage
 from radixcache.tier import LowerTier
 from tests.helpers.sources import ROOT
-from tests.index.test_contract import Contract, run_examples
-from tests.runtime.kv_consumer import AllBlocksCleared, Consumer, ask, catch_up, opened
+from tests.index.contract import Contract, run_examples
+from tests.runtime.kv_consumer import (
+    AllBlocksCleared,
+    Consumer,
+    ask,
+    catch_up,
+    heard,
+    opened,
+    publishing,
+    store,
+)
 from tests.runtime.server.live import ask as question
-
-NAMES = itertools.count()
-
-
-@contextmanager
-def publishing(cache: PrefixCache, **config: Any) -> Iterator[KVEventPublisher]:
-    name = next(NAMES)
-    given = {"endpoint": f"inproc://e{name}", "replay_endpoint": f"inproc://r{name}", **config}
-    publisher = KVEventPublisher(cache, KVEventsConfig(True, **given))
-    try:
-        yield publisher
-    finally:
-        publisher.close()
-        assert not publisher._thread.is_alive()
-
-
-def store(cache: PrefixCache, tokens: list[int], salt: str | None = None) -> None:
-    """A step that computes `tokens`, all of one request."""
-    lease = cache.acquire(tokens, salt)
-    cache.reserve(lease, len(tokens))
-    cache.publish(lease, tokens[lease.num_tokens :])
-    cache.commit()
-    cache.release(lease)
-
-
-def heard(publisher: KVEventPublisher, block_size: int = 4) -> Consumer:
-    publisher.end_step()
-    consumer = Consumer(block_size)
-    catch_up(consumer, publisher)
-    return consumer
-
 
 # What is told.
 

@@ -16,8 +16,7 @@ from radixcache import LLM, PagePool, RadixCache
 from radixcache.errors import InvalidRequest, MissingDependency
 from radixcache.runtime.cli import main
 from radixcache.runtime.kv_events.config import KVEventsConfig
-from tests.runtime.kv_consumer import ask, opened
-from tests.runtime.test_kv_events import heard, publishing, store
+from tests.runtime.kv_consumer import ask, heard, opened, publishing, store
 
 
 def refusal(given: Any, page_size: int = 16, caches: bool = True) -> str:

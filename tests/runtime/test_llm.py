@@ -49,6 +49,23 @@ def test_a_context_beyond_the_models_own_is_refused(byte_model: Path) -> None:
         LLM(byte_model, max_model_len=1 << 20)
 
 
+def test_what_a_closed_chat_used_alone_is_evicted_first(byte_model: Path) -> None:
+    with LLM(byte_model, page_size=4, kv_cache_memory_bytes="1MiB") as llm:
+        chats = [Chat(llm, system="x" * 20) for _ in range(3)]
+        for number, chat in enumerate(chats):
+            chat.ask(f"{number} {'says much' * 5}", GREEDY)
+        before = [chat.explain("more").num_cached_tokens for chat in chats]
+        chats[1].close()
+        llm.call(lambda: llm.cache.evict(8))
+        after = [chat.explain("more").num_cached_tokens for chat in chats]
+        assert after[1] < before[1] and [after[0], after[2]] == [before[0], before[2]]
+        assert chats[1].ask("It goes on.", GREEDY).num_cached_tokens >= after[1]
+        chats[2].fork().close()
+        llm.call(lambda: llm.cache.evict(8))
+        assert chats[2].explain("more").num_cached_tokens == after[2], "its twin used nothing alone"
+    chats[0].close()  # nothing is cached any more
+
+
 def test_a_chat_reuses_generated_ids_that_would_tokenise_differently(llm: LLM) -> None:
     """Bytes that are no text decode to U+FFFD, which encodes to other bytes."""
     chat = Chat(llm, system="x" * 20)
@@ -208,6 +225,10 @@ PARAMS = "sampling_params are SamplingParams, not {}: say, .*temperature=0"
 BAD_CALLS: list[tuple[Callable[[Any], Any], str]] = [
     (lambda llm: llm.generate([3.5]), "a prompt is a string or token ids"),
     (lambda llm: llm.generate([{"tokens": [1]}]), "a prompt is a string or"),
+    (lambda llm: llm.generate({"prompt": "x", "multi_modal_data": {}}), "dict of .*'multi_modal"),
+    (lambda llm: llm.generate({"prompt_token_ids": [7], "cache_salt": "mine"}), "'cache_salt'"),
+    (lambda llm: llm.generate({"prompt": 7}), "not int"),
+    (lambda llm: llm.generate({}), "not a dict of nothing"),
     (lambda llm: llm.generate("half a pair: \ud83d"), "half a surrogate pair"),
     (lambda llm: llm.generate(None), "prompts are strings, token ids or dicts, not None"),
     (lambda llm: llm.generate(["fine", {"prompt_token_ids": []}]), "prompt 1: the prompt is empty"),
@@ -278,6 +299,10 @@ def test_token_ids_are_a_prompt_in_every_spelling(llm: LLM) -> None:
     mixed = llm.generate([ids, "abc", {"prompt_token_ids": ids}], GREEDY)
     assert [output.prompt_token_ids == ids for output in mixed] == [True, False, True]
     assert [output.prompt for output in mixed] == [None, "abc", None]
+    dicts: list[Any] = [{"prompt": "abc"}, {"prompt": "abc", "prompt_token_ids": None}]
+    texts = llm.generate(["abc", *dicts], GREEDY)
+    assert [output.prompt for output in texts] == ["abc"] * 3
+    assert all(output.prompt_token_ids == texts[0].prompt_token_ids for output in texts)
     assert llm.generate([], GREEDY) == []
     assert [*llm.stream(ids, GREEDY)][-1].prompt_token_ids == ids
     llm.cache.check()

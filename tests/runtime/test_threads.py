@@ -21,7 +21,7 @@ import pytest
 from radixcache import LLM, AsyncLLM, Chat, InvalidRequest, SamplingParams, WrongThread
 from radixcache.errors import EngineFailed, EngineStopped
 from radixcache.runtime.engine.input_processor import EngineInput
-from radixcache.runtime.engine.worker import Job
+from radixcache.runtime.engine.stream import Stream
 
 SEED = 20_261_122
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -33,7 +33,7 @@ def llm(path: Path) -> Iterator[LLM]:
     with LLM(path, page_size=4, kv_cache_memory_bytes="1MiB", max_num_batched_tokens=64) as llm:
         yield llm
         llm.call(llm.engine.check)
-        assert not llm.engine.has_work and not llm.worker._jobs
+        assert not llm.engine.has_work and not llm.worker._streams
 
 
 def in_threads(count: int, function: Callable[[int], Any]) -> list[Any]:
@@ -270,13 +270,13 @@ def test_an_interrupt_while_a_model_is_loaded_ends_its_thread_first(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_listener_that_fails_keeps_no_other_from_its_end(path: Path) -> None:
-    def fail(news: Any) -> None:
-        raise MemoryError
+    class Bad(Stream):
+        def put(self, news: Any) -> None:
+            raise MemoryError
 
     with LLM(path, kv_cache_memory_bytes="1MiB") as llm, ThreadPoolExecutor(1) as pool:
-        bad = Job()
         llm.worker.submit(
-            bad, lambda: llm.add([EngineInput(None, [1, 2], SamplingParams(max_tokens=3))]), fail
+            Bad(), lambda: llm.add([EngineInput(None, [1, 2], SamplingParams(max_tokens=3))])
         )
         waiting = pool.submit(llm.generate, "x", LONG)
         with pytest.raises((EngineFailed, EngineStopped)):
@@ -352,6 +352,25 @@ def test_a_task_that_is_cancelled_and_a_stream_that_is_left_abort(llm: LLM) -> N
         with pytest.raises(asyncio.CancelledError):
             await task
         assert not llm.engine.has_work
+
+    asyncio.run(run())
+
+
+def test_a_loop_hears_of_a_step_once_however_many_of_its_tasks_listen(llm: LLM) -> None:
+    async def run() -> None:
+        model, loop = AsyncLLM(llm), asyncio.get_running_loop()
+        call, heard, before = loop.call_soon_threadsafe, list[str](), llm.worker.num_steps
+
+        def count(function: Any, *args: Any, **more: Any) -> Any:
+            heard.append(function.__name__)
+            return call(function, *args, **more)
+
+        async def read(text: str) -> list[Any]:
+            return [output async for output in model.stream(text, GREEDY)]
+
+        setattr(loop, "call_soon_threadsafe", count)  # noqa: B010 (mypy minds the other way)
+        assert all(await asyncio.gather(*map(read, "abcdefgh")))
+        assert 0 < heard.count("_deliver") <= llm.worker.num_steps - before
 
     asyncio.run(run())
 

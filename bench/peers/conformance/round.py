@@ -14,13 +14,12 @@ from numpy.typing import NDArray
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request as PeerRequest
 from vllm.v1.request import RequestStatus
 
-from bench.peers.vllm_manager import make_hasher, make_manager
+from bench.peers.vllm_manager import Driver
 from radixcache import CacheStats, HashBlockCache, LeaseError, OutOfPages, PagePool
 from radixcache.block_hash import (
     BlockNamespace,
@@ -86,9 +85,9 @@ class Round:
         most_fit = some_do_not_fit // 3
         longest = rng.choice([some_do_not_fit, most_fit, most_fit, most_fit])
         self.longest = min(longest, 12 * self.size + 20)
-        self.hasher = make_hasher(self.size)
         on = {"enable_caching": True, "log_stats": True, "enable_kv_cache_events": True}
-        self.peer = make_manager(num_blocks, self.size, **on)
+        self.driver = Driver(num_blocks, self.size, **on)
+        self.peer = self.driver.manager
         self.cache = HashBlockCache(PagePool(num_blocks, self.size))
         self.our_events: list[Stored | Evicted | Cleared] = []
         self.cache.events.append(self.our_events.append)
@@ -130,11 +129,9 @@ class Round:
         lora = rng.choice([None] * 12 + [("a", "/p"), ("a", "/q"), ("b", "/p")])
         images = self.some_images(len(prompt)) if rng.random() < 0.1 else ()
         self.serial += 1
-        peer = PeerRequest(
-            request_id=str(self.serial),
-            prompt_token_ids=prompt,
-            sampling_params=SamplingParams(max_tokens=64),
-            pooling_params=None,
+        peer = self.driver.request(
+            str(self.serial),
+            prompt,
             mm_features=[
                 MultiModalFeatureSpec(
                     data=None,
@@ -146,7 +143,6 @@ class Round:
             ],
             lora_request=lora and LoRARequest(lora[0], 1 + "ab".index(lora[0]), lora[1]),
             cache_salt=salt,
-            block_hasher=self.hasher,
         )
         namespace: BlockNamespace | str | None = salt
         if lora or images:
@@ -162,7 +158,7 @@ class Round:
             return
         request = self.rng.choice(self.waiting)
         peer, tokens = request.peer, request.tokens
-        computed, hit, _ = self.peer.get_computed_blocks(peer)
+        computed, hit = self.driver.find(peer)
         found = [block.block_id for block in computed.blocks[0]]
         self.same("match", hit, self.cache.match(tokens, request.namespace))
         resumed = peer.num_preemptions > 0
@@ -183,7 +179,6 @@ class Round:
         self.counts["hits in the same step"] += any(page in self.cache._published for page in found)
         self.counts["resumed"] += peer.num_preemptions > 0
         request.lease = lease
-        peer.status = RequestStatus.RUNNING
         self.waiting.remove(request)
         self.running.append(request)
 
@@ -227,9 +222,9 @@ class Round:
     def look(self) -> None:
         """A look-up that nothing comes of."""
         prompt = self.rng.choice(self.prompts[-40:]) + self.some_tokens(self.rng.randint(1, 3))
-        peer = PeerRequest("look", prompt, SamplingParams(), None, block_hasher=self.hasher)
+        peer = self.driver.request("look", prompt)
         self.trace.append(f"look {prompt}")
-        self.same("match", self.peer.get_computed_blocks(peer)[1], self.cache.match(prompt))
+        self.same("match", self.driver.find(peer)[1], self.cache.match(prompt))
 
     def evict(self) -> None:
         """Pages forget what they hold, where they stand in the queue."""
@@ -296,7 +291,7 @@ class Round:
         """`count` more tokens on both sides; whether there was room."""
         peer = request.peer
         evicted = self.cache.stats.evicted_pages
-        blocks = self.peer.allocate_slots(peer, count, hit, computed)
+        blocks = self.driver.allocate(peer, count, hit, computed)
         have = lease._num_pages
         try:
             self.cache.reserve(lease, lease.num_tokens + count)
@@ -309,7 +304,6 @@ class Round:
         self.same("new pages", new, lease.page_table[have:].tolist())
         start = lease.num_tokens
         self.cache.publish(lease, np.array(request.tokens[start : start + count], np.int32))
-        peer.num_computed_tokens += hit + count
         self.same("computed", peer.num_computed_tokens, lease.num_tokens)
         self.counts["pages evicted"] += self.cache.stats.evicted_pages - evicted
         return True
@@ -320,14 +314,13 @@ class Round:
         if request.lease.publishing:
             self.commit()
         self.cache.release(request.lease)
-        self.peer.free(request.peer)
+        self.driver.free(request.peer)
         request.lease = None
         self.running.remove(request)
 
     def put_back(self, request: Request) -> None:
         """Preempt as vLLM's scheduler does."""
         self.leave(request)
-        request.peer.num_computed_tokens = 0
         request.peer.num_preemptions += 1
         request.peer.status = RequestStatus.PREEMPTED
         self.waiting.insert(0, request)

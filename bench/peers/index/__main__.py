@@ -2,18 +2,16 @@
 
     make bench-index
     make bench-index ARGS="--quick"
-    make bench-index ARGS="--only match evict"
+    make bench-index ARGS="--only evict"
 
 Every library runs in processes of its own, in its own environment, and they take turns round by
 round: same tokens, same pool, same operations, so that what the machine does meanwhile hits all of
 them. Times are thread CPU time, medians. A library that cannot be loaded is named and left out.
-`docs/benchmarks.md` says what each row drives, and what it does not.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -42,26 +40,9 @@ class Result:
     found: int | None = None
     """Tokens found, where the row looks something up."""
 
-    @property
-    def note(self) -> str:
-        """Why it failed; or what a trace's cost consists of, and its hits."""
-        if self.error or not self.rounds or "phases" not in self.rounds[-1]:
-            return self.error
-        total = Counter[str]()
-        for one in self.rounds:
-            total.update(one["phases"])
-        last = self.rounds[-1]
-        phases = {phase: ns / 1000 / last["requests"] for phase, ns in total.items()}
-        parts = ", ".join(f"{phase} {us:.0f}" for phase, us in phases.items())
-        hits, prompts = last["hit_tokens"], last["prompt_tokens"]
-        return (
-            f"mean {sum(phases.values()):.0f} ({parts}); "
-            f"hits {hits:,} of {prompts:,}, {hits / prompts:.4f}"
-        )
-
 
 def rows(quick: bool) -> Iterator[Row]:
-    turns, most, size = (5, 10_000, 100) if quick else (15, 100_000, 500)
+    turns, most = (5, 10_000) if quick else (15, 100_000)
     nodes = {0: "one node", 512: "512-token nodes"}
     for length, node in ((1024, 0), (8192, 512), (32768, 512), (131072, 0), (131072, 512)):
         title = f"match {length // 1024}k, {nodes[node]}"
@@ -69,23 +50,12 @@ def rows(quick: bool) -> Iterator[Row]:
     for node in nodes:
         title = f"match + lock + pages + unlock 128k, {nodes[node]}"
         yield Row(title, "match", turns, {"length": 131072, "node": node, "borrow": True})
-    params = {"cached": 8192, "new": 8192, "rounds": 3 * turns}
-    yield Row("insert 8k below 8k", "insert", 3 * turns, params)
     for leaves in (1000, 10_000, 100_000):
         if leaves <= most:
             params = {"leaves": leaves, "at_once": 1, "times": 5}
             yield Row(f"evict one of {leaves:,} leaves", "evict", turns, params)
     params = {"leaves": most, "at_once": most // 10, "times": 1}
     yield Row(f"evict a tenth of {most:,} leaves, per leaf", "evict", 5, params)
-    params = {"length": 131072, "chunks": 64, "rounds": 5}
-    yield Row("prefill 128k in 64 chunks", "chunked", 5, params)
-    for length in (8192, 131072):
-        yield Row(f"convert a list of {length} tokens", "convert", turns, {"length": length})
-    for leaves, length in ((20_000, 32), (2000, 2048)):
-        title = f"host bytes per token, {length}-token leaves"
-        yield Row(title, "memory", 1, {"leaves": leaves, "length": length})
-    params = {"conversations": size, "segment": size // 2}
-    yield Row("trace T, per request", "trace_t", 10**9, params)
 
 
 class Workers:
@@ -96,13 +66,11 @@ class Workers:
         self.versions: dict[str, str] = {}
         self.kept: dict[str, Worker] = {}
 
-    def of(self, contender: str, fresh: bool = False) -> Worker | None:
-        """The contender's process, with `fresh` a new one; None if its library is left out."""
+    def of(self, contender: str) -> Worker | None:
+        """The contender's process; None if its library is left out."""
         library = contender.partition("-")[0]
         if library in self.left_out:
             return None
-        if fresh and contender in self.kept:
-            self.kept.pop(contender).close()
         if contender not in self.kept:
             command = "bench.peers.index.worker", contender
             try:
@@ -125,9 +93,7 @@ def run(row: Row, page_size: int, seed: int, workers: Workers) -> dict[str, Resu
     for contender in CONTENDERS:
         if contender == "vllm" and page_size != PAGES[-1]:
             continue
-        if contender == "ours-token" and row.case != "trace_t":  # who differs in decoding alone
-            continue
-        worker = workers.of(contender, fresh=row.case == "memory")
+        worker = workers.of(contender)
         if worker is None:
             continue
         result = results[contender] = Result()
@@ -154,10 +120,10 @@ def run(row: Row, page_size: int, seed: int, workers: Workers) -> dict[str, Resu
     return results
 
 
-def print_row(title: str, results: dict[str, Result], unit: str) -> None:
+def print_row(title: str, results: dict[str, Result]) -> None:
     """A line for each contender: its value, and ours over it."""
-    found = {name: {unit: [r["value"] for r in one.rounds]} for name, one in results.items()}
-    shown = comparison(found, notes={name: result.note for name, result in results.items()})
+    found = {name: {"µs": [r["value"] for r in one.rounds]} for name, one in results.items()}
+    shown = comparison(found, notes={name: result.error for name, result in results.items()})
     console(200).print(f"\n{title}", shown, sep="\n")
     lengths = [result.found for result in results.values() if result.found is not None]
     if lengths and max(lengths) - min(lengths) >= PAGES[-1]:
@@ -167,19 +133,18 @@ def print_row(title: str, results: dict[str, Result], unit: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", metavar="CASE", help="match, insert, evict, ...")
+    parser.add_argument("--only", nargs="+", choices=["match", "evict"])
     parser.add_argument("--without", nargs="+", default=[], choices=["sglang", "vllm"])
-    parser.add_argument("--quick", action="store_true", help="smaller trees and traces")
+    parser.add_argument("--quick", action="store_true", help="smaller trees")
     args = parser.parse_args()
 
     print(f"seed {args.seed}; {conditions()}")
     workers = Workers(args.without)
     for row in rows(args.quick):
-        for page_size in PAGES if row.case != "convert" else PAGES[:1]:
+        for page_size in PAGES:
             if not args.only or row.case in args.only:
                 results = run(row, page_size, args.seed, workers)
-                unit = "B" if row.case == "memory" else "µs"
-                print_row(f"{row.title}, page {page_size}", results, unit)
+                print_row(f"{row.title}, page {page_size}", results)
     for worker in workers.kept.values():
         worker.close()
     libraries = ", ".join(f"{name} {version}" for name, version in workers.versions.items())

@@ -16,12 +16,10 @@ from typing import Any
 from bench.peers.index.cases import CASES, Make, Round
 from bench.peers.process import Contender, serve
 
-_OURS = (".venv", "bench.peers.index.ours", "Ours")
 _SGLANG = (".venv-sglang", "bench.peers.index.sglang", "SGLang")
 
 CONTENDERS = {
-    "ours": Contender(*_OURS),
-    "ours-token": Contender(*_OURS, {"decoding": "token"}),
+    "ours": Contender(".venv", "bench.peers.index.ours", "Ours"),
     "sglang-rust": Contender(*_SGLANG, {"core": "rust"}),
     "sglang-python": Contender(*_SGLANG, {"core": "python"}),
     "vllm": Contender(".venv-vllm", "bench.peers.index.vllm", "VLLM"),

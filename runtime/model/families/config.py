@@ -10,17 +10,19 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
-from radixcache.runtime.model.description import Unknown
+from radixcache.kernels.spec import Unknown
 
 Settings = Mapping[str, Any]
 
-# Settings that do not change the forward pass, or only repeat others.
+# Settings that do not change the forward pass, or only repeat others. Those of quantisation say how
+# weights are stored, which `QuantizedCheckpoint` reads or refuses.
 _INERT = frozenset(
     """
     _attn_implementation _experts_implementation _model_name_or_path _name_or_path architectures
     attention_dropout auto_map bos_token_id cache_implementation chunk_size_feed_forward dtype
     embd_pdrop hidden_dropout id2label initializer_range label2id model_type output_router_logits
-    pad_token_id pretraining_tp problem_type resid_pdrop residual_dropout return_dict
+    pad_token_id pretraining_tp problem_type quantization quantization_config resid_pdrop
+    residual_dropout return_dict
     router_aux_loss_coef router_jitter_noise router_z_loss_coef torch_dtype transformers_version
     unk_token_id use_cache
 """.split()

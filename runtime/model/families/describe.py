@@ -7,7 +7,7 @@ from typing import Any
 
 from radixcache.errors import first_sentence
 from radixcache.kernels.attention import LayerKind
-from radixcache.runtime.model.description import Architecture, Attention, Layer, Unknown
+from radixcache.kernels.spec import Architecture, Attention, Layer, Unknown
 from radixcache.runtime.model.families.config import Config, Lacks, Settings, complete
 from radixcache.runtime.model.families.family import RECURRENT, Family
 from radixcache.runtime.model.families.rope import Ropes

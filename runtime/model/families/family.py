@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from radixcache.runtime.model.description import MLP, Activation, Experts, Mixer, Unknown
+from radixcache.kernels.spec import MLP, Activation, Experts, Mixer, Unknown
 from radixcache.runtime.model.families.config import Config
 
 RECURRENT = ("linear_attention", "mamba", "conv")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from radixcache.runtime.model.description import MLP, DeltaNet, Experts, Mamba2, ShortConv, Unknown
+from radixcache.kernels.spec import MLP, DeltaNet, Experts, Mamba2, ShortConv, Unknown
 from radixcache.runtime.model.families.config import Config
 from radixcache.runtime.model.families.family import Family
 
@@ -58,9 +58,6 @@ def gpt_oss(config: Config, family: Family, number: int) -> Experts:
     alpha, limit = config.maybe("swiglu_alpha"), config.maybe("swiglu_limit")
     if alpha not in (None, 1.702) or limit not in (None, 7.0):
         raise Unknown(f"its activation has {alpha} and {limit}")
-    quantised = config.maybe("quantization_config")
-    if quantised is not None and quantised.get("quant_method") != "mxfp4":
-        raise Unknown("its weights are quantised in another way than MXFP4")
     found = _experts(config, family, "num_local_experts", "intermediate_size", router_bias=True)
     each = replace(found.each, activation="clamped", bias=True)
     return replace(found, scores="softmax of chosen", each=each)

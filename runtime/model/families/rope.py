@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from radixcache.runtime.model.description import Rope, Unknown
+from radixcache.kernels.spec import Rope, Unknown
 from radixcache.runtime.model.families.config import Config, Lacks
 from radixcache.runtime.model.families.family import Family
 from radixcache.runtime.model.rope_scaling import log_limit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from radixcache.runtime.model.description import Unknown
+from radixcache.kernels.spec import Unknown
 from radixcache.runtime.model.families import parts
 from radixcache.runtime.model.families.config import Config
 from radixcache.runtime.model.families.family import Family, all_windows, by_type, qwen_windows

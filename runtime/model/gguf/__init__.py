@@ -1,1 +1,1 @@
-"""GGUF files: their blocks, configs and weights."""
+"""GGUF files: their blocks and configs."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from radixcache.runtime.model.description import Unknown
+from radixcache.kernels.spec import Unknown
 from radixcache.runtime.model.gguf.metadata import Metadata, floats
 
 _Names = Mapping[str, str]
@@ -31,8 +31,7 @@ class Row:
         implied: settings that files lack, at least some.
         full_every: every n-th layer has no window, unless the file has another pattern.
         gating: how experts are scored: 1 softmax, 2 sigmoid, 3 softmax of the chosen ones.
-        pairs: whether RoPE's pairs stand side by side in the file: "converted" if its converter
-            put them so in all layers, "stored" if the checkpoint already has them so.
+        converted: the converter put RoPE's pairs side by side, in all layers.
         adjust: changes the settings where a config.json needs more, or other ones.
         tiled: whether a delta net's value heads are ordered by their place within a key head first.
     """
@@ -45,7 +44,7 @@ class Row:
     implied: Mapping[str, Any] = field(default_factory=dict)
     full_every: int = 0
     gating: int = 1
-    pairs: Literal["converted", "stored"] | None = None
+    converted: bool = False
     adjust: Callable[[Metadata, dict[str, Any]], None] | None = None
     tiled: bool = False
 
@@ -253,11 +252,11 @@ def _delta(m: Metadata, found: dict[str, Any]) -> None:
 ROWS: dict[str, Row] = {
     "llama": Row(
         "llama", read=("attention.sliding_window",), implied=_SILU, flags={**_BIAS, **_MLP_BIAS},
-        pairs="converted", adjust=_llama,
+        converted=True, adjust=_llama,
     ),
     "mistral3": Row(
         "ministral3", read=("attention.sliding_window", "attention.temperature_scale"),
-        implied={"sliding_window": None}, pairs="converted", adjust=_ministral3,
+        implied={"sliding_window": None}, converted=True, adjust=_ministral3,
     ),
     "qwen2": Row("qwen2", implied=_SILU),
     "qwen3": Row("qwen3", implied=_SILU, flags=_BIAS),
@@ -291,29 +290,29 @@ ROWS: dict[str, Row] = {
     ),
     "olmo2": Row("olmo2", read=_TWO_ROPES, full_every=4, adjust=_olmo2),
     "exaone4": Row("exaone4", read=_WINDOW, implied={"sliding_window": None}, full_every=4),
-    "glm4": Row("glm4", flags=_BIAS, pairs="stored"),
+    "glm4": Row("glm4", flags=_BIAS),
     "cohere2": Row(
         "cohere2", read=_WINDOW,
         keys={"logit_scale": "logit_scale", "attention.layer_norm_epsilon": "layer_norm_eps"},
-        full_every=4, pairs="stored",
+        full_every=4,
     ),
     "granite": Row(
         "granite", keys=_MULTIPLIERS, flags={**_BIAS, **_MLP_BIAS}, implied=_ONES,
-        pairs="converted", adjust=_granite,
+        converted=True, adjust=_granite,
     ),
     "granitemoe": Row(
         "granitemoe", keys={**_MULTIPLIERS, **_experts("num_local_experts")}, flags=_BIAS,
-        implied=_ONES, pairs="converted", adjust=_granite,
+        implied=_ONES, converted=True, adjust=_granite,
     ),
     "granitehybrid": Row(
         "granitemoehybrid", read=("ssm.inner_size",),
         keys={**_MULTIPLIERS, **_MAMBA, **_experts("num_local_experts")},
         flags={**_BIAS, "mamba_conv_bias": "ssm_conv1d.bias"},
-        implied={**_ONES, "num_local_experts": 0, "num_experts_per_tok": 1}, pairs="converted",
+        implied={**_ONES, "num_local_experts": 0, "num_experts_per_tok": 1}, converted=True,
         adjust=_granite_hybrid,
     ),
-    "smollm3": Row("smollm3", flags={**_BIAS, **_MLP_BIAS}, pairs="converted", adjust=_smollm3),
-    "ernie4_5": Row("ernie4_5", flags={"use_bias": "attn_output.bias"}, pairs="stored"),
+    "smollm3": Row("smollm3", flags={**_BIAS, **_MLP_BIAS}, converted=True, adjust=_smollm3),
+    "ernie4_5": Row("ernie4_5", flags={"use_bias": "attn_output.bias"}),
     "ernie4_5-moe": Row(
         "ernie4_5_moe",
         keys={
@@ -323,7 +322,7 @@ ROWS: dict[str, Row] = {
             "leading_dense_block_count": "moe_layer_start_index",
         },
         sizes=_INNER, flags={"use_bias": "attn_output.bias"},
-        implied={"moe_num_shared_experts": 0, "moe_layer_start_index": 0}, pairs="stored",
+        implied={"moe_num_shared_experts": 0, "moe_layer_start_index": 0},
         adjust=_ernie_moe,
     ),
     "seed_oss": Row("seed_oss", flags={**_BIAS, **_OUT_BIAS, **_MLP_BIAS}),
@@ -369,14 +368,14 @@ ROWS: dict[str, Row] = {
     ),
     "nemotron_h": Row(
         "nemotron_h", read=("ssm.inner_size",), keys=_NEMOTRON, flags=_NEMOTRON_FLAGS,
-        implied=_NEMOTRON_SAYS, pairs="converted", adjust=_nemotron,
+        implied=_NEMOTRON_SAYS, converted=True, adjust=_nemotron,
     ),
     "nemotron_h_moe": Row(
         "nemotron_h", read=("ssm.inner_size",), keys={**_NEMOTRON, **_SCORED},
         sizes={**_INNER, "moe_shared_expert_intermediate_size": "ffn_up_shexp.weight"},
         flags=_NEMOTRON_FLAGS,
         implied={**_NEMOTRON_SAYS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
-        pairs="converted", gating=2, adjust=_nemotron,
+        converted=True, gating=2, adjust=_nemotron,
     ),
 }  # fmt: skip
 """Rows by llama.cpp's architecture names."""

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from radixcache.errors import ModelError
+from radixcache.kernels.spec import Architecture, Unknown
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
 from radixcache.runtime.checkpoints.model_files import find_gguf
-from radixcache.runtime.model.description import Architecture, Unknown
 from radixcache.runtime.model.families.config import Settings
 from radixcache.runtime.model.families.describe import describe
 from radixcache.runtime.model.generation import GenerationDefaults
@@ -32,22 +32,30 @@ _READ = frozenset({
 })  # fmt: skip
 _RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 _ROPE_FACTORS = "rope_freqs.weight"
+_TOWERS = ("vision.", "audio.", "mm.")  # keys of towers in the file, whose text part is read
+_GEMMA3 = {
+    "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 1e6,
+    "rope.scaling.type": "linear", "rope.scaling.factor": 8.0,
+}  # fmt: skip
+"""What Ollama's files of Gemma 3 with a tower, which is of 4B, 12B or 27B, leave out."""
 
 
 def open_gguf(name_or_path: str | Path) -> GGUFFile | None:
     """Open a GGUF file by path or hub name; None if the name is not a GGUF file's.
 
     Raises:
-        ModelError: the file cannot be read, or its architecture is not supported.
+        ModelError: a part cannot be read or is missing, or its architecture is not supported.
     """
-    if (path := find_gguf(str(name_or_path))) is None:
+    if not (paths := find_gguf(str(name_or_path))):
         return None
-    file = GGUFFile(path)
+    path, *others = paths
+    file = GGUFFile(path, others)
     if (name := file.get("general.architecture", str)) not in ROWS:
         raise ModelError(f"the GGUF file {path} has the architecture {name}, which is not read")
-    if (count := file.get("split.count", int, 1)) > 1:
+    if (count := max(file.get("split.count", int, 1), 1)) != len(paths):
         raise ModelError(
-            f"{path} is one of {count} parts of a GGUF file: llama-gguf-split --merge joins them"
+            f"{path} is a GGUF file in {count} parts, and by its name in {len(paths)}: "
+            "name the first part as llama-gguf-split does"
         )
     return file
 
@@ -62,8 +70,13 @@ def settings_of(file: GGUFFile) -> dict[str, Any]:
     m, tensors = Metadata(file), file.tensors
     row = ROWS[m.name]
     known = {f"{m.name}.{key}" for key in {*_READ, *COMMON, *row.keys, *row.read}}
+    towers = tuple(f"{m.name}.{key}" for key in _TOWERS)
+    if any(key.startswith(towers) for key in file.metadata) and not m.has("rope.freq_base"):
+        if m.name != "gemma3":
+            raise Unknown(f"its metadata has towers, and no {m.name}.rope.freq_base")
+        file.metadata = {f"gemma3.{key}": value for key, value in _GEMMA3.items()} | file.metadata
     for key, value in file.metadata.items():
-        ours = key.startswith(f"{m.name}.")
+        ours = key.startswith(f"{m.name}.") and not key.startswith(towers)
         if ours and key not in known and value not in (0, 0.0, False):
             raise Unknown(f"its metadata has {key}")
     if not m.flag("attention.causal", True):

@@ -7,8 +7,8 @@ import re
 import torch
 
 from radixcache.errors import ModelError
+from radixcache.kernels.spec import Unknown
 from radixcache.runtime.checkpoints.gguf_file import Array, GGUFFile
-from radixcache.runtime.model.description import Unknown
 
 
 class Metadata:

@@ -111,15 +111,23 @@ async def view_cache(
 def _statistics(context: ServingContext) -> dict[str, Any]:
     """Counters since the last flush, and pages now; on the engine's thread."""
     cache, scheduler = context.llm.cache, context.llm.engine.scheduler
+    offload = context.llm.offload
     return {
         **asdict(cache.stats),
         "hit_rate": cache.stats.hit_rate,
         "pages": cache.pool.num_pages,
         "free_pages": cache.pool.num_free,
         "pinned_pages": cache.pins.num_pages,
+        **scheduler.planner.counts(),
         "tiers": [
-            {"medium": tier.medium, "pages": tier.num_slots, "used_pages": len(tier)}
-            for tier in ([] if cache.lower is None else cache.lower.chain())
+            {
+                "medium": tier.medium,
+                "pages": tier.num_slots,
+                "used_pages": len(tier),
+                "loaded_pages": tier.store.counters.loaded_pages,
+                "stored_pages": tier.store.counters.stored_pages,
+            }
+            for tier in ([] if offload is None else offload.tiers)
         ],
         "page_size": cache.page_size,
         "running": len(scheduler.running),

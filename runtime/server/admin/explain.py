@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 
 from radixcache.base import TokensLike
 from radixcache.runtime.server.api.chat_turn import encode, turn_of
-from radixcache.runtime.server.api.generation import describe_misses
+from radixcache.runtime.server.api.extension import describe_misses
 from radixcache.runtime.server.api.openai_completions import encode_prompts
 from radixcache.runtime.server.http.bodies import BodyRoute
 from radixcache.runtime.server.protocol.answers import Explained

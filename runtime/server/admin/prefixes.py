@@ -9,12 +9,12 @@ from fastapi import APIRouter, Request
 
 from radixcache.base import TokensLike
 from radixcache.runtime.engine.named_prefixes import NamedPrefix
-from radixcache.runtime.server.api.generation import finish
+from radixcache.runtime.server.api.exchange import find_prefix, finish
 from radixcache.runtime.server.http.bodies import BodyRoute
 from radixcache.runtime.server.protocol.answers import DeletedPrefix, Prefix, PrefixList
 from radixcache.runtime.server.protocol.fields import CacheSalt, PrefixName
 from radixcache.runtime.server.protocol.openai import PrefixRequest
-from radixcache.runtime.server.serving import ContextDep, client_of, plain_messages
+from radixcache.runtime.server.serving import ContextDep, client_of
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -36,7 +36,7 @@ async def pin_prefix(body: PrefixRequest, request: Request, context: ContextDep)
         timeout=context.options.request_timeout,
     )
     await finish(job, request)
-    messages = None if body.messages is None else plain_messages(body.messages)
+    messages = None if body.messages is None else [m.plain() for m in body.messages]
     keep = partial(prefixes.keep, lifetime=lifetime, messages=messages)
     return describe(await context.jobs.call(lambda: keep(name, job.requests[0])))
 
@@ -58,7 +58,7 @@ async def list_prefixes(context: ContextDep, cache_salt: CacheSalt = None) -> Pr
 @router.get("/v1/prefixes/{name}")
 async def get_prefix(name: PrefixName, context: ContextDep, cache_salt: CacheSalt = None) -> Prefix:
     """One pinned prefix."""
-    return describe(await context.find_prefix(name, cache_salt))
+    return describe(await find_prefix(context, name, cache_salt))
 
 
 @router.delete("/v1/prefixes/{name}")
@@ -66,7 +66,7 @@ async def unpin_prefix(
     name: PrefixName, context: ContextDep, cache_salt: CacheSalt = None
 ) -> DeletedPrefix:
     """Unpin a prefix."""
-    await context.find_prefix(name, cache_salt)
+    await find_prefix(context, name, cache_salt)
     await context.jobs.call(lambda: context.llm.prefixes.unpin(name, cache_salt))
     return DeletedPrefix(name=name)
 

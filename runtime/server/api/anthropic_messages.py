@@ -15,15 +15,15 @@ from radixcache.base import Tokens, as_tokens
 from radixcache.errors import EngineStopped, InvalidRequest
 from radixcache.nodes import common_length
 from radixcache.runtime.outputs import RequestOutput
-from radixcache.runtime.server.api.chat_turn import begin, turn_of
+from radixcache.runtime.server.api.chat_turn import Answers, begin, turn_of
 from radixcache.runtime.server.api.content_blocks import BlockExchange, Part, Step
-from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE, event
-from radixcache.runtime.server.api.response_store import StoreDep, StoredResponse
+from radixcache.runtime.server.api.exchange import JSON, STREAM_RESPONSE, event
+from radixcache.runtime.server.api.extension import extension
 from radixcache.runtime.server.http.bodies import BodyRoute, on_thread
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.protocol.anthropic import CountRequest, MessagesRequest
 from radixcache.runtime.server.protocol.turn import Turn
-from radixcache.runtime.server.serving import ContextDep, client_of
+from radixcache.runtime.server.serving import ContextDep, ServingContext, client_of
 from radixcache.runtime.tokens.conversation import Conversations
 from radixcache.runtime.tokens.history import TokenisedText, common_prefix
 from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
@@ -36,9 +36,7 @@ _RESPONSES: dict[int | str, JSON] = {"4XX": _ERRORS, "5XX": _ERRORS}
 
 
 @router.post("/v1/messages", responses={**STREAM_RESPONSE, **_RESPONSES})
-async def create_message(
-    body: MessagesRequest, request: Request, context: ContextDep, store: StoreDep
-) -> Any:
+async def create_message(body: MessagesRequest, request: Request, context: ContextDep) -> Any:
     """Answer a conversation."""
     model = context.check_model(body.model)
     turn = await on_thread(turn_of, body, context.chat_defaults, context.tokenizer)
@@ -58,8 +56,7 @@ async def create_message(
         answers.job.end()
         raise
     head: JSON = {"id": f"msg_{uuid.uuid4().hex}", "model": model}
-    exchange = _Message(body, context, head, answers, store)
-    exchange.prefixes = prefixes
+    exchange = _Message(body, context, head, answers, prefixes)
     return await exchange.answer(request, turn.left_out)
 
 
@@ -95,11 +92,20 @@ def _length(
 class _Message(BlockExchange[MessagesRequest]):
     """A message whose prompt may have prefixes that are marked to stay cached.
 
-    Attributes:
+    Args:
         prefixes: the length in tokens, and the lifetime in seconds, of each `cache_control`.
     """
 
-    prefixes: list[tuple[int, float]]
+    def __init__(
+        self,
+        body: MessagesRequest,
+        context: ServingContext,
+        head: JSON,
+        answers: Answers,
+        prefixes: list[tuple[int, float]],
+    ) -> None:
+        super().__init__(body, context, head, answers)
+        self._prefixes = prefixes
 
     def begin(self, num_tokens: int) -> Iterator[JSON]:
         yield {"type": "message_start", "message": self._message(num_tokens)}
@@ -119,16 +125,18 @@ class _Message(BlockExchange[MessagesRequest]):
         yield {"type": "message_delta", "delta": delta, **more}
         yield {"type": "message_stop"}
 
-    def sign_of_life(self) -> str:
+    def heartbeat(self) -> str:
         return event({"type": "ping"})
 
     def fail(self, error: ApiError) -> Iterator[JSON]:
         yield error.body_at("/v1/messages")
 
     def finish(self, output: RequestOutput) -> JSON:
-        """Make the message, keep its marked prefixes, and store the turn for `diagnostics`."""
+        """Make the message, and keep its marked prefixes."""
         end = output.outputs[0]
         message = self._message(len(end.token_ids))
+        details = {"thinking_tokens": self.answers.num_reasoning_tokens}
+        message["usage"]["output_tokens_details"] = details
         if end.finish_reason == "length":
             message["stop_reason"] = "max_tokens"
         elif isinstance(end.stop_reason, str):
@@ -137,27 +145,25 @@ class _Message(BlockExchange[MessagesRequest]):
             has_calls = any(part.kind == "call" for part in self.parts)
             message["stop_reason"] = "tool_use" if has_calls else "end_turn"
         message["content"] = [_block(part) for part in self.parts]
-        message["radixcache"] = self.extension(self.answers.turn)
+        message["radixcache"] = extension(self.context, self.job, self.answers.turn)
         tokens, salt = self.answers.prompt.tokens, self.body.cache_salt
-        if self.prefixes:
+        if self._prefixes:
             with suppress(EngineStopped):
                 self.context.llm.worker.call(lambda: self._prefer(tokens, salt))
-        if self.body.diagnostics is not None:
-            self.store.keep(message["id"], StoredResponse(self.answers.turn, tokens))
         return message
 
     def _prefer(self, tokens: Tokens, cache_salt: str | None) -> None:
         """Keep the marked prefixes cached; call it on the engine's thread."""
-        for length, seconds in self.prefixes:
+        for length, seconds in self._prefixes:
             if length:
                 self.context.llm.prefixes.prefer(tokens[:length], seconds, cache_salt)
 
     def _message(self, num_tokens: int) -> JSON:
         """The message at `num_tokens` tokens, without its content and end."""
         cached = self.job.requests[0].sequences[0].cached_tokens
-        marked = max((length for length, _ in self.prefixes), default=0)
+        marked = max((length for length, _ in self._prefixes), default=0)
         written = max(0, marked - cached) * self.context.llm.cache.caches
-        message: JSON = {
+        return {
             "id": self.head["id"],
             "type": "message",
             "role": "assistant",
@@ -172,24 +178,6 @@ class _Message(BlockExchange[MessagesRequest]):
                 "output_tokens": num_tokens,
             },
         }
-        if self.body.diagnostics and self.body.diagnostics.previous_message_id:
-            previous = self.body.diagnostics.previous_message_id
-            message["diagnostics"] = self._diagnose(previous, cached)
-        return message
-
-    def _diagnose(self, previous: str, cached: int) -> JSON | None:
-        """Why less was cached than the earlier message's prompt; None if all of it was."""
-        earlier = self.store.find(previous, self.body.cache_salt)
-        if earlier is None:
-            return {"cache_miss_reason": {"type": "previous_message_not_found"}}
-        change, reused = self.compare(earlier, cached)
-        if change == "nothing":
-            return None
-        reason: JSON = {"type": "unavailable"}  # `radixcache.explanation` says more
-        if change in ("tools", "system", "messages"):
-            missed = len(earlier.prompt) - reused
-            reason = {"type": f"{change}_changed", "cache_missed_input_tokens": missed}
-        return {"cache_miss_reason": reason}
 
 
 _EVENTS = {"open": "start", "more": "delta", "close": "stop"}

@@ -12,6 +12,7 @@ from radixcache.errors import InvalidRequest
 from radixcache.runtime.outputs import CompletionOutput, Delta, RequestOutput
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sampling.structured_outputs import StructuredOutputsParams
+from radixcache.runtime.server.api.exchange import find_prefix, submit
 from radixcache.runtime.server.http.bodies import on_thread
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.jobs import Job
@@ -19,6 +20,7 @@ from radixcache.runtime.server.protocol.turn import Turn, TurnRequest
 from radixcache.runtime.server.serving import ServingContext
 from radixcache.runtime.tokens.conversation import thoughts_of
 from radixcache.runtime.tokens.history import TokenisedText
+from radixcache.runtime.tokens.schema_keywords import in_known_keywords
 from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
 from radixcache.runtime.tokens.tool_calls import ParsedDelta, ParsedMessage, Tool
 from radixcache.runtime.tokens.tool_formats import THOUGHT, as_rule
@@ -57,7 +59,7 @@ async def begin(context: ServingContext, turn: Turn, client: Hashable) -> Answer
     params = turn.params
     if turn.tools or params.structured_outputs:  # on threads: schemas may be long
         params = await _guided(context, turn, prompt.text, client)
-    job = await context.submit([prompt.tokens], params, client, turn.cache_salt, turn.stream)
+    job = await submit(context, [prompt.tokens], params, client, turn.cache_salt, turn.stream)
     return Answers(context, turn, prompt, job)
 
 
@@ -65,7 +67,7 @@ async def encode(context: ServingContext, turn: Turn, client: Hashable) -> Token
     """The turn's prompt; `ApiError` if it is refused."""
     messages = turn.messages
     if turn.prefix is not None:
-        prefix = await context.find_prefix(turn.prefix, turn.cache_salt)
+        prefix = await find_prefix(context, turn.prefix, turn.cache_salt)
         before = prefix.messages
         if before is None:
             raise ApiError(
@@ -145,7 +147,11 @@ def _with_grammar(
     thinks = tokenizer.reasons and not after and not prompt.rstrip().endswith(THOUGHT)
     named = _callable(turn)
     grammar = calls.grammar(named, choice, tokenizer.spell, answer, thinks, loose)
-    return replace(params, structured_outputs=StructuredOutputsParams.grammar(grammar, after=after))
+    left = [*(wanted.left_open if wanted else ())]
+    for tool in named:
+        left += in_known_keywords(tool.parameters)[1] if tool.strict else ()
+    form = StructuredOutputsParams("grammar", grammar, after, tuple(dict.fromkeys(left)))
+    return replace(params, structured_outputs=form)
 
 
 @dataclass(eq=False)
@@ -174,6 +180,7 @@ class Answers:
             tokenizer.reasons,
             bool(thoughts_of(self.prompt.text)),
             {tool.name: tool.parameters for tool in turn.tools},
+            repeats=turn.choice.mode != "required",
         )
 
     def pieces(self, delta: Delta) -> list[ParsedDelta]:
@@ -184,6 +191,13 @@ class Answers:
     def message(self, index: int) -> ParsedMessage:
         """A message so far."""
         return self._parsers[index].message()
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of all thoughts, as the tokenizer splits them."""
+        encode = self.context.tokenizer.encode
+        thoughts = [parser.message().reasoning for parser in self._parsers.values()]
+        return sum(len(encode(text, special=False)) for text in thoughts if text)
 
     def finish_reason(self, end: Delta | CompletionOutput) -> str | None:
         """The engine's reason, or "tool_calls"; "stop" if the client named the function to call."""

@@ -9,13 +9,7 @@ from typing import Literal, NamedTuple
 
 from radixcache.runtime.outputs import RequestOutput
 from radixcache.runtime.server.api.chat_turn import Answers
-from radixcache.runtime.server.api.generation import JSON, B, Exchange
-from radixcache.runtime.server.api.response_store import (
-    Change,
-    ResponseStore,
-    StoredResponse,
-    compare,
-)
+from radixcache.runtime.server.api.exchange import JSON, B, Exchange
 from radixcache.runtime.server.jobs import PromptDelta
 from radixcache.runtime.server.serving import ServingContext
 from radixcache.runtime.tokens.tool_calls import ParsedDelta, ParsedMessage
@@ -50,12 +44,9 @@ class BlockExchange(Exchange[B]):
     `finish` makes the whole message; `begin`, `step` and `end` make the events of its stream.
     """
 
-    def __init__(
-        self, body: B, context: ServingContext, head: JSON, answers: Answers, store: ResponseStore
-    ) -> None:
+    def __init__(self, body: B, context: ServingContext, head: JSON, answers: Answers) -> None:
         super().__init__(body, context, head, answers.job)
         self.answers = answers
-        self.store = store
         self.parts: list[Part] = []
         self.is_cut = self._is_open = self._has_begun = False
 
@@ -110,7 +101,3 @@ class BlockExchange(Exchange[B]):
         if self._is_open:
             self._is_open = False
             yield Step("close", len(self.parts) - 1, self.parts[-1])
-
-    def compare(self, earlier: StoredResponse, cached: int) -> tuple[Change, int]:
-        prompt, granularity = self.answers.prompt.tokens, self.context.llm.cache.granularity
-        return compare(earlier, self.answers.turn, prompt, cached, granularity)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 
 from radixcache.runtime.outputs import CompletionOutput, Delta, RequestOutput
 from radixcache.runtime.server.api.chat_turn import Answers, begin, turn_of
-from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE, Chunks, clamp, head_of
+from radixcache.runtime.server.api.exchange import JSON, STREAM_RESPONSE
+from radixcache.runtime.server.api.extension import extension
+from radixcache.runtime.server.api.openai_chunks import Chunks, clamp, head_of
 from radixcache.runtime.server.http.bodies import BodyRoute
 from radixcache.runtime.server.protocol.openai import ChatRequest
 from radixcache.runtime.server.protocol.turn import call_of
@@ -45,7 +47,7 @@ class _Chat(Chunks[ChatRequest]):
             **self.head,
             "choices": [self._choice(one) for one in output.outputs],
             "usage": self.usage(outputs),
-            "radixcache": self.extension(self.body),
+            "radixcache": extension(self.context, self.job, self.body),
             "prompt_logprobs": self.prompt_logprobs(output),
             "prompt_token_ids": output.prompt_token_ids if self.body.return_token_ids else None,
         }
@@ -70,7 +72,7 @@ class _Chat(Chunks[ChatRequest]):
             "token_ids": answer.token_ids if body.return_token_ids else None,
         }
 
-    def of(self, prompt: int, delta: Delta) -> Iterator[JSON]:
+    def chunks_of(self, prompt: int, delta: Delta) -> Iterator[JSON]:
         if delta.index not in self._begun:
             self._begun.add(delta.index)
             first = self._chunk(delta.index, {"role": "assistant", "content": ""})
@@ -90,6 +92,10 @@ class _Chat(Chunks[ChatRequest]):
         if reason := self._answers.finish_reason(delta):
             ends = {"finish_reason": reason, "stop_reason": delta.stop_reason}
             yield self._chunk(delta.index, {}, **ends)
+
+    def usage(self, outputs: Sequence[RequestOutput]) -> JSON:
+        details = {"reasoning_tokens": self._answers.num_reasoning_tokens}
+        return {**super().usage(outputs), "completion_tokens_details": details}
 
     def last(self, outputs: list[RequestOutput]) -> Iterator[JSON]:
         self._answers.remember(outputs[0])

@@ -11,7 +11,9 @@ from fastapi import APIRouter, Request
 
 from radixcache.base import TokensLike, as_tokens
 from radixcache.runtime.outputs import CompletionOutput, Delta, RequestOutput
-from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE, Chunks, clamp, head_of
+from radixcache.runtime.server.api.exchange import JSON, STREAM_RESPONSE, find_prefix, submit
+from radixcache.runtime.server.api.extension import extension
+from radixcache.runtime.server.api.openai_chunks import Chunks, clamp, head_of
 from radixcache.runtime.server.http.bodies import BodyRoute
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.jobs import Job
@@ -34,7 +36,7 @@ async def completions(body: CompletionRequest, request: Request, context: Contex
     context.jobs.check_room(len(body.prompts) * params.n, client)
     prompts = await encode_prompts(body, context, request)
     echoes = await _echoes(body, context, client)
-    job = await context.submit(prompts, params, client, body.cache_salt, bool(body.stream))
+    job = await submit(context, prompts, params, client, body.cache_salt, bool(body.stream))
     return await _Completion(body, context, head, params.n, job, echoes).answer(request)
 
 
@@ -43,7 +45,7 @@ async def encode_prompts(
 ) -> list[TokensLike]:
     """The token ids of the prompts, each after those of the named prefix, if any."""
     client = client_of(request, body.cache_salt)
-    prefix = body.prefix and await context.find_prefix(body.prefix, body.cache_salt)
+    prefix = body.prefix and await find_prefix(context, body.prefix, body.cache_salt)
     special = not prefix and body.add_special_tokens is not False
     tokens: list[TokensLike] = []
     for prompt in body.prompts:
@@ -99,10 +101,13 @@ class _Completion(Chunks[CompletionRequest]):
             for number, output in enumerate(outputs)
             for completion in output.outputs
         ]
-        more = {"usage": self.usage(outputs), "radixcache": self.extension(self.body)}
+        more = {
+            "usage": self.usage(outputs),
+            "radixcache": extension(self.context, self.job, self.body),
+        }
         return {**self.head, "choices": choices, **more}
 
-    def of(self, prompt: int, delta: Delta) -> Iterator[JSON]:
+    def chunks_of(self, prompt: int, delta: Delta) -> Iterator[JSON]:
         choice = self._choice(prompt, delta)
         logprobs, ids = choice["logprobs"], choice.get("token_ids")
         if choice["text"] or delta.finish_reason or (logprobs and logprobs["tokens"]) or ids:

@@ -12,14 +12,16 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 
 from radixcache.runtime.outputs import RequestOutput
-from radixcache.runtime.server.api.chat_turn import begin, encode, turn_of
+from radixcache.runtime.server.api.chat_turn import Answers, begin, encode, turn_of
 from radixcache.runtime.server.api.content_blocks import BlockExchange, Part, Step
-from radixcache.runtime.server.api.generation import JSON, STREAM_RESPONSE, event
+from radixcache.runtime.server.api.exchange import JSON, STREAM_RESPONSE, event
+from radixcache.runtime.server.api.extension import extension
 from radixcache.runtime.server.api.response_store import ResponseStore, StoreDep, StoredResponse
 from radixcache.runtime.server.http.bodies import BodyRoute, on_thread
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.protocol.fields import CacheSalt
 from radixcache.runtime.server.protocol.responses import (
+    Item,
     ResponsesRequest,
     ToolKind,
     kinds_of,
@@ -44,9 +46,7 @@ async def create_response(
     turn = await on_thread(turn_of, body, context.chat_defaults, context.tokenizer, conversation)
     head = _begin(body, context)
     answers = await begin(context, turn, client_of(request, body.cache_salt))
-    exchange = _Response(body, context, head, answers, store)
-    exchange.conversation, exchange.items = conversation, items
-    exchange.kinds = kinds_of(body.tools)
+    exchange = _Response(body, context, head, answers, store, conversation, items)
     return await exchange.answer(request, turn.left_out)
 
 
@@ -69,7 +69,7 @@ async def get_response(
     """A stored response."""
     if stream:
         raise ApiError(400, "a response that is kept is not streamed", "stream")
-    kept = _find(store, response_id, cache_salt).response or {}
+    kept = _find(store, response_id, cache_salt).response
     return {name: value for name, value in kept.items() if name != "input"}
 
 
@@ -84,7 +84,7 @@ async def list_input_items(
     include: Annotated[list[str] | None, Query()] = None,
 ) -> JSON:
     """The input of a stored response and of those before it, the last item first."""
-    items = (_find(store, response_id, cache_salt).response or {}).get("input", [])
+    items = _find(store, response_id, cache_salt).response["input"]
     items = items[::-1] if order == "desc" else items
     start = next((i for i, item in enumerate(items, 1) if item["id"] == after), 0)
     if after is not None and not start:
@@ -97,29 +97,48 @@ async def list_input_items(
 
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(response_id: str, store: StoreDep, cache_salt: CacheSalt = None) -> JSON:
-    """Delete a response, on disk too; 503 if the disk fails to."""
-    _find(store, response_id, cache_salt)
-    if (gone := store.drop(response_id, cache_salt)) is not None:
+    """Delete a response, on disk first; if that fails, it stays, and the answer is 503."""
+    if (gone := store.erase(response_id, cache_salt)) is not None:
         from radixcache.runtime.kv_offload.disk import confirm_gone
 
         await asyncio.to_thread(confirm_gone, gone)
+    _find(store, response_id, cache_salt)
+    store.drop(response_id, cache_salt)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
 def _given(body: ResponsesRequest, store: ResponseStore) -> tuple[list[Message], list[JSON]]:
     """The whole conversation, as messages and as items."""
+    _resolve(body, store)
     conversation, items = body.messages(), body.items()
     if body.previous_response_id is not None:
         before = _find(store, body.previous_response_id, body.cache_salt)
         conversation = merge([*before.conversation, *conversation])
-        given = before.response or {}
-        items = [*given.get("input", ()), *given["output"], *items]
+        items = [*before.response["input"], *before.response["output"], *items]
     return conversation, items
+
+
+def _resolve(body: ResponsesRequest, store: ResponseStore) -> None:
+    """Put the items of stored responses in the place of references to them, once each."""
+    items = body.input if isinstance(body.input, list) else []
+    named = {item.id: at for at, item in enumerate(items) if item.type == "item_reference"}
+    for name, place in named.items():
+        kind, _, number = str(name).rpartition("_")
+        found = store.find(f"resp_{number[:32]}", body.cache_salt)
+        kept = found.response if found else {"input": (), "output": ()}
+        at = int(number[32:40]) if number[32:40].isdecimal() else 0
+        for one in kept["input" if kind == "in" else "output"][at : at + 1]:
+            items[place] = Item(**one) if one["id"] == name else items[place]
+    for item in items:
+        if item.type == "item_reference":
+            twice = items[named[item.id]].type != "item_reference"
+            status, why = (400, "named twice") if twice else (404, "not kept")
+            raise ApiError(status, f"the item {str(item.id)[:100]!r} is {why}", "input")
 
 
 def _find(store: ResponseStore, response_id: str, cache_salt: str | None) -> StoredResponse:
     stored = store.find(response_id, cache_salt)
-    if stored is None or stored.response is None:
+    if stored is None:
         whose = "without a cache_salt" if cache_salt is None else "with this cache_salt"
         raise ApiError(404, f"no response {response_id!r} is kept {whose}")
     return stored
@@ -168,16 +187,32 @@ class _Response(BlockExchange[ResponsesRequest]):
         kinds: the kind of each tool, by name.
     """
 
-    conversation: list[Message]
-    items: list[JSON]
-    kinds: dict[str, ToolKind]
     saved: Future[object] | None = None
     num_events = 0
 
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        context: ServingContext,
+        head: JSON,
+        answers: Answers,
+        store: ResponseStore,
+        conversation: list[Message],
+        items: list[JSON],
+    ) -> None:
+        super().__init__(body, context, head, answers)
+        self.store, self.conversation, self.items = store, conversation, items
+        self.kinds = kinds_of(body.tools)
+
     async def settle(self) -> None:
-        """Wait until the response is on disk, for some seconds; memory keeps it in any case."""
+        """Wait some seconds until the disk has the response; else the answer says `store` false."""
         if self.saved is not None:
-            await asyncio.wait([asyncio.wrap_future(self.saved)], timeout=_SAVE_SECONDS)
+            saved = asyncio.wrap_future(self.saved)
+            await asyncio.wait([saved], timeout=_SAVE_SECONDS)
+            self.head["store"] = saved.done() and saved.exception() is None
+            kept = self.store.find(self.head["id"], self.body.cache_salt)
+            if kept is not None and kept.response is not None:
+                kept.response["store"] = self.head["store"]  # of the copy in memory
 
     def begin(self, num_tokens: int) -> Iterator[JSON]:
         yield self._event("created", response=self.head)
@@ -213,7 +248,7 @@ class _Response(BlockExchange[ResponsesRequest]):
     def end(self, whole: JSON) -> Iterator[JSON]:
         yield self._event(whole["status"], response=whole)
 
-    def sign_of_life(self) -> str:
+    def heartbeat(self) -> str:
         """The first one says that the response has begun."""
         begun = [*self.begin_once()] or [self._event("in_progress", response=self.head)]
         return "".join(map(event, begun))
@@ -236,10 +271,7 @@ class _Response(BlockExchange[ResponsesRequest]):
         items = enumerate(zip(parts, ends, strict=False))
         response["output"] = [self._item(i, part, end) for i, (part, end) in items]
         response["usage"] = self._usage(output)
-        if body.compared is not None:
-            earlier = self.store.find(body.compared, body.cache_salt)
-            response["prompt_cache_diagnostics"] = self._diagnose(earlier, output.num_cached_tokens)
-        response["radixcache"] = self.extension(self.answers.turn)
+        response["radixcache"] = extension(self.context, self.job, self.answers.turn)
         if response["store"]:
             parsed = answers.message(0)
             answer = for_template(
@@ -251,8 +283,10 @@ class _Response(BlockExchange[ResponsesRequest]):
                 }
             )
             conversation = [*self.conversation, answer]
-            kept = {**response, "input": self.items}
-            stored = StoredResponse(answers.turn, answers.prompt.tokens, conversation, kept)
+            name = f"in_{response['id'].removeprefix('resp_')}"
+            given = [{"id": f"{name}{i}", **item} for i, item in enumerate(self.items)]
+            kept = {**response, "input": given}
+            stored = StoredResponse(conversation, kept, body.cache_salt)
             self.saved = self.store.keep(response["id"], stored)
         return response
 
@@ -273,30 +307,13 @@ class _Response(BlockExchange[ResponsesRequest]):
 
     def _usage(self, output: RequestOutput) -> JSON:
         counts = self.usage([output])
-        # As the tokenizer splits the text: the generated tokens are not known by part.
-        thoughts = "".join(part.text for part in self.parts if part.kind == "reasoning")
-        reasoning = self.context.tokenizer.encode(thoughts, special=False)
         return {
             "input_tokens": counts["prompt_tokens"],
             "input_tokens_details": counts["prompt_tokens_details"],
             "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": len(reasoning)},
+            "output_tokens_details": {"reasoning_tokens": self.answers.num_reasoning_tokens},
             "total_tokens": counts["total_tokens"],
         }
-
-    def _diagnose(self, earlier: StoredResponse | None, cached: int) -> JSON:
-        """Why the prompt was not cached as far as an earlier response's."""
-        if earlier is None:
-            return {"type": "comparison_response_not_found"}
-        change, reused = self.compare(earlier, cached)
-        if change in _REASONS:
-            return {
-                "type": "cache_miss",
-                "reason": _REASONS[change],
-                "cache_missed_tokens": len(self.answers.prompt.tokens) - reused,
-                "comparison_reusable_tokens": len(earlier.prompt),
-            }
-        return {"type": "cache_hit" if change == "nothing" else "unavailable"}
 
 
 _EVENTS = {
@@ -307,12 +324,6 @@ _EVENTS = {
 }
 _STREAMED = "message", "reasoning", "function_call"
 _WHOLE = {"function_call": ("arguments", "name"), "custom_tool_call": ("input",)}
-_REASONS = {
-    "tools": "tools_changed",
-    "settings": "reasoning_effort_changed",
-    "system": "input_changed",
-    "messages": "input_changed",
-}
 
 
 def _call_item(name: str, part: Part, status: str, kinds: Mapping[str, ToolKind]) -> JSON:

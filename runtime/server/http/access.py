@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -23,7 +24,9 @@ BODY_SECONDS = 60.0
 
 _TOO_LARGE, _CLOSE = "the request's body is larger than {} bytes", {"Connection": "close"}
 _ADMINISTRATES = "radixcache.administrates"
-_FORWARDED = ("forwarded", "via", "x-forwarded-for", "x-real-ip")
+_is_of_a_proxy = re.compile(
+    r"forwarded|-?ip$|^via$|^cf-|^x-(real|scheme|orig|proxy|envoy|amzn)"
+).search
 
 
 class Access:
@@ -51,6 +54,8 @@ class Access:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # answered as GET is; uvicorn leaves the body out
+            scope = {**scope, "method": "GET"}
         headers, limit = Headers(scope=scope), self._options.max_body_size
         try:
             scope[_ADMINISTRATES] = self._admit(scope, headers)
@@ -91,7 +96,7 @@ class Access:
         if options.api_key is not None or options.admin_key is not None or is_foreign:
             return False
         # A proxy on this machine is local, but its clients need not be.
-        forwarded = any(header in headers for header in _FORWARDED)
+        forwarded = any(map(_is_of_a_proxy, headers))
         client = scope.get("client")
         return client is not None and _is_local(client[0]) and _is_local(name) and not forwarded
 
@@ -109,9 +114,9 @@ def _bounded(receive: Receive, limit: int) -> Receive:
             message = await asyncio.wait_for(receive(), deadline - loop.time())
         except asyncio.TimeoutError:
             late = f"the request's body did not come within {BODY_SECONDS:g} seconds"
-            raise ApiError(408, late, headers=_CLOSE) from None
+            raise ApiError(408, late) from None
         except asyncio.CancelledError:  # the server shuts down
-            raise ApiError(503, "the server is shutting down", headers=_CLOSE) from None
+            raise ApiError(503, "the server is shutting down") from None
         is_whole = not message.get("more_body", False)
         size += len(message.get("body", b""))
         if size > limit:

@@ -57,7 +57,7 @@ async def on_thread(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _paced(function: Callable[..., Any], *args: Any) -> Any:
-    """First rest twice as long as the thread was busy last, so that other threads get on."""
+    """Rest twice as long as the last call took, so that other threads get on, then call."""
     time.sleep(max(0.0, getattr(_rests, "end", 0.0) - time.monotonic()))
     began = time.monotonic()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from itertools import takewhile
@@ -139,6 +140,7 @@ def _describe_validation(error: RequestValidationError) -> ApiError:
     where, message = ".".join(names), first["msg"].removeprefix("Value error, ")
     for other in dict.fromkeys(e["msg"] for e in others if e["msg"] != first["msg"]):
         message += f" or {other.removeprefix('Input should be ')}"
+    message = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", message)
     return ApiError(400, f"{where}: {message}" if where else message, where or None)
 
 

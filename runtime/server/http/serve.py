@@ -7,6 +7,8 @@ import gc
 import signal
 import socket
 import sys
+import time
+from contextlib import suppress
 from ipaddress import ip_address
 from types import FrameType
 from typing import Any, Protocol
@@ -14,7 +16,7 @@ from typing import Any, Protocol
 import h11
 import uvicorn
 from fastapi import FastAPI
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from radixcache.runtime.server.args import KEEP_ALIVE
@@ -22,6 +24,9 @@ from radixcache.runtime.server.http.listener import address_of
 
 HEAD_SECONDS = 10.0
 """A request's head must come within this, counted from the connection or its first byte."""
+
+LINGER_SECONDS, REST_SECONDS, BUSY_SECONDS, READ_BYTES = 2.0, 0.2, 0.001, 2048
+"""A connection rests after a piece of so many bytes that took so long: chunks of one byte do."""
 
 FLUSH_SECONDS = 3
 """Seconds for clients to read the rest of their answers, once no request runs."""
@@ -83,6 +88,33 @@ class Frontend(Protocol):
     async def drain(self, grace: float) -> None: ...
 
 
+def _closing(app: Any, conn: h11.Connection) -> Any:
+    """The app; an answer of it that comes before the request's body closes the connection, after
+    `LINGER_SECONDS`, since Node reads no answer if the connection is reset while it writes."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        async def take_rest() -> None:
+            while (await receive()).get("more_body"):
+                pass
+
+        async def send_last(message: Message) -> None:
+            if conn.their_state is h11.SEND_BODY and not message.get("more_body"):
+                begins, waits = message["type"] == "http.response.start", LINGER_SECONDS
+                if not begins:
+                    await send({**message, "more_body": True})
+                    message = {"type": "http.response.body"}
+                if not conn.they_are_waiting_for_100_continue:  # a body that comes just now is fine
+                    with suppress(asyncio.TimeoutError, asyncio.CancelledError):  # it shuts down
+                        await asyncio.wait_for(take_rest(), waits / 20 if begins else waits)
+                if begins and conn.their_state is h11.SEND_BODY:
+                    message["headers"] = [*message["headers"], (b"connection", b"close")]
+            await send(message)
+
+        await app(scope, receive, send_last)
+
+    return answer
+
+
 class _Connection(H11Protocol):
     """A connection that is closed if a request's head does not come in time.
 
@@ -94,11 +126,21 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.app = _closing(self.app, self.conn)
+        transport.max_size = READ_BYTES  # of asyncio: 256 KiB, of which all would wait
         self._watch()
 
     def data_received(self, data: bytes) -> None:
+        began = time.thread_time()
         super().data_received(data)
         self._watch()
+        if time.thread_time() - began > BUSY_SECONDS:
+            self.transport.pause_reading()
+            self.loop.call_later(REST_SECONDS, self._go_on)
+
+    def _go_on(self) -> None:
+        if not self.flow.read_paused:  # by uvicorn, which resumes
+            self.transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()

@@ -34,7 +34,7 @@ router = APIRouter(include_in_schema=False)
 
 
 def _add(path: str, name: str, media_type: str) -> None:
-    @router.api_route(path, methods=["GET", "HEAD"])
+    @router.get(path)
     async def file() -> FileResponse:
         return FileResponse(FOLDER / name, media_type=media_type, headers=HEADERS)
 

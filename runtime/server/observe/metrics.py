@@ -15,7 +15,6 @@ from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
-from radixcache.runtime.engine.checkpoint_planner import CheckpointPlanner
 from radixcache.runtime.request import Request
 from radixcache.runtime.server.protocol.answers import RecentRequest
 from radixcache.runtime.spec_decode.draft_length import SOURCES
@@ -172,7 +171,7 @@ def engine_metrics(llm: LLM) -> list[Metric]:
     """The engine's state, read on its thread; counters never go back, even at a flush.
     O(leased pages)."""
     engine, cache, scheduler = llm.engine, llm.cache, llm.engine.scheduler
-    stats, pool, kept = engine.lifetime_stats, cache.pool, scheduler.logits_cache
+    stats, pool, kept = engine.lifetime_stats, cache.pool, scheduler.admission.logits_cache
     leased, used = cache.leased_pages, pool.num_pages - pool.num_free
     counters: dict[str, tuple[str, float]] = {
         "requests_started": ("Requests that began to run.", stats.requests),
@@ -218,12 +217,6 @@ def engine_metrics(llm: LLM) -> list[Metric]:
     for reason, count in llm.explainer.missed_tokens.items():
         missed.add_metric([reason], count)
     pages = {"used": used, "free": pool.num_free, "leased": leased, "pinned": cache.pins.num_pages}
-    beside = []
-    if isinstance(scheduler.planner, CheckpointPlanner):
-        about = ("recurrent_states", _STATES)
-        if cache.windows is not None:
-            about = ("window_pages", _WINDOWS)
-        beside.append(_by_state(*about, scheduler.planner.index.counts))
     return [
         *(CounterMetricFamily(f"radixcache_{n}", t, value=v) for n, (t, v) in counters.items()),
         *(GaugeMetricFamily(f"radixcache_{n}", t, value=v) for n, (t, v) in gauges.items()),
@@ -234,7 +227,7 @@ def engine_metrics(llm: LLM) -> list[Metric]:
             "KV pages: used + free is all; the leased are among the used, the pinned among these.",
             pages,
         ),
-        *beside,
+        *(_by_state(n, _BESIDE[n], counts) for n, counts in scheduler.planner.counts().items()),
         *lower,
     ]
 
@@ -252,8 +245,11 @@ _DRAFTS = {
     "num_draft_tokens": "Tokens computed before they were drawn, by where they were taken from.",
     "num_accepted_tokens": "Drafted tokens that were accepted: each saved its request a step.",
 }
-_WINDOWS = "Pages of layers with a window: of running sequences, kept for a hit alone, or free."
-_STATES = "Slots of recurrent states: of running sequences, kept for a hit, or free."
+_BESIDE = {
+    "window_pages": "Pages of layers with a window: of running sequences, kept for a hit, left "
+    "behind but found until they are used anew, or free.",
+    "recurrent_states": "Slots of recurrent states: of running sequences, kept for a hit, or free.",
+}
 
 
 def _drafts(proposer: DraftProposer | None) -> Iterator[Metric]:

@@ -15,12 +15,12 @@ from uuid import uuid4
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from radixcache.runtime.engine.listeners import AsyncJob
+from radixcache.runtime.engine.stream import Stream
 from radixcache.runtime.server.http.errors import as_api_error
 
 REQUEST_ID = "X-Request-Id"
 
-jobs_of_task: ContextVar[list[AsyncJob]] = ContextVar("jobs_of_task")
+jobs_of_task: ContextVar[list[Stream]] = ContextVar("jobs_of_task")
 """The list to which a task's submissions are added: the jobs of one HTTP request."""
 
 _log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class RequestLog:
         request_id = Headers(scope=scope).get(REQUEST_ID, "")
         if not re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", request_id):
             request_id = uuid4().hex
-        jobs: list[AsyncJob] = scope.setdefault("radixcache.jobs", [])  # a replica reads it, too
+        jobs: list[Stream] = scope.setdefault("radixcache.jobs", [])  # a replica reads it, too
         jobs_of_task.set(jobs)
 
         async def send_with_id(message: Message) -> None:
@@ -71,7 +71,7 @@ class RequestLog:
 
 
 def _print_line(
-    scope: Scope, request_id: str, status: int, seconds: float, jobs: list[AsyncJob]
+    scope: Scope, request_id: str, status: int, seconds: float, jobs: list[Stream]
 ) -> None:
     """`status` is 0 if the client hung up before an answer."""
     line: dict[str, Any] = {

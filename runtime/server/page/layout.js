@@ -95,7 +95,7 @@ export const isThinned = (id) => thinned.get(id) > performance.now();
  * only cut in two, or joined, is there still; what may have been folded is not taken for gone.
  */
 export function noteGone(before, after, redraw) {
-  if (!before || after.stats.tiers.some((tier) => tier.used_pages)) return; // it is drawn in its tier
+  if (!before) return;
   const flushed = after.stats.requests < before.stats.requests;
   const tokens = flushed ? before.stats.cached_tokens : after.stats.evicted_tokens - before.stats.evicted_tokens;
   if (tokens <= 0) return;

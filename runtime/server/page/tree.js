@@ -23,16 +23,25 @@ export function showTree(news) {
   const used = `${format.format(pool.used_pages)} of ${count(pool.pages, "page")} in use`;
   const nodes = stats.cached_nodes > 1 ? ` in ${count(stats.cached_nodes, "node")}` : "";
   $("pages").textContent = `${count(stats.cached_tokens, "token")}${nodes}; ${used}; ${format.format(stats.evicted_tokens)} evicted`
+    + (stats.window_pages ? `; windows: ${byUse(stats.window_pages, "page")}` : "")
+    + (stats.recurrent_states ? `; states: ${byUse(stats.recurrent_states, "slot")}` : "")
     + stats.tiers.map((tier) => `; ${inTier(tier)}`).join("");
-  for (const item of document.querySelectorAll("#legend .host, #legend .disk")) {
-    item.hidden = !stats.tiers.some(({ medium }) => medium === item.className);
-  }
   $("tiers").replaceChildren(...(stats.tiers.length ? [pool, ...stats.tiers] : []).map(meter));
   show();
 }
 
+/** Pages or slots beside the KV pages; those that were left behind are found until they are used anew. */
+function byUse({ running, kept, left, free }, what) {
+  const again = left === undefined ? "" : `, ${format.format(left)} left behind`;
+  return `${count(running, what)} of running requests, ${format.format(kept)} kept${again}, ${format.format(free)} free`;
+}
+
 const WHERE = { pool: "in the pool", host: "in host memory", disk: "on disk" };
-const inTier = (tier) => `${format.format(tier.used_pages)} of ${count(tier.pages, "page")} ${WHERE[tier.medium]}`;
+
+function inTier({ medium, pages, used_pages: used, loaded_pages: read, stored_pages: written }) {
+  const moved = medium === "pool" ? "" : ` (${format.format(read)} read, ${format.format(written)} written)`;
+  return `${format.format(used)} of ${count(pages, "page")} ${WHERE[medium]}${moved}`;
+}
 
 /** A tier as a bar that is as long as it has pages, and filled as far as they are used. */
 function meter(tier) {
@@ -106,7 +115,6 @@ const age = ({ node }) => (node.more && node.isFold ? node.more.age : node.age);
 
 function state({ node }) {
   if (node.isFold) return `fold ${node.more.leases ? "used" : "idle"}${isThinned(node.id.slice(0, -5)) ? " thinned" : ""}`;
-  if (node.medium !== "pool") return node.medium;
   return node.gone ? "evicted" : node.leases ? "used" : node.pinned ? "pinned" : "idle";
 }
 
@@ -139,8 +147,7 @@ function facts({ node, rank, namespace, parent }) {
   const pages = Math.ceil(end / page_size) - Math.floor(node.start / page_size);
   const parts = [`${count(node.num_tokens, "token")} from ${format.format(node.start)} on`, count(pages, "page")];
   if (namespace) parts.push(`salt ${namespace}`);
-  if (node.gone) return [...parts, "no longer cached"].join(", ");
-  if (node.medium !== "pool") return [...parts, WHERE[node.medium]].join(", ");
+  if (node.gone) return [...parts, "no longer in the pool"].join(", ");
   parts.push(node.leases ? inUse(node.leases) : `${rank ? `${ordinal(rank + 1)} ` : ""}most recently used`);
   if (node.computed_from !== null) parts.push(`${count(end - Math.max(node.start, node.computed_from), "token")} computed by them`);
   if (node.pins.length) parts.push(`pinned as ${node.pins.join(", ")}`);

@@ -21,7 +21,7 @@ class MissedTokens(Body):
 
 
 class Explained(Body):
-    """The answer of /v1/explain; no stretch has a last token that is computed for its logits."""
+    """The answer of /v1/explain; a last token that is computed for its logits alone is no miss."""
 
     object: Literal["explanation"] = "explanation"
     model: str
@@ -81,7 +81,6 @@ class CacheNode(Body):
     pinned: bool
     children: list[CacheNode]
     more: Folded | None
-    medium: Literal["pool", "host", "disk"]
 
 
 class CacheNamespace(Body):
@@ -93,13 +92,18 @@ class CacheNamespace(Body):
 
 
 class LowerTierPages(Body):
+    """A tier's room, and the pages read from it and written to it since the server's start."""
+
     medium: Literal["host", "disk"]
     pages: int
     used_pages: int
+    loaded_pages: int
+    stored_pages: int
 
 
 class CacheStatistics(Body):
-    """Counters since the last flush, and pages now; `tiers` are those below the KV memory."""
+    """Counters since the last flush, and pages now; `tiers` are those below the KV memory. Pages of
+    windows that are kept apart, and slots of states, are counted by what they are used for."""
 
     requests: int
     query_tokens: int
@@ -114,6 +118,8 @@ class CacheStatistics(Body):
     pages: int
     free_pages: int
     pinned_pages: int
+    window_pages: dict[str, int] | None = None
+    recurrent_states: dict[str, int] | None = None
     tiers: list[LowerTierPages]
     page_size: int
     running: int

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, model_validator
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.server.protocol.fields import (
     NO_MEDIA,
+    Flag,
     Items,
     Json,
     List,
@@ -45,7 +46,7 @@ _BILLING = "x-anthropic-billing-header"
 
 
 class CacheControl(StrictModel):
-    """The prompt up to here will be sent again within `ttl`; a salt says who shares it."""
+    """The prompt up to here will be sent again within `ttl`; requests of one salt share it."""
 
     harmless: ClassVar = frozenset({"scope"})
 
@@ -78,7 +79,7 @@ class Block(OneOf):
     tool_use_id: Text | None = None
     tool_name: Text | None = None
     content: Text | List[ResultBlock] | None = None
-    is_error: bool | None = None
+    is_error: Flag | None = None
     cache_control: CacheControl | None = None
 
 
@@ -92,9 +93,16 @@ class ResultBlock(Block):
     type: Literal["text", "tool_reference"]  # type: ignore[assignment]
 
 
+class TurnOptions(StrictModel):
+    effort: Text | None = None
+
+
 class ChatTurn(StrictModel):
+    refused: ClassVar = {"clear_at": Unsupported("leave the message out yourself", ("never",))}
+
     role: Literal["user", "assistant", "system"]
     content: Text | List[Block]
+    output_config: TurnOptions | None = None
 
     @property
     def blocks(self) -> list[Block]:
@@ -140,8 +148,8 @@ class ClientTool(OneOfTools):
     description: Text | None = None
     input_schema: Json | None = None
     input_examples: Items[Json] | None = None
-    strict: bool | None = None
-    defer_loading: bool | None = None
+    strict: Flag | None = None
+    defer_loading: Flag | None = None
     cache_control: CacheControl | None = None
 
     def as_tools(self) -> list[Tool]:
@@ -163,7 +171,7 @@ class ClientTool(OneOfTools):
 class ClientToolChoice(StrictModel):
     type: Literal["auto", "any", "tool", "none"]
     name: Text | None = None
-    disable_parallel_tool_use: bool | None = None
+    disable_parallel_tool_use: Flag | None = None
 
 
 class ThinkingOptions(StrictModel):
@@ -197,14 +205,8 @@ class ContextManagement(StrictModel):
     edits: List[Edit] | None = None
 
 
-class OutputConfig(FormatOptions):
-    effort: Text | None = None
-
-
-class Diagnostics(StrictModel):
-    """Asks why less was cached than an earlier prompt; null starts with this request."""
-
-    previous_message_id: Text | None = None
+class OutputConfig(TurnOptions, FormatOptions):
+    harmless: ClassVar = frozenset({"task_budget"})  # a wish, which nothing here tells the model
 
 
 class CountRequest(TurnRequest, StrictModel):
@@ -218,6 +220,7 @@ class CountRequest(TurnRequest, StrictModel):
 
     model: Text | None = None
     messages: SomeItems[ChatTurn]
+    betas: List[Text] | None = None
     system: Text | Items[TextBlock] | None = None
     tools: Items[ClientTool] | None = None
     tool_choice: ClientToolChoice | None = None
@@ -277,20 +280,13 @@ class CountRequest(TurnRequest, StrictModel):
     def turn(self, defaults: SamplingParams) -> Turn:
         new = [message for turn in self.messages for message in turn.as_messages(turn.blocks)]
         goes_on = self.messages[-1].role == "assistant"
-        effort = self.output_config.effort if self.output_config else None
+        configs = [self.output_config, *(turn.output_config for turn in self.messages)]
+        effort = next((one.effort for one in reversed(configs) if one and one.effort), None)
         asked = {"enabled": True, "disabled": False}
         wanted = asked.get(self.thinking.type) if self.thinking else None
-        return Turn(
-            [for_template(message) for message in self._with_system(new)],
-            defaults,
-            self.offered,
-            self.choice,
-            thinking=Thinking(effort, wanted, "output_config.effort" if effort else "thinking"),
-            continue_final=goes_on,
-            ask=not goes_on,
-            cache_salt=self.cache_salt,
-            left_out=self.left_out,
-        )
+        thinking = Thinking(effort, wanted, "output_config.effort" if effort else "thinking")
+        how = {"thinking": thinking, "continue_final": goes_on, "ask": not goes_on}
+        return Turn.of(self, [*map(for_template, self._with_system(new))], defaults, **how)
 
     @property
     def choice(self) -> ToolChoice:
@@ -303,16 +299,20 @@ class CountRequest(TurnRequest, StrictModel):
 
 
 class MessagesRequest(CountRequest):
-    harmless: ClassVar = frozenset({"metadata", "service_tier", "speed", "inference_geo"})
+    refused: ClassVar = CountRequest.refused | {
+        "diagnostics": Unsupported(
+            "explain says why a prompt was not cached", ({}, {"previous_message_id": None})
+        )
+    }
+    harmless: ClassVar = frozenset("metadata service_tier speed inference_geo".split())
 
     max_tokens: MaxTokens
     stop_sequences: Annotated[List[Text] | None, AfterValidator(check_stop)] = None
-    stream: bool | None = None
+    stream: Flag | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
-    diagnostics: Diagnostics | None = None
-    explain: bool | None = None
+    explain: Flag | None = None
 
     @model_validator(mode="after")
     def _few_breakpoints(self) -> MessagesRequest:
@@ -323,17 +323,8 @@ class MessagesRequest(CountRequest):
         return self
 
     def turn(self, defaults: SamplingParams) -> Turn:
-        params = sampled(
-            defaults,
-            self.output_config,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            max_tokens=self.max_tokens,
-            stop=self.stop_sequences,
-        )
-        explain = bool(self.explain or self.diagnostics)
-        return replace(super().turn(params), stream=bool(self.stream), explain=explain)
+        more = {"max_tokens": self.max_tokens, "stop": self.stop_sequences}
+        return super().turn(sampled(defaults, self, self.output_config, **more))
 
 
 Block.model_rebuild()

@@ -13,6 +13,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    Strict,
     TypeAdapter,
     model_validator,
 )
@@ -104,6 +105,7 @@ def _decode_header(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_check_text)]
+Flag = Annotated[bool, Strict()]  # else "no" and 0 were booleans, too
 # fail_fast: an error for each item of a large body would take gigabytes, and hold up all clients.
 List = Annotated[list[T], Field(fail_fast=True)]
 Items = Annotated[List[T], BeforeValidator(_check_count)]

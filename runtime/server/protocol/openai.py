@@ -19,6 +19,7 @@ from radixcache.runtime.server.protocol.fields import (
     MAX_SHOWN_IDS,
     MAX_STOPS,
     Allowed,
+    Flag,
     List,
     LogitBias,
     MaxTokens,
@@ -49,11 +50,11 @@ from radixcache.runtime.tokens.tokenizer import Tokenizer
 class StreamOptions(StrictModel):
     harmless = frozenset({"include_obfuscation"})
 
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = Field(
+    include_usage: Flag | None = None
+    continuous_usage_stats: Flag | None = Field(
         None, description="With include_usage, every chunk has the usage so far, as in vLLM."
     )
-    include_progress: bool | None = Field(
+    include_progress: Flag | None = Field(
         None,
         description="Until the first token, send chunks without choices that say how many prompt "
         "tokens are computed.",
@@ -70,7 +71,7 @@ class GenerationRequest(StructuredFields, StrictModel):
     harmless: ClassVar[frozenset[str]] = HARMLESS
 
     model: Text | None = None
-    stream: bool | None = None
+    stream: Flag | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     max_tokens: MaxTokens | None = None
@@ -82,7 +83,7 @@ class GenerationRequest(StructuredFields, StrictModel):
     top_k: TopK | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOPS)] | None = None
-    ignore_eos: bool | None = None
+    ignore_eos: Flag | None = None
 
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -91,11 +92,11 @@ class GenerationRequest(StructuredFields, StrictModel):
     bad_words: Annotated[List[Text], AfterValidator(check_stop)] | None = None
     allowed_token_ids: Allowed | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: Flag | None = None
+    skip_special_tokens: Flag | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
+    return_token_ids: Flag | None = None
+    return_tokens_as_token_ids: Flag | None = None
 
     cache_salt: Salt | None = Field(
         None, description="Cached prefixes are shared only among requests with the same salt."
@@ -103,8 +104,11 @@ class GenerationRequest(StructuredFields, StrictModel):
     prefix: PrefixName | None = Field(
         None, description="Name of a pinned prefix that goes before the prompt."
     )
+    ends_conversation: Flag | None = Field(
+        None, description="No later prompt goes on from this one: what it alone uses may go first."
+    )
 
-    explain: bool | None = Field(
+    explain: Flag | None = Field(
         None, description="Say in `radixcache.explanation` why prompt tokens were not cached."
     )
 
@@ -136,8 +140,8 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Text | List[Text] | TokenIds | List[TokenIds]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    echo: bool | None = None
-    add_special_tokens: bool | None = Field(
+    echo: Flag | None = None
+    add_special_tokens: Flag | None = Field(
         None, description="False leaves out tokens that the model wants around a text, such as BOS."
     )
     best_of: int | None = Field(None, description="Must equal n.")
@@ -172,26 +176,22 @@ class ChatRequest(GenerationRequest, ToolFields):
 
     messages: SomeItems[ChatMessage]
     max_completion_tokens: MaxTokens | None = None
-    logprobs: bool | None = None
+    logprobs: Flag | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     def turn(self, defaults: SamplingParams) -> Turn:
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         limits = (self.max_completion_tokens, self.max_tokens, defaults.max_tokens)
         limit = next((one for one in limits if one is not None), None)
-        return Turn(
+        return Turn.of(
+            self,
             [message.plain() for message in self.messages],
             self.sampling_params(defaults, logprobs=logprobs, max_tokens=limit),
-            self.offered,
-            self.choice,
-            self.chat_template_kwargs or {},
-            Thinking(self.reasoning_effort, place="reasoning_effort"),
+            template_kwargs=self.chat_template_kwargs or {},
+            thinking=Thinking(self.reasoning_effort, place="reasoning_effort"),
             continue_final=bool(self.continue_final_message),
             ask=self.add_generation_prompt is not False,
-            cache_salt=self.cache_salt,
             prefix=self.prefix,
-            stream=bool(self.stream),
-            explain=bool(self.explain),
         )
 
     @model_validator(mode="after")
@@ -243,7 +243,7 @@ class ExplainRequest(ToolFields, PromptOrMessages):
         **REFUSED_IN_CHAT,
     }
     model: Text | None = None
-    add_special_tokens: bool | None = None
+    add_special_tokens: Flag | None = None
     cache_salt: Salt | None = None
     prefix: PrefixName | None = None
 
@@ -260,8 +260,8 @@ class TokenizeRequest(PromptOrMessages):
 
     model: Text | None = None
     prompt: Text | None = None
-    add_special_tokens: bool = True
-    return_token_strs: bool = False
+    add_special_tokens: Flag = True
+    return_token_strs: Flag = False
 
 
 class DetokenizeRequest(StrictModel):

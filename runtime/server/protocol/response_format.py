@@ -9,10 +9,11 @@ from pydantic import Field, model_validator
 
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sampling.structured_outputs import StructuredOutputsParams
-from radixcache.runtime.server.protocol.fields import Body, Json, List, StrictModel, Text
+from radixcache.runtime.server.protocol.fields import Body, Flag, Json, List, StrictModel, Text
 
 Schema = Json | bool
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_SAMPLED = {"temperature", "top_p", "top_k", "ends_conversation", "stop"}
 Choices = Annotated[List[Text], Field(min_length=1)]
 
 
@@ -22,7 +23,7 @@ class NamedSchema(Body):
     name: Text | None = None
     description: Text | None = None
     schema_: Schema | None = Field(None, alias="schema")
-    strict: bool | None = None
+    strict: Flag | None = None
 
 
 class ResponseFormat(Body):
@@ -63,9 +64,10 @@ class FormatOptions(StrictModel):
 
 
 def sampled(
-    defaults: SamplingParams, options: FormatOptions | None, **asked: Any
+    defaults: SamplingParams, body: Body, options: FormatOptions | None, **asked: Any
 ) -> SamplingParams:
-    """Sampling parameters with the options' format; values that are None are `defaults`'."""
+    """The body's sampling parameters with the options' format; what is None is `defaults`'."""
+    asked |= {n: getattr(body, n) for n in _SAMPLED & type(body).model_fields.keys()}
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     form = None if options is None else options.format
     return replace(defaults, structured_outputs=form.structured() if form else None, **given)
@@ -87,7 +89,7 @@ class StructuredOutputs(Body):
     regex: Text | None = None
     choice: Choices | None = None
     grammar: Text | None = None
-    json_object: bool | None = None
+    json_object: Flag | None = None
 
     @model_validator(mode="before")
     @classmethod

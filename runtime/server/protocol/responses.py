@@ -6,13 +6,13 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from secrets import token_hex
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.server.protocol.fields import (
+    Flag,
     Items,
     Json,
     List,
@@ -40,11 +40,14 @@ JSON = dict[str, Any]
 SHELL = "local_shell"
 """The name that the model sees for the tool of this type."""
 
-HOSTED_CALLS = frozenset(
-    f"{kind}_call" for kind in ("web_search", "file_search", "code_interpreter", "image_generation")
+HOSTED = frozenset(
+    "web_search_call file_search_call code_interpreter_call image_generation_call tool_search_call "
+    "tool_search_output mcp_call mcp_list_tools mcp_approval_request mcp_approval_response".split()
 )
-"""Items for calls of tools that run on OpenAI's servers."""
+"""Items of tools that run on OpenAI's servers."""
 
+
+_ASKS = "input", "instructions", "previous_response_id"
 _TEXTS = "input_text", "output_text", "reasoning_text", "summary_text", "text"
 
 
@@ -74,11 +77,12 @@ class Item(OneOf):
         "local_shell_call": ("call_id", "action"),
         "local_shell_call_output": ("id", "output"),
         "reasoning": (),
+        "item_reference": ("id",),
     }
 
     type: Literal[
         "message", "function_call", "function_call_output", "custom_tool_call", "reasoning",
-        "custom_tool_call_output", "local_shell_call", "local_shell_call_output",
+        "custom_tool_call_output", "local_shell_call", "local_shell_call_output", "item_reference",
     ] = "message"  # fmt: skip
     id: Text | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -158,7 +162,7 @@ class ResponseTool(OneOfTools):
     name: ToolName | None = None
     description: Text | None = None
     parameters: Json | None = None
-    strict: bool | None = None
+    strict: Flag | None = None
     format: CustomFormat | None = None
     tools: Items[ResponseTool] | None = None
 
@@ -239,17 +243,13 @@ class Reasoning(StrictModel):
 
 
 class CacheOptions(StrictModel):
-    """Every token is cached anyway; a client can only ask why an earlier response was not hit.
-
-    `prompt_cache_diagnostics` and `radixcache.explanation` of the answer say so.
-    """
+    """Every token is cached anyway."""
 
     harmless: ClassVar = frozenset({"mode", "ttl"})
     refused: ClassVar = {
-        "prewarm": Unsupported("POST /v1/prefixes computes a prefix and pins it", (False,))
+        "prewarm": Unsupported("POST /v1/prefixes computes a prefix and pins it", (False,)),
+        "comparison_response_id": Unsupported("explain says why a prompt was not cached"),
     }
-
-    comparison_response_id: Text | None = None
 
 
 class ResponsesRequest(TurnRequest, StrictModel):
@@ -270,8 +270,8 @@ class ResponsesRequest(TurnRequest, StrictModel):
     model: Text | None = None
     instructions: Text | None = None
     previous_response_id: Text | None = None
-    store: bool | None = None
-    stream: bool | None = None
+    store: Flag | None = None
+    stream: Flag | None = None
     max_output_tokens: MaxTokens | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -280,7 +280,7 @@ class ResponsesRequest(TurnRequest, StrictModel):
     tool_choice: (
         Literal["none", "auto", "required"] | ResponseNamedTool | ResponseAllowedTools | None
     ) = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: Flag | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     include: List[Text] | None = Field(
@@ -291,29 +291,29 @@ class ResponsesRequest(TurnRequest, StrictModel):
     )
     metadata: Metadata | None = None
     prompt_cache_options: CacheOptions | None = None
-    explain: bool | None = None
+    explain: Flag | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _without_hosted_calls(cls, data: Any) -> Any:
-        """Drop calls that OpenAI's servers ran: their tools do nothing here."""
+    def _without_hosted_tools(cls, data: Any) -> Any:
+        """Drop items of tools that OpenAI's servers ran: their tools do nothing here."""
+        if isinstance(data, dict) and data.keys().isdisjoint(_ASKS):
+            raise ValueError("input is missing")
         if not isinstance(data, dict) or not isinstance(given := data.get("input"), list):
             return data
-        kinds = ((item.get("type") if isinstance(item, dict) else None) for item in given)
-        pairs = zip(given, kinds, strict=True)
-        return {**data, "input": [item for item, kind in pairs if str(kind) not in HOSTED_CALLS]}
-
-    @property
-    def compared(self) -> str | None:
-        options = self.prompt_cache_options
-        return None if options is None else options.comparison_response_id
+        items = []
+        for item in given:
+            fields = item if isinstance(item, dict) else {}
+            if fields.get("type") is None and fields.keys() - {"type"} == {"id"}:
+                item = {**item, "type": "item_reference"}  # the type may be left out
+            items += [item] * (str(fields.get("type")) not in HOSTED)
+        return {**data, "input": items}
 
     def items(self) -> list[JSON]:
-        """The input as items, each with an id."""
+        """The input as items."""
         given = self.input
         items = [Item(role="user", content=given)] if isinstance(given, str) else given
-        dumped = [item.model_dump(mode="json", exclude_none=True) for item in items]
-        return [{"id": f"in_{token_hex(12)}", **item} for item in dumped]
+        return [item.model_dump(mode="json", exclude_none=True) for item in items]
 
     def messages(self) -> list[Message]:
         if not self.input and self.previous_response_id is not None:
@@ -327,27 +327,11 @@ class ResponsesRequest(TurnRequest, StrictModel):
         messages = self.messages() if conversation is None else conversation
         if self.instructions:
             messages = [{"role": "system", "content": self.instructions}, *messages]
-        params = sampled(
-            defaults,
-            self.text,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            max_tokens=self.max_output_tokens,
-            stop=self.stop,
-        )
-        return Turn(
-            [for_template(message) for message in merge_system(messages)],
-            params,
-            self.offered,
-            self.choice,
-            thinking=Thinking(
-                self.reasoning.effort if self.reasoning else None, place="reasoning.effort"
-            ),
-            cache_salt=self.cache_salt,
-            stream=bool(self.stream),
-            explain=bool(self.explain or self.compared),
-            left_out=self.left_out,
-        )
+        params = sampled(defaults, self, self.text, max_tokens=self.max_output_tokens)
+        effort = self.reasoning.effort if self.reasoning else None
+        thinking = Thinking(effort, place="reasoning.effort")
+        messages = [*map(for_template, merge_system(messages))]
+        return Turn.of(self, messages, params, thinking=thinking)
 
     @property
     def choice(self) -> ToolChoice:

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from radixcache.runtime.server.protocol.fields import (
     NO_MEDIA,
     Body,
+    Flag,
     Items,
     Json,
     List,
@@ -106,7 +107,7 @@ class Function(StrictModel):
     name: ToolName
     description: Text | None = None
     parameters: Json | None = None
-    strict: bool | None = None
+    strict: Flag | None = None
 
     def as_tool(self) -> Tool:
         parameters = self.parameters or {"type": "object", "properties": {}}
@@ -174,14 +175,14 @@ class AllowedToolChoice(Body):
 class ToolFields(TurnRequest):
     tools: Items[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolChoice | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: Flag | None = None
     chat_template_kwargs: Json | None = Field(
         None, description="More values for the chat template, such as `enable_thinking`."
     )
     reasoning_effort: Text | None = None
-    include_reasoning: bool | None = None
-    continue_final_message: bool | None = None
-    add_generation_prompt: bool | None = None
+    include_reasoning: Flag | None = None
+    continue_final_message: Flag | None = None
+    add_generation_prompt: Flag | None = None
 
     @property
     def choice(self) -> ToolChoice:

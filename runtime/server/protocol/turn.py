@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from pydantic import model_validator
 
 from radixcache.runtime.sampling.params import SamplingParams
-from radixcache.runtime.server.protocol.fields import MAX_SCHEMAS, Body, Salt
+from radixcache.runtime.server.protocol.fields import MAX_SCHEMAS, Body, Flag, Salt
 from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, is_longer
 
@@ -54,6 +54,15 @@ class Turn:
     explain: bool = False
     left_out: tuple[str, ...] = ()
 
+    @classmethod
+    def of(
+        cls, body: TurnRequest, messages: list[Message], params: SamplingParams, **more: Any
+    ) -> Turn:
+        """The turn of a body, which may lack fields such as `stream`; `more` is as in the class."""
+        flags = {name: bool(getattr(body, name, None)) for name in ("stream", "explain")}
+        more = {"cache_salt": body.cache_salt, "left_out": body.left_out, **flags, **more}
+        return cls(messages, params, body.offered, body.choice, **more)
+
     @property
     def rendering(self) -> dict[str, Any]:
         """The options of `Tokenizer.render_chat`."""
@@ -69,6 +78,7 @@ class TurnRequest(Body):
     """A body that asks for a turn, and may offer tools."""
 
     cache_salt: Salt | None = None
+    ends_conversation: Flag | None = None
     tools: Sequence[Any] | None = None
 
     @property

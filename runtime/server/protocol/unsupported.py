@@ -10,7 +10,8 @@ from radixcache.runtime.server.protocol.fields import Unsupported
 
 HARMLESS = frozenset(
     "user metadata store safety_identifier service_tier prompt_cache_key prompt_cache_retention "
-    "prompt_cache_options priority request_id session_id stream_interval verbosity".split()
+    "prompt_cache_options priority request_id session_id stream_interval verbosity "
+    "spaces_between_special_tokens".split()  # tokenizers write spaces as they do
 )
 
 _TEXT_ONLY = Unsupported("models here read and write text", ({}, "tensors", False))
@@ -22,7 +23,6 @@ REFUSED = {
     "length_penalty": Unsupported("it is for beam search: ask for n answers and choose", (1,)),
     "truncate_prompt_tokens": _CUT,
     "truncation_side": _CUT,
-    "spaces_between_special_tokens": Unsupported("the tokenizer writes the spaces", (False,)),
     "logprob_token_ids": Unsupported("ask for the likeliest tokens' log-probabilities", ([],)),
     "prompt_embeds": Unsupported("send text or token ids", ([],)),
     "thinking_token_budget": Unsupported("limit the answer by max_tokens", (-1,)),

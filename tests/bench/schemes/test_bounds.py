@@ -12,8 +12,8 @@ from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
 from radixcache.bench.schemes.bounds import build_trie, optimal_hits, unlimited_hits
 from radixcache.bench.schemes.named import parse_scheme
 from radixcache.bench.workloads.workload import Workload
-from radixcache.runtime.engine.scheduler import Scheduler
-from tests.bench.replay.test_play import random_workload
+from radixcache.runtime.engine.scheduling.scheduler import Scheduler
+from tests.bench.replay.random_play import random_workload
 
 SEEDS = range(8)
 

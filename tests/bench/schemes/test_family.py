@@ -14,7 +14,7 @@ from radixcache.bench.schemes.named_prefixes import PrefixObjectCache, TemplateC
 from radixcache.bench.workloads.generators import generate
 from radixcache.bench.workloads.workload import Workload
 from tests.bench.model import BruteFirst, BruteNamed
-from tests.bench.replay.test_play import outcomes, random_workload, run
+from tests.bench.replay.random_play import outcomes, random_workload, run
 from tests.helpers.cover import covering
 
 

@@ -12,8 +12,8 @@ from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
 from radixcache.bench.schemes.named import HYBRID, Scheme
 from radixcache.bench.workloads.generators import generate
 from radixcache.bench.workloads.workload import Workload
-from radixcache.runtime.engine.scheduler import Scheduler
-from tests.bench.replay.test_play import random_workload
+from radixcache.runtime.engine.scheduling.scheduler import Scheduler
+from tests.bench.replay.random_play import random_workload
 from tests.helpers.cover import covering
 
 RULES = [scheme.states for scheme in HYBRID]
@@ -94,8 +94,9 @@ def computed(workload, rule, states=64, budget=2048):
         ("kv-alone", 100 + 90, 600 + 90, 100 + 21, 100 + 21, 100 + 1 + 1, 0),
         # Kept after each document, before the end of each prompt and after each answer.
         ("ours", 100 + 90, 600 + 90, 100 + 21, 100 + 21, 100 + 1 + 1, 2 + 4 + 4),
-        # Nobody says where the document ends, so the second question shows it.
-        ("ours-untold", 200 + 90, 1200 + 90, 100 + 21, 100 + 21, 100 + 2 + 2, 2 + 4 + 4),
+        # Nobody says where the document ends, so the second question shows it, from the state on
+        # that was left 128 tokens before the first prompt's end.
+        ("ours-untold", 200 + 90, 630 + 128 + 30, 100 + 21, 100 + 21, 100 + 2 + 2, 2 + 4 + 4),
         ("marconi", 200 + 90, 1200 + 90, 100 + 21, 100 + 21, 100 + 100 + 1, 2 + 4),
         # Ends of prompts and answers alone: not where questions part, nor before a prompt's end.
         ("sglang", 300 + 90, 1800 + 90, 100 + 21, 100 + 21, 3 * 100, 4 + 4),
@@ -163,9 +164,12 @@ def test_what_no_rule_finds_is_what_kv_alone_leaves_and_what_is_computed_again(s
 
 @pytest.mark.parametrize("name", ["chat:conversations=6,turns=4", "agents:agents=5,steps=5"])
 def test_with_states_enough_ours_computes_what_kv_alone_leaves(name):
-    """Told where templates end, all of it; else each template is computed twice."""
+    """Told where templates end, all of it; else each template is computed twice, from the state on
+    that is kept 128 tokens before the end of a longer prompt."""
     workload = generate(name, 0, 1 << 15)
     (template,) = workload.templates()
     alone = computed(workload, "kv-alone")
     assert computed(workload, "ours", 1000) == alone
-    assert computed(workload, "ours-untold", 1000) == alone + len(template)
+    near = workload.arrivals[0].prompt_tokens - 128
+    again = len(template) - (near if near >= 128 else 0)
+    assert computed(workload, "ours-untold", 1000) == alone + again

@@ -9,7 +9,7 @@ from radixcache.bench.schemes.named import Scheme, windowed_schemes
 from radixcache.bench.schemes.windows import ALL_KEPT, MODELS, WINDOW_RULES, WindowedModel
 from radixcache.bench.workloads.generators import generate
 from radixcache.bench.workloads.workload import Workload
-from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.engine.scheduling.scheduler import Scheduler
 
 SMALL = WindowedModel(16, 80, 64, 0)
 CHAT = "chat:conversations=8,turns=6,system=90,user=20,answer=40"

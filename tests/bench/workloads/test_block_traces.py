@@ -10,8 +10,8 @@ import numpy as np
 from radixcache.bench.replay.play import Arrivals, IndexEngine, StepClock, play
 from radixcache.bench.schemes.named import parse_scheme
 from radixcache.bench.workloads.block_traces import load_trace
-from radixcache.runtime.engine.scheduler import Scheduler
-from tests.bench.workloads.test_loaders import write
+from radixcache.runtime.engine.scheduling.scheduler import Scheduler
+from tests.bench.workloads.files import write
 
 
 def request(length=5, output=2, ids=(0, 1), timestamp=1500):

@@ -6,20 +6,8 @@ import json
 
 import pytest
 
-from radixcache.bench.workloads.rendered import Joined, load_texts
-
-
-def encode(text):
-    return list(text.encode())
-
-
-PLAIN = Joined(encode)
-
-
-def write(tmp_path, *lines, name="file.jsonl"):
-    path = tmp_path / name
-    path.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
-    return path
+from radixcache.bench.workloads.rendered import load_texts
+from tests.bench.workloads.files import CALLED, HISTORY, PLAIN, write
 
 
 def test_sharegpt_turns_come_in_rounds_and_wait_for_each_other(tmp_path):
@@ -42,17 +30,6 @@ def test_messages_without_an_answer_are_a_prompt(tmp_path):
     open_one, closed = load_texts(path, "messages", PLAIN).arrivals
     assert bytes(open_one.prompt().tolist()) == bytes(closed.prompt().tolist()) == b"SU"
     assert open_one.answer_tokens == 128 and bytes(closed.answer().tolist()) == b"A"
-
-
-CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
-HISTORY = [
-    {"role": "system", "content": "S"},
-    {"role": "user", "content": [{"type": "text", "text": "U"}, {"type": "image_url"}]},
-    {"role": "assistant", "content": None, "tool_calls": [CALL]},
-    {"role": "tool", "tool_call_id": "c1", "content": "R"},
-    {"role": "assistant", "content": "A"},
-]
-CALLED = b'{"name":"look","arguments":"{\\"at\\": 1}"}'
 
 
 @pytest.mark.parametrize(

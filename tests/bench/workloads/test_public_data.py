@@ -64,12 +64,13 @@ def test_blocks_of_16_prefill_as_many_more_tokens_as_is_known(name):
 
 
 def test_half_filled_pages_are_why_pages_hit_less_than_blocks_on_mt_bench():
-    """In as much more memory as half-filled pages waste, they do not."""
+    """In as much more memory as half-filled pages waste, they do not. One request at a time: what
+    waiting ones will find is kept."""
     workload = load_public("mt-bench")
-    serving, footprint = Serving(Arrivals(concurrency=8)), build_trie(workload).footprint
+    serving, footprint = Serving(Arrivals(concurrency=1)), build_trie(workload).footprint
     block, tree, more = (
         run_index(workload, parse_scheme(scheme), int(share * footprint) // 16 * 16, serving)
         for scheme, share in (("hash-16", 0.6), ("radix-16", 0.6), ("radix-16", 0.615))
     )
     assert 0.02 < (tree.empty_share or 0) < 0.025
-    assert tree.hit_tokens < 0.9 * block.hit_tokens < 0.9 * more.hit_tokens
+    assert tree.hit_tokens < 0.9 * block.hit_tokens < 0.92 * more.hit_tokens

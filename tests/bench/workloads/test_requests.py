@@ -11,7 +11,7 @@ from radixcache.bench.workloads.rendered import Templated, load_texts
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.cli import main
 from radixcache.runtime.tokens.tokenizer import Tokenizer
-from tests.bench.workloads.test_loaders import CALLED, HISTORY, PLAIN, write
+from tests.bench.workloads.files import CALLED, HISTORY, PLAIN, write
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 

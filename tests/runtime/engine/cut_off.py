@@ -20,11 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import radixcache
-from radixcache import (
-    RadixCache,
-    SamplingParams,
-    StructuredOutputsParams,
-)
+from radixcache import RadixCache, SamplingParams, StructuredOutputsParams
 from radixcache.runtime.engine.explain import Explainer
 from radixcache.runtime.model.kv_pool import WindowLayout
 from radixcache.runtime.request import Request
@@ -33,7 +29,7 @@ from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.helpers.drafts import speculate
 from tests.helpers.engines import assert_no_page_is_lost
 from tests.helpers.hash_model import VOCAB, assert_cached_is_computed, greedy, hash_engine
-from tests.runtime.kv_offload.disk_engine import MemoryStore, attach
+from tests.helpers.tiers import MemoryStore, attach
 
 ROOT = Path(radixcache.__file__).resolve().parents[1]
 FOLDERS = tuple(str(ROOT / name) + "/" for name in ("radixcache", "runtime", "kernels"))

@@ -36,8 +36,8 @@ from tests.helpers.decoders import DECODERS
 from tests.helpers.drafts import speculate
 from tests.helpers.engines import generated, is_greedy, make_engine
 from tests.helpers.models import tiny_model
+from tests.helpers.tiers import pinning_cuda
 from tests.helpers.traffic import NOTHING_LEFT, Asked, play
-from tests.runtime.kv_offload.pinned import pinning_cuda
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {}, "qwen3": {}, "gemma2": {}, "gpt_oss": DECODERS["gpt_oss"],
@@ -53,7 +53,9 @@ def simulating() -> Iterator[None]:
     with (
         pinning_cuda(flashinfer=True),
         patch.object(
-            engines, "paged_model", lambda path, _: load_model(path, device="cuda", dtype="float32")
+            engines,
+            "paged_model",
+            lambda path, *_: load_model(path, device="cuda", dtype="float32"),
         ),
     ):
         yield
@@ -85,7 +87,7 @@ def run_schedule(folders: dict[str, Path], seed: int, num_requests: int = 12) ->
     if isinstance(engine.cache, RadixCache) and not is_hybrid and rng.random() < 0.5:
         store = HostStore(rng.choice([6, 60]) * engine.kv_pool.page_bytes, engine.kv_pool)
         offload = Offload(engine.cache, engine.kv_pool, store)
-        engine.scheduler.loads = offload.loads
+        engine.scheduler.admission.loads = offload.loads
         for _ in range(200):  # so slow that whatever is there is loaded
             offload.loads.computing.note(10**6, 1e15)
     texts: list[list[int]] = []

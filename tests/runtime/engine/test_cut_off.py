@@ -72,7 +72,8 @@ CHANGES: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 LOOKS: dict[str, tuple[Any, ...]] = {
     "match": ([1, 2],), "cached_length": ([1],), "would_evict": (1,),
-    "pinned_pages_beside": ([1],), "outline": (),
+    "pinned_pages_beside": ([1],), "outline": (), "find_pages": (np.array([1], np.int32), None),
+    "next_prompts": (1,),
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from radixcache import InvalidRequest, SamplingParams
+from radixcache.errors import ContextExceeded
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.request import Request
@@ -178,7 +179,7 @@ def test_fcfs_keeps_the_order_of_arrival(folder: Path) -> None:
 
 BAD_REQUESTS = {
     "empty": ([], GREEDY, "the prompt is empty"),
-    "too long": ([1] * 512, GREEDY, "leaves no room to answer"),
+    "too long": ([1] * 512, GREEDY, "leave no room to answer"),
     "unknown token": ([1, 999_999], GREEDY, "outside the vocabulary"),
     "negative token": ([-1], GREEDY, "outside the vocabulary"),
     "nested": ([[1]], GREEDY, "flat sequence of integers"),
@@ -216,7 +217,7 @@ def test_pinned_pages_count_when_a_request_comes(folder: Path, mode: str) -> Non
         room = (19 - 10 + own) * 4 - len(prompt) + 1
         params = SamplingParams(temperature=0, max_tokens=room + 1, ignore_eos=True)
         sentence = "KV memory beside what is pinned" if own < 10 else "KV memory of 76 tokens"
-        with pytest.raises(InvalidRequest, match=sentence):
+        with pytest.raises(ContextExceeded, match=sentence):
             engine.add_request(prompt, params)
         engine.check()
         (request,) = run(engine, [prompt], replace(params, max_tokens=room))

@@ -2,80 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
-from functools import cache
+from contextlib import suppress
 from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
 import torch
-from llguidance import LLMatcher, LLTokenizer, grammar_from
+from llguidance import LLMatcher, grammar_from
 
-from radixcache import (
-    SamplingParams,
-    StructuredOutputsParams,
-)
-from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
-from radixcache.runtime.engine.engine import Engine
+from radixcache import SamplingParams, StructuredOutputsParams
 from radixcache.runtime.request import Request
 from radixcache.runtime.sampling.grammar import GrammarBackend
-from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.helpers.engines import assert_no_page_is_lost, finish
-from tests.helpers.hash_model import HashModel, force_no_tokens, hash_engine, logits_after
+from tests.helpers.hash_model import logits_after
 from tests.helpers.schemas import random_schema
-
-SEED = 20_261_122
-VOCAB, EOS = 2176, 1  # of the bundled model
-PERSON: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 8},
-        "department": {"enum": ["sales", "law"]},
-    },
-    "required": ["name", "department"],
-    "additionalProperties": False,
-}
-ADDRESS = 'root ::= street " " [0-9]+ "!"\nstreet ::= ("High" | "Low") " Street"'
-STRUCTURES = {
-    "json": StructuredOutputsParams.json(PERSON),
-    "regex": StructuredOutputsParams.regex("(ab|b+)c{2,3}[0-9]{3} (the end|an end)"),
-    "choice": StructuredOutputsParams.choice(["yes, of course", "no", 'ein "é" 😀\n']),
-    "grammar": StructuredOutputsParams.grammar(ADDRESS),
-    "json_object": StructuredOutputsParams.json_object(),
-}
-
-
-@cache
-def tokenizer() -> Tokenizer:
-    loaded = Tokenizer.load(str(BUNDLED_MODEL))
-    assert loaded is not None
-    return loaded
-
-
-@cache
-def grammar_backend() -> GrammarBackend:
-    return GrammarBackend(tokenizer(), VOCAB, [EOS])
-
-
-def make_engine(*, forces: bool = True, num_pages: int = 1000, tokens: int = 200) -> Engine:
-    """Over a model whose every token depends on all tokens before it."""
-    text = tokenizer()
-    engine = hash_engine(
-        num_pages=num_pages, max_num_batched_tokens=tokens, max_num_seqs=32,
-        model=HashModel(VOCAB, EOS), decode=text.decode,
-        encode=lambda word: text.encode(word, special=False), grammar_backend=grammar_backend(),
-    )  # fmt: skip
-    if not forces:
-        force_no_tokens(engine)
-    return engine
-
-
-@cache
-def vocabulary() -> LLTokenizer:
-    return LLTokenizer(str(BUNDLED_MODEL / "tokenizer.json"), VOCAB, [EOS])
+from tests.runtime.engine.grammars import (
+    EOS,
+    SEED,
+    STRUCTURES,
+    VOCAB,
+    grammar_backend,
+    make_engine,
+    tokenizer,
+    vocabulary,
+)
 
 
 def plain(prompt: list[int], structured: StructuredOutputsParams, max_tokens: int) -> list[int]:
@@ -132,6 +87,35 @@ def told(request: Request) -> list[Any]:
         (s.generated.tolist(), s.finish_reason, s.stop_reason, s.output().text, len(s.logprobs))
         for s in request.sequences
     ]
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_a_tokenizer_that_is_cut_off_within_the_grammar_undoes_the_step(error, monkeypatch) -> None:
+    text = tokenizer()
+    encode, calls, fails_at = text.encode_within, itertools.count(), set[int]()
+
+    def within(part: str) -> list[int]:
+        if next(calls) in fails_at:
+            raise error
+        return encode(part)
+
+    monkeypatch.setattr(text, "encode_within", within)
+    backend = GrammarBackend(text, VOCAB, [EOS])
+    structure = StructuredOutputsParams.choice(["a choice of words", "a chance", "bees"])
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 20, "structured_outputs": structure}
+    answers, num_cut_off = set[tuple[int, ...]](), 0
+    for failing in range(6):
+        engine, calls, fails_at = make_engine(), itertools.count(), {failing} if failing else set()
+        engine._grammar_backend = backend
+        request = engine.add_request([5, 6], SamplingParams(**options))
+        while engine.has_work:
+            with suppress(error):
+                engine.step()
+                continue
+            num_cut_off += 1
+        assert request.error is None
+        answers.add(tuple(request.sequences[0].generated.tolist()))
+    assert len(answers) == 1 and num_cut_off
 
 
 def test_forced_tokens_are_no_prompt_and_are_cached_like_others() -> None:

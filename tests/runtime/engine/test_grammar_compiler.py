@@ -15,13 +15,8 @@ import pytest
 from llguidance import LLMatcher, grammar_from
 from pydantic import BaseModel
 
-from radixcache import (
-    Busy,
-    InvalidRequest,
-    SamplingParams,
-    StructuredOutputsParams,
-)
-from radixcache.runtime.model.system_memory import resident_bytes
+from radixcache import Busy, InvalidRequest, SamplingParams, StructuredOutputsParams
+from radixcache.runtime.model.host.system_memory import resident_bytes
 from radixcache.runtime.sampling import grammar as guides_module
 from radixcache.runtime.sampling import grammar_compiler
 from radixcache.runtime.sampling.forced_length import MAX_FORCED_BYTES, forced_length
@@ -31,7 +26,7 @@ from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice
 from radixcache.runtime.tokens.tool_formats import find_format
 from tests.helpers.engines import finish
 from tests.helpers.schemas import random_schema
-from tests.runtime.engine.test_grammar import (
+from tests.runtime.engine.grammars import (
     EOS,
     SEED,
     STRUCTURES,

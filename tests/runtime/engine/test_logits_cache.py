@@ -35,8 +35,8 @@ def make_engine(cache: str = "radix", page_size: int = 4, **options: Any) -> Eng
 
 
 def kept_by(engine: Engine) -> PromptLogitsCache:
-    assert engine.scheduler.logits_cache is not None
-    return engine.scheduler.logits_cache
+    assert engine.scheduler.admission.logits_cache is not None
+    return engine.scheduler.admission.logits_cache
 
 
 @contextmanager
@@ -120,9 +120,18 @@ def test_without_its_logits_a_cached_prompt_computes_its_last_token() -> None:
     assert len(kept_by(engine)) == 2
     assert engine.match(text(9)) == 8 and engine.match(prompt) == 18
     assert [counted(engine, p, ONE)[2] for p in (prompt, text(9), text(7))] == [0, 1, 1]
-    kept_by(engine).num_rows = 0
-    run(engine, [text(5)], ONE)
-    assert not len(kept_by(engine))
+
+
+def test_rows_are_kept_in_one_array_and_given_as_copies() -> None:
+    kept = PromptLogitsCache(8, 3 * 32)
+    keys = [PromptKey(np.arange(n, dtype=np.int32), None) for n in range(1, 9)]
+    kept.keep(keys[0], torch.zeros(8))
+    row, array = kept.use(keys[0]), kept._array
+    for number, key in enumerate(keys[1:], 1):
+        kept.keep(key, torch.full((8,), number))
+        kept.keep(keys[1], torch.full((8,), -number))  # in place of its earlier row
+    assert kept._array is array and len(kept) == 3 and not row.any()
+    assert [int(kept.use(key)[0]) for key in (keys[6], keys[7], keys[1])] == [6, 7, -7]
 
 
 def test_a_flush_drops_the_logits_and_counts_on() -> None:
@@ -142,7 +151,7 @@ def test_the_other_modes_keep_no_logits_and_compute_the_last_token(cache: str) -
     assert tokens == [greedy(prompt, 1)]
     assert computed == (4 if cache == "hash-block" else 16)
     engine.reset_cache()
-    assert engine.scheduler.logits_cache is None and engine.match(prompt) == 0
+    assert engine.scheduler.admission.logits_cache is None and engine.match(prompt) == 0
 
 
 def test_prompts_of_one_length_and_end_are_told_apart() -> None:
@@ -153,3 +162,19 @@ def test_prompts_of_one_length_and_end_are_told_apart() -> None:
     assert key == PromptKey(ours.copy(), "a") and key != PromptKey(other, "a")
     assert key != PromptKey(ours, "b") and key != PromptKey(ours[:99], "a")
     assert key in {PromptKey(ours.copy(), "a")} and key not in {PromptKey(other, "a")}
+
+
+def test_a_row_that_was_cut_off_is_not_given_to_two_prompts():
+    cache = PromptLogitsCache(4, 3 * 16)
+    keys = [PromptKey(np.array([i], np.int32), None) for i in range(5)]
+    for number in range(3):
+        cache.keep(keys[number], torch.full((4,), float(number)))
+    for cut_off in (keys[1], keys[3]):  # one that is there, and one that another makes room for
+        with pytest.raises(RuntimeError):
+            cache.keep(cut_off, torch.zeros(3))
+    cache.keep(keys[4], torch.full((4,), 4.0))
+    for number, key in enumerate(keys):
+        assert key not in cache or cache.use(key).tolist() == [number] * 4
+    cache.clear()
+    cache.keep(keys[0], torch.zeros(4))
+    assert cache.use(keys[0]).tolist() == [0] * 4

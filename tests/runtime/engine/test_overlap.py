@@ -111,8 +111,6 @@ def test_a_token_that_never_came_is_not_cached(cache) -> None:
 class DeviceHashModel(HashModel):
     """On a simulated GPU, which knows the tokens of the step before and sees the logits first."""
 
-    ranks = None
-
     def __init__(self) -> None:
         super().__init__()
         self.device, self.fails_at = CUDA, 17
@@ -121,15 +119,8 @@ class DeviceHashModel(HashModel):
         return super().forward(*step).to(CUDA)
 
 
-class DeviceRecurrentModel(RecurrentHashModel):
+class DeviceRecurrentModel(DeviceHashModel, RecurrentHashModel):
     """The same with states: one of a token too many, or of one that never came, is a wrong one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.device, self.fails_at = CUDA, 17
-
-    def forward(self, *step: Any) -> Any:
-        return super().forward(*step).to(CUDA)
 
 
 def fuzz(seed: int, num_requests: int, recurrent: bool = False) -> Counter[str]:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from radixcache import SamplingParams
-from radixcache.kernels.likeliest import KeepLikeliest, by_sort, choose_filter
+from radixcache.kernels.choose import choose_filter
+from radixcache.kernels.torch.top_p import Filter, filter_by_sort
 from radixcache.runtime.engine import sampler
 from radixcache.runtime.engine.sampler import sample
 
@@ -20,7 +21,7 @@ FILTERED = SamplingParams(top_k=9, top_p=0.9, min_p=0.01)
 
 
 def probabilities(
-    logits: torch.Tensor, params: list[SamplingParams], keep: KeepLikeliest = by_sort
+    logits: torch.Tensor, params: list[SamplingParams], keep: Filter = filter_by_sort
 ) -> torch.Tensor:
     return sampler._probabilities(logits.clone(), params, keep)
 
@@ -72,7 +73,7 @@ def test_the_kept_tokens_and_their_weights_are_those_of_brute_force(by, vocab, k
     device = torch.device("cuda", 0) if by == "flashinfer" else torch.device("cpu")
     keep = choose_filter(device)
     found = probabilities(table.to(device), params, keep).cpu()
-    assert (keep is by_sort) == (by == "sort")
+    assert (keep is filter_by_sort) == (by == "sort")
     for one, row in zip(params, found, strict=True):
         probs, kept = brute_force(logits, one)
         got = row.double().sort(descending=True).values.numpy()
@@ -109,7 +110,7 @@ def test_what_is_no_number_is_told_and_no_filter_sees_it(params, bad) -> None:
 
     def keep(probs, top_k, top_p):
         assert probs.isfinite().all()
-        return by_sort(probs, top_k, top_p)
+        return filter_by_sort(probs, top_k, top_p)
 
     tokens, highest = sample(logits, [params] * 3, [torch.Generator()] * 3, keep)
     assert highest.isfinite().tolist() == [True, False, True]
@@ -133,7 +134,7 @@ def test_on_a_gpu_nobody_waits_and_nothing_is_sorted(gpu, params) -> None:
 
 def test_kernels_that_cannot_be_trusted_are_replaced_by_a_sort(gpu, monkeypatch, caplog) -> None:
     device = torch.device("cuda", 0)
-    assert choose_filter(device) is not by_sort
+    assert choose_filter(device) is not filter_by_sort
     found = gpu.flashinfer.top_p_renorm_probs
 
     def wrong(probs, top_p, is_deterministic=False):
@@ -144,7 +145,7 @@ def test_kernels_that_cannot_be_trusted_are_replaced_by_a_sort(gpu, monkeypatch,
 
     for kernel, reason in ((wrong, "wrong results"), (missing, "no kernel image")):
         monkeypatch.setattr(gpu.flashinfer, "top_p_renorm_probs", kernel)
-        assert choose_filter(device) is by_sort
+        assert choose_filter(device) is filter_by_sort
         assert caplog.records.pop().getMessage().endswith(reason)
     monkeypatch.setitem(__import__("sys").modules, "flashinfer", None)
-    assert choose_filter(device) is by_sort and not caplog.records
+    assert choose_filter(device) is filter_by_sort and not caplog.records

@@ -14,7 +14,6 @@ from hashlib import blake2b
 from pathlib import Path
 from random import Random
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,23 +21,13 @@ import torch
 
 from radixcache import InvalidRequest
 from radixcache.runtime.kv_offload import disk, files
-from radixcache.runtime.kv_offload.files import (
-    INDEX,
-    PAGES,
-    write_all,
-)
+from radixcache.runtime.kv_offload.files import INDEX, PAGES, write_all
 from radixcache.runtime.kv_offload.notes import ABOUT, PREFIXES
 from radixcache.runtime.model.kv_pool import KVPool, LayerShape, WindowLayout
 from tests.helpers.cover import seeds
 from tests.helpers.hash_model import greedy
+from tests.helpers.tiers import Asker, Disk, draw_windows, in_a_process, window_pages
 from tests.helpers.traffic import play
-from tests.runtime.kv_offload.disk_engine import (
-    Asker,
-    Disk,
-    draw_windows,
-    in_a_process,
-    window_pages,
-)
 
 TEXT = [*range(1, 26)]
 
@@ -353,23 +342,6 @@ def test_a_folder_that_is_removed_while_it_is_used(tmp_path: Path) -> None:
     for start in range(60):
         text = [start % 20, *TEXT]
         assert engine.answer(text)[0] == greedy(text, 4)
-    engine.close()
-
-
-def test_an_eviction_that_is_cut_off_empties_the_pool_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = Disk(tmp_path)
-    engine.put_down(TEXT)
-    engine.answer([5] * 20)
-    engine.store.flush()
-    with monkeypatch.context() as patched:
-        patched.setattr(engine.tier, "_add", Mock(side_effect=MemoryError))
-        with pytest.raises(MemoryError):
-            engine.engine.cache.evict(1)
-    engine.engine.recover()
-    engine.engine.check()
-    assert engine.answer(TEXT) == (greedy(TEXT, 4), len(TEXT) - 1)
     engine.close()
 
 

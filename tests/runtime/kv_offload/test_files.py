@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from radixcache import Busy, InvalidRequest
+from radixcache.runtime.cli import main
 from radixcache.runtime.kv_offload import disk, files
 from radixcache.runtime.kv_offload.disk import confirm_gone
 from radixcache.runtime.kv_offload.files import INDEX, PAGES, free_folder, lock_folder, unlock
 from tests.helpers.hash_model import greedy
-from tests.runtime.kv_offload.disk_engine import Disk, in_a_process
+from tests.helpers.tiers import Disk, in_a_process
 
 TEXT = [*range(1, 26)]
 
@@ -190,7 +191,7 @@ def test_what_is_not_gone_in_time_is_told(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_pages_that_a_process_writes_while_they_are_verified_are_not_spoilt(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     unlock(lock_folder(tmp_path))
     engine = Disk(folder := tmp_path / ("0c" * 16), slots=7)
@@ -206,6 +207,8 @@ def test_pages_that_a_process_writes_while_they_are_verified_are_not_spoilt(
 
     fill(3)
     assert files.verify(tmp_path, iter) == (7, 0) == files.verify(tmp_path, later)
+    assert main(["cache", "verify", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "pages that were read: 7; all are right\n"
     (folder / PAGES).write_bytes(bytes(7 * engine.store.page_bytes))
     assert files.verify(tmp_path, iter) == (7, 7)
     engine.close()

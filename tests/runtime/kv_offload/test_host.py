@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from radixcache import LLM, InvalidRequest, RadixCache, SamplingParams
-from radixcache.kernels.torch_backend import TorchBackend
+from radixcache.kernels.torch.attention import TorchAttention
 from radixcache.runtime.engine import build
 from radixcache.runtime.engine.args import EngineArgs
+from radixcache.runtime.engine.memory_plan import plan_memory
 from radixcache.runtime.engine.worker import Worker
 from radixcache.runtime.kv_offload import host
 from radixcache.runtime.kv_offload import loads as loads_module
@@ -33,9 +34,8 @@ from tests.helpers.engines import plain_greedy
 from tests.helpers.hash_model import greedy
 from tests.helpers.models import tiny_model
 from tests.helpers.simulated_cuda import CUDA
+from tests.helpers.tiers import Asker, Pinned, PinnedDevice, pinning_cuda
 from tests.helpers.traffic import play
-from tests.runtime.kv_offload.disk_engine import Asker
-from tests.runtime.kv_offload.pinned import Pinned, PinnedDevice, pinning_cuda
 
 TEXT = [*range(1, 26)]
 
@@ -92,24 +92,6 @@ def test_random_requests_get_the_tokens_of_their_own_texts(
         assert total["disk loaded_pages"] and total["disk stored_pages"]
 
 
-def evict_all(engine: Pinned) -> None:
-    engine.engine.cache.evict(engine.engine.cache.pool.num_pages)
-    engine.engine.check()
-
-
-def test_what_was_evicted_is_loaded_to_the_token(device: PinnedDevice) -> None:
-    engine = Pinned(device)
-    assert engine.answer(TEXT) == (greedy(TEXT, 4), 0)
-    evict_all(engine)
-    assert engine.answer(TEXT) == (greedy(TEXT, 4), len(TEXT) - 1)
-    again = [*TEXT[:18], 3, 3, 3]
-    assert engine.answer(again) == (greedy(again, 4), 0), "in the pool by now"
-    evict_all(engine)
-    branch = [*TEXT[:18], 4, 4, 4]
-    assert engine.answer(branch) == (greedy(branch, 4), 18), "in mid-page"
-    assert engine.engine.lifetime_stats.loaded_tokens == len(TEXT) - 1 + 18
-
-
 def test_what_is_cheaper_to_compute_is_computed(device: PinnedDevice) -> None:
     engine = Pinned(device)
     loads = engine.offload.loads
@@ -119,7 +101,7 @@ def test_what_is_cheaper_to_compute_is_computed(device: PinnedDevice) -> None:
         assert engine.answer(TEXT) == (greedy(TEXT, 4), loaded)
         pages, _ = engine.tier.find(np.array(TEXT, np.int32), 0)
         assert not pages or loads.cost("host", len(pages), 24).pays == (speed < 1)
-        evict_all(engine)
+        engine.evict_all()
     assert loads.cost("host", 7, 24).load is not None, "by the events around the copies"
 
 
@@ -188,7 +170,7 @@ def test_a_load_is_taken_off_the_tokens_of_its_step(device: PinnedDevice) -> Non
     engine = Pinned(device, max_num_batched_tokens=40)
     loads, long = engine.offload.loads, [5] * 60
     engine.answer(TEXT)
-    evict_all(engine)
+    engine.evict_all()
     engine.store.reading.note(1, 1e-9)
     for _ in range(2):  # the first is not counted
         loads.computing.note(10**9, 1.0)
@@ -211,13 +193,13 @@ def test_what_leaves_host_memory_goes_to_disk_and_comes_back(
     assert isinstance(disk.store, DiskStore)
     for first in (1, 2, 3):
         engine.answer([first, *TEXT[1:]])
-        evict_all(engine)
+        engine.evict_all()
     disk.store.flush()
     assert len(engine.tier) == 7 and len(disk) == 14, "the first two"
     assert engine.answer(TEXT) == (greedy(TEXT, 4), len(TEXT) - 1)
     assert disk.store.counters.loaded_pages == 6
     stored = disk.store.counters.stored_pages
-    evict_all(engine)
+    engine.evict_all()
     disk.store.flush()
     assert disk.store.counters.stored_pages == stored + 7, "the third; the first has a copy there"
     half = [3, *TEXT[1:10], 9, 9]
@@ -235,7 +217,7 @@ def test_what_leaves_host_memory_goes_to_disk_and_comes_back(
 def test_what_is_being_read_at_the_end_is_written(device: PinnedDevice, tmp_path: Path) -> None:
     engine = Pinned(device, folder=tmp_path / "kv")
     engine.answer(TEXT)
-    evict_all(engine)
+    engine.evict_all()
     engine.engine.add_request(TEXT, SamplingParams(max_tokens=1))
     engine.engine.step()
     lost = patch.object(torch.cuda, "synchronize", side_effect=RuntimeError("device lost"))
@@ -263,7 +245,6 @@ def test_memory_that_cannot_be_pinned_is_refused(device: PinnedDevice) -> None:
             "kv_events_config goes with host_memory or kv_dir, not with both",
         ),
         ({"cache": "hash-block"}, "host_memory is for cache='radix', not 'hash-block'"),
-        ({"tensor_parallel_size": 2}, "host_memory is for one process"),
         ({"host_memory": "much"}, "host_memory must be an amount like 2GB"),
     ],
 )
@@ -278,7 +259,7 @@ def test_an_llm_tells_what_came_from_host_memory(
     path, run = tiny_model("llama", tmp_path), Worker._run
 
     def load(*_: object) -> Any:
-        return load_model(path, device=CUDA, dtype="float32", attention=TorchBackend(CUDA))
+        return load_model(path, device=CUDA, dtype="float32", attention=TorchAttention(CUDA))
 
     def on_the_device(worker: Worker) -> None:
         with device:
@@ -317,7 +298,7 @@ def test_copies_and_graphs_over_flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_
         assert isinstance(engine.cache, RadixCache)
         pool = engine.kv_pool
         offload = Offload(engine.cache, pool, HostStore(200 * pool.page_bytes, pool))
-        engine.scheduler.loads = offload.loads
+        engine.scheduler.admission.loads = offload.loads
         stems = [[rng.randrange(250) for _ in range(40)] for _ in range(8)]
         params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
         for _ in range(4):
@@ -332,13 +313,13 @@ def test_copies_and_graphs_over_flashinfer(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_a_gpu_has_room_for_what_is_loaded(device: PinnedDevice, tmp_path: Path) -> None:
     model = load_model(
-        tiny_model("llama", tmp_path), device=CUDA, dtype="float32", attention=TorchBackend(CUDA)
+        tiny_model("llama", tmp_path), device=CUDA, dtype="float32", attention=TorchAttention(CUDA)
     )
     # The context bounds the pages that are taken if nobody says how many; here memory does.
     model.max_context, free = 1 << 40, 8 << 30
     with patch.object(torch.cuda, "mem_get_info", lambda *_: (free, free)):
         with_host, without = (
-            build._share_memory(EngineArgs(host_memory=memory), model)[0]
+            plan_memory(EngineArgs(host_memory=memory), model, True).num_pages
             for memory in ("1GB", None)
         )
     size = model.bytes_per_token * 16

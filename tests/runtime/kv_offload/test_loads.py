@@ -17,7 +17,7 @@ from radixcache.runtime.kv_offload import loads
 from radixcache.stored_pages import StoredPage
 from tests.helpers.engines import generated
 from tests.helpers.hash_model import greedy
-from tests.runtime.kv_offload.disk_engine import Disk
+from tests.helpers.tiers import Disk
 
 TEXT = [*range(1, 26)]
 
@@ -60,7 +60,7 @@ def read_late(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> Late:
     return late
 
 
-def test_who_waits_for_the_loads_of_others_is_looked_up_when_one_has_ended(
+def test_a_request_that_waits_for_loads_is_looked_up_when_one_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not in each step, which would hold up those that run."""

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from radixcache import LLM, CacheStats, InvalidRequest, LeaseError, SamplingParams
 from radixcache.runtime.kv_offload import disk, fingerprint, session
-from radixcache.runtime.kv_offload.files import contents, lock_folder
+from radixcache.runtime.kv_offload.files import LOCK, contents, lock_folder
 from tests.helpers.models import tiny_model
-from tests.runtime.kv_offload.disk_engine import in_a_process
+from tests.helpers.tiers import in_a_process
 from tests.runtime.server import http
 from tests.runtime.server.live import live
-from tests.runtime.server.test_lifecycle import forked
+from tests.runtime.server.processes import forked
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=3)
 TABLE = "| name | age |\n|---|---|\n" + "".join(f"| Person {i} | {i} |\n" for i in range(60))
@@ -266,7 +266,6 @@ def test_a_close_that_is_cut_off_gives_the_folder_back(
 def test_what_cannot_be_is_refused_in_a_sentence(tmp_path: Path) -> None:
     for settings, message in (
         ({"cache": "hash-block"}, "kv_dir is for cache='radix', not 'hash-block'"),
-        ({"tensor_parallel_size": 2}, "kv_dir is for one process"),
         ({"kv_dir": ""}, "kv_dir is the name of a folder"),
         ({"kv_dir": None}, "kv_dir_size is the size of a kv_dir: name one"),
         ({"kv_dir": None, "kv_dir_size": "10GB"}, "kv_dir_size is the size of a kv_dir"),
@@ -279,9 +278,21 @@ def test_what_cannot_be_is_refused_in_a_sentence(tmp_path: Path) -> None:
             open_llm(tmp_path, **settings)
     other = tmp_path / "other"
     other.mkdir()
-    (other / "notes.txt").touch()
-    with pytest.raises(InvalidRequest, match="holds other files: name an empty folder"):
-        open_llm(other)
+    for left in (
+        ".snapshot/hourly.0",
+        "lost+found/x",
+        "emptied/a/b",
+    ):  # by file systems, and by users
+        (other / left).mkdir(parents=True)
+    for finder in (other, other / "emptied/a"):
+        (finder / ".DS_Store").touch()
+    open_llm(other).close()
+    (other / LOCK).unlink()
+    for place in (other / "emptied/a/b", other):
+        (place / "notes.txt").touch()
+        with pytest.raises(InvalidRequest, match="holds other files: name an empty folder"):
+            open_llm(other)
+        (place / "notes.txt").unlink()
     lock = lock_folder(tmp_path)
     with pytest.raises(InvalidRequest, match="in use by another process"):
         open_llm(tmp_path)

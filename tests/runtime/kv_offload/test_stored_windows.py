@@ -12,13 +12,12 @@ import pytest
 from radixcache import SamplingParams
 from radixcache.runtime.engine.explain import Explainer
 from radixcache.runtime.model.kv_pool import WindowLayout
-from radixcache.snapshot import Look
 from radixcache.stored_windows import StoredWindows
 from radixcache.tier import LowerTier
 from tests.helpers.cover import seeds
+from tests.helpers.engines import only_by_saved_states
 from tests.helpers.hash_model import VOCAB, greedy
-from tests.runtime.engine.test_windows import only_by_checkpoints
-from tests.runtime.kv_offload.disk_engine import Asker, Disk, MemoryStore, draw_windows
+from tests.helpers.tiers import Asker, Disk, MemoryStore, draw_windows
 
 TEXT = [(7 * n) % (VOCAB - 1) for n in range(60)]
 LAYOUT = WindowLayout(24, 3, (True, False))
@@ -35,12 +34,6 @@ def ask(disk: Disk, prompt: list[int], namespace: str | None = None) -> int:
     return request.sequences[0].cached_tokens
 
 
-def evict_all(disk: Disk) -> None:
-    disk.engine.cache.evict(disk.engine.cache.pool.num_pages)
-    disk.store.flush()
-    disk.engine.check()
-
-
 def stored(disk: Disk) -> StoredWindows:
     assert disk.engine.cache.windows is not None and disk.engine.cache.windows.stored is not None
     return disk.engine.cache.windows.stored
@@ -49,11 +42,11 @@ def stored(disk: Disk) -> StoredWindows:
 def test_kv_is_loaded_alone_where_windows_can_be_computed_again(tmp_path: Path) -> None:
     disk = Disk(tmp_path, num_pages=90, windows=LAYOUT)
     ask(disk, TEXT)
-    evict_all(disk)
+    disk.evict_all()
     stored(disk).clear()
     below, again = Explainer(disk.engine.cache).explain(TEXT, 0)
     assert (below.reason, below.end) == ("on_disk", 33)
-    assert (again.reason, again.start, again.end) == ("no_checkpoint", 33, 59)
+    assert (again.reason, again.start, again.end) == ("no_saved_state", 33, 59)
     assert ask(disk, TEXT) == 33, "of which it was told that they were loaded"
     assert disk.engine.cache.stats.loaded_tokens == 59 and not disk.windows_loaded
     disk.close()
@@ -68,11 +61,7 @@ def test_a_conversation_goes_on_from_the_window_on_disk(tmp_path: Path, restart:
         disk.close()
         disk = Disk(tmp_path, num_pages=90, windows=LAYOUT)
     else:
-        evict_all(disk)
-    picture = disk.engine.cache.outline().draw(Look())
-    assert picture is not None
-    (root,) = picture.roots.values()
-    assert [node.num_tokens for node in root.children] == [63], "a name is no text to show"
+        disk.evict_all()
     explainer = Explainer(disk.engine.cache)
     (below, new) = explainer.explain([*done, 5, 6], 0)
     assert (below.reason, below.start, below.end) == ("on_disk", 0, 63)
@@ -80,7 +69,7 @@ def test_a_conversation_goes_on_from_the_window_on_disk(tmp_path: Path, restart:
     assert ask(disk, [*done, 5, 6]) == 63, "all but the last token, which has no KV"
     assert disk.windows_loaded == 1
     (again,) = explainer.explain([*TEXT[:40], 1, 2], 0, kv=40)[:1]
-    assert (again.reason, again.end) == ("no_checkpoint", 40)
+    assert (again.reason, again.end) == ("no_saved_state", 40)
     disk.close()
 
 
@@ -91,7 +80,7 @@ def test_what_is_explained_of_tiers_is_what_a_request_finds(tmp_path: Path, seed
     asker, windows, lengths = Asker(rng), draw_windows(rng), Counter[str]()
     disk = Disk(tmp_path, rng.choice([3, 4, 8]), 900, above=rng.choice([0, 9, 40]), windows=windows)
     if windows is not None and rng.random() < 0.5:
-        only_by_checkpoints(disk.engine)
+        only_by_saved_states(disk.engine)
     explainer, cache = Explainer(disk.engine.cache), disk.engine.cache
     for _ in range(50):
         prompt, params, namespace = asker.ask([])
@@ -119,11 +108,11 @@ def test_what_is_explained_of_tiers_is_what_a_request_finds(tmp_path: Path, seed
 def test_windows_of_as_many_other_tokens_share_no_page(tmp_path: Path, page_size: int) -> None:
     """Pages so small that the first cannot name its text are not kept."""
     disk = Disk(tmp_path, page_size, 900, 900, windows=WindowLayout(24, 1, (True, False)))
-    only_by_checkpoints(disk.engine)
+    only_by_saved_states(disk.engine)
     texts = [[number, *TEXT, number] for number in range(5)]
     for text in texts:
         ask(disk, text)
-        evict_all(disk)
+        disk.evict_all()
     cached = [ask(disk, [*text, *greedy(text, 4), 5]) for text in texts]
     assert cached == [65 if page_size >= 4 else 0] * len(texts)
     disk.close()
@@ -131,12 +120,12 @@ def test_windows_of_as_many_other_tokens_share_no_page(tmp_path: Path, page_size
 
 def test_kv_without_a_window_is_not_loaded(tmp_path: Path) -> None:
     disk = Disk(tmp_path, num_pages=90, windows=LAYOUT)
-    only_by_checkpoints(disk.engine)
+    only_by_saved_states(disk.engine)
     ask(disk, TEXT)
-    evict_all(disk)
+    disk.evict_all()
     stored(disk).clear()
     (miss,) = Explainer(disk.engine.cache).explain(TEXT, 0)
-    assert (miss.reason, miss.end) == ("no_checkpoint", 59)
+    assert (miss.reason, miss.end) == ("no_saved_state", 59)
     assert ask(disk, TEXT) == 0
     assert not disk.engine.cache.stats.loaded_tokens
     disk.close()
@@ -145,7 +134,7 @@ def test_kv_without_a_window_is_not_loaded(tmp_path: Path) -> None:
 def test_salted_windows_stay_out_of_tiers(tmp_path: Path) -> None:
     disk = Disk(tmp_path, num_pages=90, windows=LAYOUT)
     ask(disk, TEXT, "salt")
-    evict_all(disk)
+    disk.evict_all()
     assert not len(disk.tier) and not stored(disk).counts["kept"]
     disk.close()
 
@@ -155,16 +144,16 @@ def test_a_window_is_evicted_whole_and_goes_down_whole(tmp_path: Path) -> None:
     ask(disk, TEXT)
     pool, index = disk.engine.kv_pool, disk.engine.cache.windows
     assert index is not None
-    checkpoint = index.find(np.array(TEXT, np.int32), None, 60)
-    assert checkpoint is not None
-    pages, size = checkpoint.held.pages, disk.tier.page_size
+    saved = index.find(np.array(TEXT, np.int32), None, 60)
+    assert saved is not None
+    pages, size = saved.held.pages, disk.tier.page_size
     below = LowerTier(40, size, MemoryStore(pool))
     upper = LowerTier(len(pages) + 2, size, MemoryStore(pool), below=below)
     windows, tokens = StoredWindows(upper, index.span), np.array(TEXT, np.int32)
-    windows.demote(checkpoint, pages)
+    windows.demote(saved, pages)
     found = windows.find_stored(tokens, 60, 0)
     assert found is not None and found.tier is upper and len(found.pages) == len(pages)
-    assert (found.length, found.kind) == (checkpoint.key.length, checkpoint.kind)
+    assert (found.length, found.kind) == (saved.key.length, saved.kind)
     assert not upper.num_tokens, "a name is no text"
     below.store.save = lambda pages, stored: stored.finish("stored")  # type: ignore[method-assign]
     upper.demote(np.arange(3 * size, dtype=np.int32), 0, pages[:3])
@@ -185,14 +174,14 @@ def test_a_window_is_evicted_whole_and_goes_down_whole(tmp_path: Path) -> None:
     assert not windows.counts["kept"], "it is looked for once"
     windows.check()
     assert len(below) == 39
-    index.release(checkpoint)
+    index.release(saved)
     disk.close()
 
 
 def test_a_name_that_was_changed_on_disk_is_left_out(tmp_path: Path) -> None:
     disk = Disk(tmp_path, num_pages=90, windows=LAYOUT)
     ask(disk, TEXT)
-    evict_all(disk)
+    disk.evict_all()
     kept, tier = stored(disk).counts["kept"], disk.tier
     names = [page for page in tier.in_order() if page.is_of_window]
     first = next(page for page in names if page.tokens.item(0) < -1)

@@ -26,20 +26,21 @@ import torch
 from radixcache import HashBlockCache, PagePool, PrefixCache, RadixCache, SamplingParams
 from radixcache.kernels.attention import PagedBatch
 from radixcache.lease import WindowTable
+from radixcache.pages import Pages
 from radixcache.runtime.engine.build import choose_logits_cache, choose_planner
-from radixcache.runtime.engine.chunk import Chunk
 from radixcache.runtime.engine.engine import Engine
-from radixcache.runtime.engine.scheduler import Scheduler
-from radixcache.runtime.model.kv_pool import KVPool, choose_windows
+from radixcache.runtime.engine.scheduling.chunk import Chunk
+from radixcache.runtime.engine.scheduling.scheduler import Scheduler
+from radixcache.runtime.model.kv_pool import KVPool, WindowLayout, choose_windows
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.request import Request, Sequence
 from radixcache.states import SequenceStates
-from tests.helpers.engines import in_use
+from radixcache.windows import WindowIndex
 from tests.helpers.gguf_converter import convert
 from tests.helpers.gguf_files import write_model
 from tests.helpers.models import VOCAB_SIZE, tiny_model
-from tests.runtime.kv_offload.disk_engine import MemoryStore, attach
+from tests.helpers.tiers import MemoryStore, attach
 
 _WINDOW = {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]}
 _SHORT = {**_WINDOW, "sliding_window": 3}
@@ -139,15 +140,21 @@ class Watch:
         self._compute, self._finish = engine.runner._compute, engine.scheduler.finish
         engine.runner._compute = self.compute  # type: ignore[method-assign]
         engine.scheduler.finish = self.finish  # type: ignore[method-assign]
+        self._allocate = self._cache.pool.allocate
+        self._cache.pool.allocate = self.allocate  # type: ignore[method-assign]
+
+    def allocate(self, count: int) -> Pages:
+        """What a page held before it is handed out does not matter."""
+        pages = self._allocate(count)
+        for layer in self._pool.layers:
+            for side in layer:
+                # As a scale of int8, the bits of -1 are a NaN, too.
+                side[torch.from_numpy(pages)] = torch.nan if side.is_floating_point() else -1
+        return pages
 
     def compute(
         self, chunks: list[Chunk], tokens: Any, batch: PagedBatch, rows: Any, unread: Any
     ) -> Any:
-        free = np.append(~in_use(self._cache), False)
-        for layer in self._pool.layers:  # what is in a free page does not matter
-            for side in layer:
-                # As a scale of int8, the bits of -1 are a NaN, too.
-                side[torch.from_numpy(free)] = torch.nan if side.is_floating_point() else -1
         logits = self._compute(chunks, tokens, batch, rows, unread)
         for row, values in zip(rows.tolist(), logits.clone(), strict=True):
             number = int(np.searchsorted(batch.qo_indptr[1:], row, side="right"))
@@ -202,17 +209,18 @@ def differing(one: torch.Tensor, other: torch.Tensor) -> int:
 class Schedule:
     """One engine and its requests, all of it drawn from `seed`; prompts `scale` times as long."""
 
-    def __init__(self, model: PagedModel, seed: int, scale: int = 1) -> None:
+    def __init__(
+        self, model: PagedModel, seed: int, scale: int = 1, windows: WindowLayout | None = None
+    ) -> None:
         rng = self.rng = random.Random(seed)
         self.scale = scale
-        page_size = rng.choice([1, 4, 16])
+        page_size = 4 if windows is not None else rng.choice([1, 4, 16])
         room = rng.choice([80, 80, 110, 1000]) * scale
         kind = rng.choice([RadixCache, RadixCache, HashBlockCache])
         most, num_states = rng.choice([1, 3, 16]), rng.choice([20, 60]) * bool(model.state_shapes)
         step = rng.choice([3, 7, 24, 300]) * scale
-        windows = choose_windows(model.shapes, model.windows, page_size)
-        if windows is not None and rng.random() < 0.2:
-            windows = None
+        if windows is None and rng.random() < 0.8:
+            windows = choose_windows(model.shapes, model.windows, page_size)
         pages = room // page_size + 2
         if windows is not None:
             pages += min(80 * scale, windows.window + step) // windows.page_size + 4
@@ -257,8 +265,18 @@ class Schedule:
             if rng.random() < 0.3:
                 self.finish()
                 self.cache.evict(self.cache.pool.num_pages)
+            elif self.cache.windows is not None and rng.random() < 0.3:
+                self.finish()
+                self.lose_windows(self.cache.windows)
         self.finish()
         return requests
+
+    def lose_windows(self, windows: WindowIndex) -> None:
+        """Use the memory of all windows anew: what stays is the KV of full layers."""
+        while self.cache.change(windows.evict):
+            pass
+        pool = self.cache.pool
+        pool.drop(pool.allocate(windows.left.num_blank + windows.left.num_left))
 
     def finish(self) -> None:
         while self.engine.has_work:

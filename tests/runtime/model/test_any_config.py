@@ -19,15 +19,20 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from radixcache.errors import ModelError
+from radixcache.kernels.spec import Architecture, Unknown
 from radixcache.runtime.model.decoder import Decoder
-from radixcache.runtime.model.description import Architecture, Unknown
 from radixcache.runtime.model.families.describe import describe
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from tests.helpers.decoders import DECODERS
 from tests.helpers.models import make_peaky, tiny_model
-from tests.runtime.model.test_families import logits_by_reference, settings_of
-from tests.runtime.model.test_paged_model import LOOPED, relative_error, run_steps
+from tests.runtime.model.steps import (
+    LOOPED,
+    logits_by_reference,
+    relative_error,
+    run_steps,
+    settings_of,
+)
 
 Settings = dict[str, Any]
 

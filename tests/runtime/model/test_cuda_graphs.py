@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from radixcache import LLM, SamplingParams
 from radixcache.kernels import cascade
+from radixcache.kernels.capture import Capture
 from radixcache.runtime.engine import model_runner
 from radixcache.runtime.engine.engine import Engine
-from radixcache.runtime.model import cuda_graphs
 from radixcache.runtime.model.cuda_graphs import CudaGraphRunner, Shape
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
@@ -40,7 +40,7 @@ def gpu(monkeypatch) -> Iterator[Gpu]:
         yield gpu
 
 
-def load(path: Path, stock: bool = False) -> PagedModel:
+def load(path: Path, *_: str) -> PagedModel:
     """A model of its own on the GPU: backends keep state."""
     return load_model(path, device="cuda", dtype="float32")
 
@@ -88,7 +88,7 @@ def plain_greedy_all(path: Path, prompt: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_without_flashinfer_plain_torch_serves_the_gpu(folders, family) -> None:
-    sys.modules["radixcache.kernels.flashinfer_backend"] = None  # type: ignore[assignment]  # `gpu` mends it
+    sys.modules["radixcache.kernels.flashinfer.attention"] = None  # type: ignore[assignment]  # `gpu` mends it
     rng = np.random.default_rng(6)
     stem = rng.integers(0, 256, 40).tolist()
     prompts = [stem + rng.integers(0, 256, int(n)).tolist() for n in rng.integers(1, 30, 5)]
@@ -141,7 +141,7 @@ def test_drafts_from_the_end_of_a_shared_page_keep_it_as_their_first_rows_last(
     group = cascade.group_by_prefix
     monkeypatch.setattr(model_runner, "group_by_prefix", lambda tables, least: group(tables, 1, 4))
     made, prompt = engines.make_engine(folders["llama"], page_size=4), [*range(12)]
-    made.scheduler.logits_cache = None
+    made.scheduler.admission.logits_cache = None
     proposer = speculate(made)
     wanted = plain_greedy_all(folders["llama"], prompt)
     for n in (1, 6):
@@ -161,7 +161,7 @@ def test_without_a_graph_decodes_run_all_the_same(folders, gpu, monkeypatch, cap
         raise RuntimeError("out of memory\nmore lines")
 
     main = torch.cuda.current_stream()
-    computes, plans = CudaGraphRunner._compute, gpu.backend.FlashInferBackend.plan_fixed
+    computes, plans = CudaGraphRunner._compute, gpu.backend.FlashInferAttention.plan_fixed
     planned: list[int] = []
 
     def plan(self, *args):
@@ -169,7 +169,7 @@ def test_without_a_graph_decodes_run_all_the_same(folders, gpu, monkeypatch, cap
         return plans(self, *args)
 
     monkeypatch.setattr(CudaGraphRunner, "_compute", fail)
-    monkeypatch.setattr(gpu.backend.FlashInferBackend, "plan_fixed", plan)
+    monkeypatch.setattr(gpu.backend.FlashInferAttention, "plan_fixed", plan)
     prompt = [1, 2, 3, 4]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     requests = run(engines.make_engine(folders["llama"]), [prompt], params)
@@ -203,7 +203,7 @@ def test_an_llm_has_all_its_graphs_before_the_first_request(
     prompts = [[*range(30), i] for i in range(7)] + [[5, 6]]
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     requests = [llm.engine.add_request(prompt, params) for prompt in prompts]
-    monkeypatch.setattr(cuda_graphs.Capture, "__call__", None)
+    monkeypatch.setattr(Capture, "__call__", None)
     engines.finish(llm.engine)
     assert generated(requests) == [[plain_greedy_all(folders[family], p)] for p in prompts]
     assert list(graphs._replays) == wanted

@@ -16,31 +16,30 @@ from transformers import AutoModelForCausalLM
 
 from radixcache.errors import ModelError
 from radixcache.kernels.attention import AttentionBackend, PagedBatch
-from radixcache.kernels.native.attention import NativeBackend
-from radixcache.kernels.native.library import problem
-from radixcache.kernels.torch_backend import TorchBackend, TorchPlan
-from radixcache.runtime.model import decoder, transformers_loading
+from radixcache.kernels.backend import Backend
+from radixcache.kernels.choose import choose_backend
+from radixcache.kernels.native.attention import NativeAttention
+from radixcache.kernels.spec import Architecture, Attention, Unknown, Weights
+from radixcache.kernels.torch.attention import TorchAttention, TorchPlan
+from radixcache.kernels.torch.operators import TorchLinear
+from radixcache.runtime.model import decoder, loop
 from radixcache.runtime.model.decoder import Decoder
-from radixcache.runtime.model.description import Architecture, Attention, Unknown, Weights
+from radixcache.runtime.model.fallback import loading
+from radixcache.runtime.model.fallback.model import TransformersModel
 from radixcache.runtime.model.families.describe import describe
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.load import load_model
-from radixcache.runtime.model.operations import base as operations
-from radixcache.runtime.model.operations.base import Operations, PlainProduct
-from radixcache.runtime.model.operations.selector import choose_operations
-from radixcache.runtime.model.transformers_model import TransformersModel
 from tests.helpers.decoders import DECODERS
 from tests.helpers.models import NUM_LAYERS, tiny_model
+from tests.helpers.native import needs_kernels
 from tests.runtime.model import exact_schedules
-from tests.runtime.model.test_paged_model import (
+from tests.runtime.model.steps import (
     STEPS,
     plain_logits,
     random_sequences,
     relative_error,
     run_steps,
 )
-
-needs_native = pytest.mark.skipif(problem() is not None, reason="no C++ compiler")
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +118,7 @@ def test_a_checkpoint_in_several_files_gives_the_same_model(qwen, tmp_path) -> N
     index = tmp_path / "model.safetensors.index.json"
     weights = json.loads(index.read_text())
     (tmp_path / weights["weight_map"]["model.norm.weight"]).unlink()
-    with pytest.raises(ModelError, match="does not load"):
+    with pytest.raises(ModelError, match=r"lacks model-.*, which its index names"):
         load_model(tmp_path, device="cpu")
 
 
@@ -164,16 +163,14 @@ def refuses_wrong_scale(
 @pytest.mark.parametrize(
     ("owner", "operation"),
     [
-        (Operations, "norm"), (Operations, "turn"), (Operations, "attend"),
-        (Operations, "head_norms"), (Operations, "join"), (Operations, "gated"),
-        (PlainProduct, "__call__"), (TorchPlan, "run"),
+        (TorchLinear, "__call__"),
     ],
 )  # fmt: skip
 def test_a_wrong_scale_in_any_operation_is_refused_at_load(
     qwen, owner, operation, monkeypatch, caplog
 ) -> None:
     refuses_wrong_scale(
-        qwen, owner, operation, TorchBackend(torch.device("cpu")), monkeypatch, caplog
+        qwen, owner, operation, TorchAttention(torch.device("cpu")), monkeypatch, caplog
     )
 
 
@@ -208,12 +205,15 @@ WRONG_DESCRIPTIONS = {
 
 
 def refuses_fault(folder: Path, fault: str, scale: float, dtype: str, patch: Any, log: Any) -> None:
-    """The operations get other weights, or another description, than the reference."""
+    """The layers get other weights, or another description, than the reference."""
 
     def choose(architecture: Architecture, *rest: Any) -> Any:
         change = WRONG_DESCRIPTIONS.get(fault, lambda same, _: same)
-        operations: Any = choose_operations(change(architecture, scale), *rest)
-        load_layer, load_last, weights = operations.layer, operations.loaded, list[Weights]()
+        return choose_backend(change(architecture, scale), *rest)
+
+    def make(backend: Backend) -> Any:
+        layers: Any = loop.layers_of(backend)
+        load_layer, load_last, weights = layers.layer, layers.loaded, list[Weights]()
 
         def loaded(last_norm: torch.Tensor) -> None:
             WRONG_WEIGHTS.get(fault, lambda *_: None)(weights, scale)
@@ -221,17 +221,18 @@ def refuses_fault(folder: Path, fault: str, scale: float, dtype: str, patch: Any
                 load_layer(number, of_layer)
             load_last(last_norm)
 
-        operations.layer = lambda _, of_layer: weights.append(dict(of_layer))
-        operations.loaded = loaded
-        return operations
+        layers.layer = lambda _, of_layer: weights.append(dict(of_layer))
+        layers.loaded = loaded
+        return layers
 
     log.set_level("INFO", "radixcache")
-    patch.setattr(decoder, "choose_operations", choose)
+    patch.setattr(decoder, "choose_backend", choose)
+    patch.setattr(decoder, "layers_of", make)
     assert isinstance(load_model(folder, device="cpu", dtype=dtype), TransformersModel)
     assert "come out wrong" in log.text
 
 
-@needs_native
+@needs_kernels
 @pytest.mark.parametrize(("dtype", "scale"), [("float32", 1.05), ("bfloat16", 1.5)])
 @pytest.mark.parametrize("fault", [*WRONG_WEIGHTS, *WRONG_DESCRIPTIONS])
 def test_a_fault_in_what_the_native_step_is_given_is_refused_at_load(
@@ -240,21 +241,21 @@ def test_a_fault_in_what_the_native_step_is_given_is_refused_at_load(
     refuses_fault(qwen, fault, scale, dtype, monkeypatch, caplog)
 
 
-@needs_native
+@needs_kernels
 def test_a_deep_model_may_round_more_and_is_refused_all_the_same(
     monkeypatch, caplog, tmp_path
 ) -> None:
     deep = tiny_model("llama", tmp_path, tokenizer=False, num_hidden_layers=40)
     monkeypatch.setitem(decoder._TOLERANCES, torch.bfloat16, 1e-3)
     assert isinstance(load_model(deep, device="cpu", dtype="bfloat16"), Decoder)
-    monkeypatch.setattr(transformers_loading, "check_logits", lambda *_: None)  # it rounds, too
+    monkeypatch.setattr(loading, "check_logits", lambda *_: None)  # it rounds, too
     with monkeypatch.context() as patch:
         patch.setattr(decoder, "_ROUNDINGS", 0)
         assert isinstance(load_model(deep, device="cpu", dtype="bfloat16"), TransformersModel)
     refuses_fault(deep, "norm", 2, "bfloat16", monkeypatch, caplog)
 
 
-@needs_native
+@needs_kernels
 def test_experts_may_change_places_in_bfloat16_and_faults_are_seen(
     monkeypatch, caplog, tmp_path
 ) -> None:
@@ -263,7 +264,7 @@ def test_experts_may_change_places_in_bfloat16_and_faults_are_seen(
     folder = tiny_model(
         "qwen3_moe", tmp_path, tokenizer=False, **exact_schedules.MODELS["qwen3_moe"]
     )
-    monkeypatch.setattr(transformers_loading, "check_logits", lambda *_: None)
+    monkeypatch.setattr(loading, "check_logits", lambda *_: None)
     refuses_fault(folder, "norm", 2, "bfloat16", monkeypatch, caplog)
 
 
@@ -305,9 +306,11 @@ def one_sequence(count: int) -> PagedBatch:
     return PagedBatch.of([np.array([3, 1, 0, 2], np.int32)], [count], [count], 4)
 
 
-@pytest.mark.parametrize("backend", [TorchBackend, pytest.param(NativeBackend, marks=needs_native)])
+@pytest.mark.parametrize(
+    "backend", [TorchAttention, pytest.param(NativeAttention, marks=needs_kernels)]
+)
 def test_logits_of_some_rows_in_any_order_are_those_of_all(qwen, backend) -> None:
-    attention = backend() if backend is NativeBackend else backend(torch.device("cpu"))
+    attention = backend() if backend is NativeAttention else backend(torch.device("cpu"))
     model = load_model(qwen, device="cpu", attention=attention)
     pool, tokens = model.allocate(4, 4), np.arange(11)
     whole = model.forward(tokens, one_sequence(11), np.arange(11), pool)
@@ -316,7 +319,7 @@ def test_logits_of_some_rows_in_any_order_are_those_of_all(qwen, backend) -> Non
         torch.testing.assert_close(some, whole[wanted], atol=1e-4, rtol=1e-4)
 
 
-@needs_native
+@needs_kernels
 def test_tokens_and_rows_that_do_not_exist_are_refused(qwen) -> None:
     model = load_model(qwen, device="cpu")
     pool = model.allocate(4, 4)
@@ -332,11 +335,13 @@ def wrong_pool(model: Any) -> KVPool:
     return KVPool(model.shapes, 4, 4, torch.float64, model.device)
 
 
-@pytest.mark.parametrize("backend", [TorchBackend, pytest.param(NativeBackend, marks=needs_native)])
+@pytest.mark.parametrize(
+    "backend", [TorchAttention, pytest.param(NativeAttention, marks=needs_kernels)]
+)
 def test_a_step_of_many_rows_gives_what_steps_of_few_give(qwen, backend, monkeypatch) -> None:
     """More rows than an MLP holds at once."""
-    monkeypatch.setattr(operations, "_MLP_ROWS", 5)
-    attention = backend() if backend is NativeBackend else backend(torch.device("cpu"))
+    monkeypatch.setattr(loop, "_MLP_ROWS", 5)
+    attention = backend() if backend is NativeAttention else backend(torch.device("cpu"))
     model = load_model(qwen, device="cpu", attention=attention)
     tokens = np.random.default_rng(1).integers(0, model.vocab_size, 1100)
     outs = []

@@ -14,17 +14,18 @@ import torch
 
 from radixcache import SamplingParams
 from radixcache.errors import InvalidRequest, ModelError
-from radixcache.kernels.native.library import problem
-from radixcache.kernels.torch_backend import TorchBackend
+from radixcache.kernels.torch.attention import TorchAttention
+from radixcache.kernels.torch.operators import TorchBackend
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.engine.sampler import sample, top_logprobs
 from radixcache.runtime.model import exact
 from radixcache.runtime.model.decoder import Decoder
+from radixcache.runtime.model.kv_pool import choose_windows
 from radixcache.runtime.model.load import load_model
-from radixcache.runtime.model.operations.base import Operations
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.sampling.prompt_logprobs import _score
 from tests.helpers.models import tiny_model
+from tests.helpers.native import needs_kernels
 from tests.runtime.model import exact_schedules
 from tests.runtime.model.exact_schedules import (
     CONVERTED,
@@ -37,7 +38,6 @@ from tests.runtime.model.exact_schedules import (
     play,
 )
 
-needs_exact = pytest.mark.skipif(problem() is not None, reason=str(problem()))
 F32, BF16 = torch.float32, torch.bfloat16
 SEED = 20_261_122
 
@@ -82,7 +82,7 @@ def make_row(width: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(width, generator=torch.Generator().manual_seed(width)).mul_(3).to(dtype)
 
 
-@needs_exact
+@needs_kernels
 @companies
 def test_rows_of_all_other_operations_have_the_same_bits_in_any_company(counts, number) -> None:
     torch.set_num_threads(number)
@@ -140,7 +140,7 @@ def schedules(model: PagedModel, seeds: range) -> Tally:
 NARROW = [family for family in MODELS if family not in exact_schedules.NEVER_WIDE]
 
 
-@needs_exact
+@needs_kernels
 @pytest.mark.parametrize(
     ("family", "dtype", "kv", "activations"),
     [
@@ -163,7 +163,7 @@ def test_no_bit_of_random_schedules_differs_from_the_tokens_alone(
     assert tally.rows > 20 and tally.values > 1000 and tally.hit_tokens
 
 
-@needs_exact
+@needs_kernels
 @pytest.mark.parametrize(
     "families",
     [("llama", "gpt_oss", "lfm2"), pytest.param([*MODELS], marks=pytest.mark.exhaustive)],
@@ -184,23 +184,21 @@ def test_the_number_of_threads_changes_no_bit(families) -> None:
 
 def loop_by_torch(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(
-        "radixcache.runtime.model.decoder.choose_operations",
-        lambda architecture, _, dtype, __: Operations(architecture, dtype),
+        "radixcache.runtime.model.decoder.choose_backend", lambda *given: TorchBackend(*given)
     )
     return "llama"
 
 
 def attention_by_torch(monkeypatch: pytest.MonkeyPatch) -> str:
-    backend = partial(TorchBackend, torch.device("cpu"))
-    monkeypatch.setattr("radixcache.runtime.model.paged_model.choose_backend", lambda *_: backend())
-    monkeypatch.setattr("radixcache.kernels.choice.choose_backend", lambda *_: backend())
+    backend = partial(TorchAttention, torch.device("cpu"))
+    monkeypatch.setattr("radixcache.runtime.model.decoder.choose_attention", lambda *_: backend())
     return "qwen3"
 
 
 RULES = [loop_by_torch, attention_by_torch]
 
 
-@needs_exact
+@needs_kernels
 @pytest.mark.parametrize("rule", RULES)
 def test_without_a_rule_bits_differ_and_the_load_sees_it(rule, monkeypatch) -> None:
     family = rule(monkeypatch)
@@ -212,14 +210,14 @@ def test_without_a_rule_bits_differ_and_the_load_sees_it(rule, monkeypatch) -> N
     assert any(play(model, seed).differing for seed in range(SEED, SEED + 40))
 
 
-@needs_exact
+@needs_kernels
 def test_the_loop_is_exact_by_default_too() -> None:
     model = load_model(exact_schedules.folder("qwen3"), device="cpu", dtype="bfloat16")
     assert not model.exact
     assert schedules(model, range(SEED, SEED + 2)).differing == 0
 
 
-@needs_exact
+@needs_kernels
 @pytest.mark.parametrize(
     ("layer", "part", "named"),
     [(0, 0, "the keys of layer 0"), (1, 1, "the values of layer 1"), (None, 0, "the logits")],
@@ -271,7 +269,7 @@ def test_without_native_kernels_the_reason_is_said(monkeypatch) -> None:
     assert exact.describe().startswith("no: exact mode needs the native kernels")
 
 
-@needs_exact
+@needs_kernels
 def test_transformers_layers_are_refused(tmp_path: Path) -> None:
     folder = tiny_model("starcoder2", tmp_path, tokenizer=False)
     said = "exact mode takes only models of our own loop: no loop for starcoder2"
@@ -280,3 +278,30 @@ def test_transformers_layers_are_refused(tmp_path: Path) -> None:
 
 
 # Where it is said.
+
+
+@needs_kernels
+def test_what_looking_back_computes_on_the_way_is_left_to_nobody(tmp_path: Path) -> None:
+    """Three layers see 21 tokens back: where a sequence begins there, its first windows are not
+    whole, and the next prompt must not resume from them."""
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    options: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": kinds, "sliding_window": 8}
+    path = tiny_model("gemma3_text", tmp_path, tokenizer=False, **options)
+    model = load_model(path, device="cpu", dtype="float32", exact=True)
+    windows = choose_windows(model.shapes, model.windows, 4)
+    assert windows is not None and windows.page_size <= 4
+    schedule = exact_schedules.Schedule(model, 1, 9, windows)
+    watch, cache = exact_schedules.Watch(schedule.engine), schedule.cache
+    assert cache.windows is not None
+    stem, params = schedule.text(100), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    hits = []
+    for prompt in (stem, [*stem[:72], 5, 6], [*stem[:60], 7, 8], [*stem[:56], 9]):
+        request = schedule.engine.add_request(prompt, params)
+        schedule.finish()
+        hits.append(request.sequences[0].cached_tokens)
+        if prompt is stem:
+            schedule.lose_windows(cache.windows)
+    assert hits[1] == 72 - 21, "it has looked back"
+    for sequence, position, values in watch.logits:
+        logits, _ = exact_schedules.run_alone(model, sequence.tokens)
+        assert differing(values, logits[position]) == 0, (len(sequence.tokens), position)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from radixcache.runtime.model.operations.experts import _grouped, by_expert, by_row
+from radixcache.kernels.torch.experts import _grouped, by_expert, by_row
 
 
 def test_all_ways_give_the_same_products() -> None:

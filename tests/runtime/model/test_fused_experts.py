@@ -9,25 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from radixcache.kernels.attention import PagedBatch
+from radixcache.kernels.flashinfer.experts import FusedExperts
+from radixcache.kernels.spec import MLP, Experts
+from radixcache.kernels.torch.experts import GroupedExperts
 from radixcache.runtime.model.cuda_graphs import CudaGraphRunner
-from radixcache.runtime.model.description import MLP, Experts
 from radixcache.runtime.model.load import load_model
-from radixcache.runtime.model.operations.experts import GroupedExperts
-from radixcache.runtime.model.operations.fused_experts import FusedExperts
 from tests.helpers.decoders import DECODERS
 from tests.helpers.models import tiny_model
 from tests.helpers.simulated_cuda import CUDA
 from tests.kernels import moe
-from tests.runtime.model.test_paged_model import (
-    STEPS,
-    plain_logits,
-    random_sequences,
-    relative_error,
-    run_steps,
-)
+from tests.runtime.model.steps import STEPS, assert_right
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -44,16 +37,6 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         name: tiny_model(name.partition(",")[0], root / name, tokenizer=False, **each)
         for name, each in options.items()
     }
-
-
-def assert_right(folder: Path, step: int = 0) -> None:
-    sequences = random_sequences()
-    with _disable_current_modes():
-        plain = plain_logits(folder, sequences)
-    model = load_model(folder, device="cuda", dtype="float32")
-    assert "layers by radixcache with FlashInfer" in model.placement
-    got = [rows.cpu() for rows in run_steps(model, sequences, STEPS[step], 4)]
-    assert relative_error(got, plain) < 1e-4
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "glm4_moe"])
@@ -172,7 +155,7 @@ def test_grouped_products_stand_in_with_one_warning(
     stream = torch.cuda.current_stream()
     assert_right(folders["gpt_oss"])
     (record,) = caplog.records
-    assert record.getMessage().startswith("experts run as grouped products: FlashInfer: ")
+    assert record.getMessage().startswith("experts run in torch, as grouped products: FlashInfer: ")
     assert why in record.getMessage() and "\n" not in record.getMessage()
     assert torch.cuda.current_stream() is stream
 

@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from radixcache.kernels.attention import PagedBatch
 from radixcache.runtime.model.cuda_graphs import CudaGraphRunner
 from radixcache.runtime.model.decoder import Decoder
+from radixcache.runtime.model.fallback.model import TransformersModel
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
-from radixcache.runtime.model.transformers_model import TransformersModel
 from tests.helpers.decoders import DECODERS
 from tests.helpers.models import tiny_model
-from tests.runtime.model.test_paged_model import (
+from tests.runtime.model.steps import (
     STEPS,
     plain_logits,
     random_sequences,

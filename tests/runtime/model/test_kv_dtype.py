@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 from radixcache import LLM, InvalidRequest, SamplingParams
 from radixcache.errors import ModelError
 from radixcache.kernels.attention import PagedBatch
-from radixcache.kernels.native.library import problem
-from radixcache.kernels.torch_backend import TorchBackend
+from radixcache.kernels.torch.attention import TorchAttention
 from radixcache.runtime.model import kv_dtype
 from radixcache.runtime.model.kv_dtype import _scales
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from tests.helpers import engines
 from tests.helpers.models import tiny_model
+from tests.helpers.native import needs_kernels
 from tests.runtime.model.exact_schedules import WIDE, folder
 
 load = partial(load_model, device="cpu")
@@ -40,7 +40,7 @@ def logits_of(model: PagedModel) -> torch.Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("attention", [None, TorchBackend()], ids=["chosen", "torch"])
+@pytest.mark.parametrize("attention", [None, TorchAttention()], ids=["chosen", "torch"])
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss", "gemma3_text"])
 def test_fewer_bits_take_less_memory_and_change_little(family, attention) -> None:
     """With windows, caps and sinks."""
@@ -57,11 +57,11 @@ def test_fewer_bits_take_less_memory_and_change_little(family, attention) -> Non
         assert 0 < off < limit, name
 
 
-@pytest.mark.skipif(problem() is not None, reason=str(problem()))
+@needs_kernels
 def test_both_backends_of_a_cpu_write_the_same_bytes(tmp_path: Path) -> None:
     path = tiny_model("qwen3", tmp_path, tokenizer=False, **WIDE)
     first = []
-    for attention in (None, TorchBackend()):
+    for attention in (None, TorchAttention()):
         model = load(path, attention=attention, kv_cache_dtype="int8")
         pool, table = model.allocate(1, 64), np.zeros(1, np.int32)
         batch = PagedBatch.of([table], [60], [60], 64)
@@ -88,7 +88,7 @@ def test_what_cannot_be_is_refused(options: Any, match, tmp_path: Path) -> None:
 
 
 def test_latents_of_mla_are_refused(tmp_path: Path) -> None:
-    from tests.runtime.model.test_paged_model import LATENT
+    from tests.runtime.model.steps import LATENT
 
     path = tiny_model("deepseek_v3", tmp_path, tokenizer=False, **LATENT)
     with pytest.raises(InvalidRequest, match="not for the latents of MLA"):
@@ -138,6 +138,15 @@ def test_scales_of_a_checkpoint_are_read(tmp_path: Path) -> None:
             scales(**{names[0]: wrong})
 
 
+def test_weights_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
+    path = tiny_model("qwen3", tmp_path, tokenizer=False, **WIDE)
+    weights = load_file(path / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"].fill_(torch.nan)
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match="logits are not numbers"):
+        load(path, kv_cache_dtype="int8")
+
+
 # On a GPU, which is simulated.
 
 
@@ -171,7 +180,7 @@ def test_fp8_without_flashinfer_is_refused_and_so_is_a_model_that_does_not_bear_
     load_on_gpu = partial(load_model, device="cuda", dtype="float32", kv_cache_dtype="fp8")
     with pytest.raises(ModelError, match="does not bear kv_cache_dtype='fp8'"):
         load_on_gpu(huge_biases(tmp_path, head_dim=16))
-    monkeypatch.setitem(sys.modules, "radixcache.kernels.flashinfer_backend", None)
+    monkeypatch.setitem(sys.modules, "radixcache.kernels.flashinfer.attention", None)
     with pytest.raises(InvalidRequest, match="'fp8' needs FlashInfer: FlashInfer is not installed"):
         load_on_gpu(path)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from radixcache.errors import InvalidRequest
+from radixcache.kernels.huge_pages import HUGE
 from radixcache.runtime.config.sizes import parse_memory
 from radixcache.runtime.model import kv_pool
 from radixcache.runtime.model.kv_pool import (
@@ -17,7 +18,6 @@ from radixcache.runtime.model.kv_pool import (
     count_pages,
     default_memory,
 )
-from radixcache.runtime.model.system_memory import HUGE
 
 CPU = torch.device("cpu")
 SHAPES = [LayerShape(2, 16, 16), LayerShape(4, 8, 32)]

@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from radixcache.kernels.native.library import problem
 from radixcache.kernels.native.linear import PackedLinear
-from radixcache.runtime.model.transformers_patches.linear import NativeLinear, pack_linears
-
-needs_kernels = pytest.mark.skipif(problem() is not None, reason=str(problem()))
+from radixcache.runtime.model.fallback.patches.linear import NativeLinear, pack_linears
+from tests.helpers.native import needs_kernels
 
 
 class Quantised(torch.Tensor):

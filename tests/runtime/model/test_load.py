@@ -12,7 +12,7 @@ from radixcache import ModelError
 from radixcache.kernels.native.library import num_threads
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.model import load
-from radixcache.runtime.model.transformers_loading import call_transformers
+from radixcache.runtime.model.fallback.loading import call_transformers
 
 
 def test_loading_computes_on_the_pool_of_kernels_not_on_threads_that_spin(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,45 +11,35 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedConfig,
-)
+from transformers import PreTrainedConfig
 
 from radixcache.errors import InvalidRequest, ModelError
-from radixcache.kernels.attention import AttentionBackend, PagedBatch
+from radixcache.kernels import choose
+from radixcache.kernels.attention import AttentionBackend
 from radixcache.kernels.native.library import problem
-from radixcache.kernels.torch_backend import TorchBackend
-from radixcache.runtime.model import load, transformers_loading
+from radixcache.kernels.torch.attention import TorchAttention
+from radixcache.kernels.torch.recurrence import recur as loop
+from radixcache.runtime.model import load
 from radixcache.runtime.model.decoder import Decoder
+from radixcache.runtime.model.fallback import loading
+from radixcache.runtime.model.fallback.loading import load_transformers
+from radixcache.runtime.model.fallback.model import TransformersModel
+from radixcache.runtime.model.fallback.verification import check_logits
 from radixcache.runtime.model.load import load_model
-from radixcache.runtime.model.operations import selector
 from radixcache.runtime.model.paged_model import PagedModel
-from radixcache.runtime.model.transformers_loading import load_transformers
-from radixcache.runtime.model.transformers_model import TransformersModel
-from radixcache.runtime.model.verification import check_logits
-from radixcache.states import SequenceStates
-from tests.families import OTHERS
 from tests.helpers.cover import covering_of
 from tests.helpers.decoders import DECODERS
-from tests.helpers.models import (
-    FAMILIES,
-    MULTIMODAL,
-    NUM_LAYERS,
-    VOCAB_SIZE,
-    tiny_model,
+from tests.helpers.models import FAMILIES, MULTIMODAL, NUM_LAYERS, VOCAB_SIZE, tiny_model
+from tests.runtime.model.steps import (
+    LATENT,
+    LOOPED,
+    STEPS,
+    plain_logits,
+    random_sequences,
+    relative_error,
+    run_steps,
 )
-from tests.kernels.recurrence import loop
-
-LENS = (70, 33, 50)
-# New tokens of each sequence in each step: fresh, suffix, chunked, decode and mixed batches.
-STEPS = (
-    [(31, 0, 0), (1, 0, 0), (1, 17, 0), (20, 0, 5), (1, 1, 1), (1, 1, 1), (5, 14, 43), (10, 0, 0)],
-    [(70, 33, 50)],
-    [(16, 16, 16), (16, 16, 16), (16, 1, 1), (1, 0, 1), (21, 0, 16)],
-)
+from tests.scripts.families import OTHERS
 
 
 def stock_model(folder: Path) -> TransformersModel:
@@ -59,73 +49,6 @@ def stock_model(folder: Path) -> TransformersModel:
     return model
 
 
-def plain_logits(folder: Path, sequences: list[np.ndarray]) -> list[torch.Tensor]:
-    """Logits of every token with transformers alone, one sequence at a time."""
-    config = AutoConfig.from_pretrained(folder)
-    multimodal = config.model_type in MULTIMODAL
-    kind: Any = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
-    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    with torch.inference_mode():
-        return [model(torch.tensor(tokens)[None]).logits[0] for tokens in sequences]
-
-
-def run_steps(
-    model: PagedModel,
-    sequences: list[np.ndarray],
-    steps: Sequence[tuple[int, ...]],
-    page_size: int,
-    damage: bool = False,
-) -> list[torch.Tensor]:
-    """Logits of every token, computed step by step over shuffled pages.
-
-    With `damage`, sequence 0 finds another's page as its latest one after every step.
-    """
-    rng = np.random.default_rng(1)
-    counts = [-(-len(tokens) // page_size) for tokens in sequences]
-    shuffled = rng.permutation(sum(counts)).astype(np.int32)
-    tables = np.split(shuffled, np.cumsum(counts)[:-1])
-    pool = model.allocate(sum(counts), page_size, len(sequences))
-    for layer in pool.layers:
-        for tensor in layer:
-            tensor.fill_(torch.nan)
-    done = [0] * len(sequences)
-    logits: list[list[torch.Tensor]] = [[] for _ in sequences]
-    for step in steps:
-        runs = [i for i, count in enumerate(step) if count]
-        ends = {i: done[i] + step[i] for i in runs}
-        used = [tables[i][: -(-ends[i] // page_size)] for i in runs]
-        batch = PagedBatch(
-            qo_indptr=np.cumsum([0, *(step[i] for i in runs)], dtype=np.int32),
-            kv_indptr=np.cumsum([0, *map(len, used)], dtype=np.int32),
-            kv_indices=np.concatenate(used),
-            kv_last_page_len=np.array([(ends[i] - 1) % page_size + 1 for i in runs], np.int32),
-            page_size=page_size,
-        )
-        tokens = np.concatenate([sequences[i][done[i] : ends[i]] for i in runs])
-        states = [SequenceStates(i if done[i] else -1, i) for i in runs if model.state_shapes]
-        flat = model.forward(tokens, batch, np.arange(len(tokens)), pool, states)
-        for i, rows in zip(runs, flat.split([step[i] for i in runs]), strict=True):
-            logits[i].append(rows)
-            done[i] = ends[i]
-        if damage and done[0] < len(sequences[0]):
-            tables[0][(done[0] - 1) // page_size] = tables[1][0]
-    assert done == [len(tokens) for tokens in sequences]
-    return [torch.cat(rows) for rows in logits]
-
-
-def relative_error(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
-    """The largest difference, as a share of the largest logit; NaN counts as infinite."""
-    scale = max(float(rows.abs().max()) for rows in wanted)
-    difference = (torch.cat(got) - torch.cat(wanted)).abs().max()
-    return float(difference.nan_to_num(torch.inf)) / scale
-
-
-def random_sequences(seed: int = 0) -> list[np.ndarray]:
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, VOCAB_SIZE, length) for length in LENS]
-
-
-LOOPED = ["llama", "mistral", "qwen2", "qwen3"]
 OPERATIONS = ["torch"] if problem() else ["torch", "native kernels"]
 OTHER_DECODERS = [family for family in [*DECODERS, *MULTIMODAL] if family not in LOOPED]
 
@@ -137,9 +60,9 @@ def load_layers(folder: Path, layers: str, dtype: torch.dtype = torch.float32) -
         model = load_transformers(folder, dtype, cpu)
         assert isinstance(model, TransformersModel)
         return model
-    attention = TorchBackend(cpu) if layers == "torch" else None
+    attention = TorchAttention(cpu) if layers == "torch" else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selector, "find_recurrence", lambda *_: loop)
+        patch.setattr(choose, "find_recurrence", lambda *_: loop)
         model = load_model(folder, device=cpu, dtype=dtype, attention=attention)
     assert isinstance(model, Decoder) and f"by radixcache with {layers}" in model.placement
     return model
@@ -172,12 +95,6 @@ def test_logits_over_pages_equal_the_plain_forward_and_a_wrong_page_shows(
 
 
 UNLISTED = "stablelm gpt_neox gpt2 phi starcoder2".split()
-LATENT = {
-    "num_key_value_heads": 4, "head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-    "v_head_dim": 32, "kv_lora_rank": 16, "q_lora_rank": 16, "n_routed_experts": 4,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1,
-}  # fmt: skip
 PER_LAYER = {
     "global_head_dim": 32, "hidden_size_per_layer_input": 8, "num_hidden_layers": 3,
     "vocab_size_per_layer_input": VOCAB_SIZE, "num_kv_shared_layers": 0, "sliding_window": 11,
@@ -203,7 +120,7 @@ def test_an_unlisted_family_passes_through_conformance(
         check(model, again)
         checked.append(model)
 
-    monkeypatch.setattr(transformers_loading, "check_logits", check_and_note)
+    monkeypatch.setattr(loading, "check_logits", check_and_note)
     folder = tiny_model(family, tmp_path, tokenizer=False, **options)
     model = load_model(folder, device="cpu")
     assert checked == [model]
@@ -219,7 +136,7 @@ def test_deep_models_that_round_much_are_judged_in_float32(tmp_path, monkeypatch
         checked.append(model.dtype)
         check(model, again)
 
-    monkeypatch.setattr(transformers_loading, "check_logits", note)
+    monkeypatch.setattr(loading, "check_logits", note)
     folder = tiny_model("nemotron", tmp_path, tokenizer=False, num_hidden_layers=16)
     model = load_model(folder, device="cpu", dtype="bfloat16")
     assert isinstance(model, TransformersModel)
@@ -291,7 +208,7 @@ def test_a_model_that_would_be_wrong_is_refused_in_one_sentence(
 
 @pytest.mark.parametrize(
     ("rope", "allowed", "context"),
-    [(DYNAMIC, None, 64), (DYNAMIC, 100, 100), (LONG, None, 32), (LONG, 33, 64), (LONG, 32, 32)],
+    [(DYNAMIC, None, 64), (DYNAMIC, 100, 100), (LONG, None, 32), (LONG, 33, 33), (LONG, 32, 32)],
 )
 def test_frequencies_are_those_of_the_length_that_is_allowed(
     rope, allowed, context, tmp_path

@@ -10,26 +10,25 @@ import numpy as np
 import pytest
 import torch
 
-from radixcache import LLM, InvalidRequest, ModelError
+from radixcache import InvalidRequest, ModelError
 from radixcache.kernels.attention import PagedBatch
 from radixcache.kernels.native import linear
-from radixcache.kernels.native.library import problem
 from radixcache.kernels.quantized import Quantized
-from radixcache.kernels.torch_backend import TorchBackend
+from radixcache.kernels.torch.attention import TorchAttention
 from radixcache.runtime.kv_offload.fingerprint import fingerprint
 from radixcache.runtime.model import quantized_activations, reference
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.gguf.config import open_gguf
-from radixcache.runtime.model.gguf.weights import GGUFWeights
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.quantized_activations import check_activations
+from radixcache.runtime.model.weights.sources import GGUFSource
 from radixcache.states import SequenceStates
+from tests.helpers.native import needs_kernels
 from tests.runtime.model.exact_schedules import CONVERTED, GGUFS, folder
 
 load = partial(load_model, device="cpu")
 TOKENS = np.arange(60) * 7919 % 250
-needs_kernels = pytest.mark.skipif(problem() is not None, reason=str(problem()))
 
 
 def logits_of(model: PagedModel) -> torch.Tensor:
@@ -55,16 +54,11 @@ def test_all_products_but_the_routers_round_their_rows(family, monkeypatch) -> N
     def likewise(x: torch.Tensor, weight: Any) -> torch.Tensor:
         return weight.times_rounded(x) if isinstance(weight, Quantized) else product(x, weight)
 
-    def by_name(x: torch.Tensor, weights: Any, name: str) -> torch.Tensor:
-        out = (product if "router" in name else likewise)(x, weights[name])
-        return out + weights.get(f"{name}.bias", 0.0)
-
     monkeypatch.setattr(reference, "product", likewise)
-    monkeypatch.setattr(reference, "_product", by_name)
     file = open_gguf(folder(family))
     assert isinstance(rounded, Decoder) and file is not None
     spec = rounded.architecture
-    weights = GGUFWeights(file, spec, rounded.device, rounded.dtype)
+    weights = GGUFSource(file, spec, rounded.device, rounded.dtype)
     hidden = reference.embed(spec, torch.from_numpy(TOKENS), weights.embedding())
     for number in range(len(spec.layers)):
         hidden = reference.run_layer(spec, number, hidden, weights.layer(number))
@@ -83,7 +77,7 @@ def test_auto_rounds_where_it_pays_and_no_exact_float32_is_asked_for(dtype, monk
     assert load_it(exact=True).quantized_activations == (dtype == "bfloat16")
     assert load_it(exact=True, quantized_activations="on").quantized_activations
     assert not load_it(quantized_activations="off").quantized_activations
-    assert not load_it(attention=TorchBackend()).quantized_activations
+    assert not load_it(attention=TorchAttention()).quantized_activations
     assert not load(folder("qwen3")).quantized_activations
     monkeypatch.setattr(quantized_activations, "rounding_is_fast", lambda: False)
     assert not load_it().quantized_activations
@@ -93,8 +87,6 @@ def test_auto_rounds_where_it_pays_and_no_exact_float32_is_asked_for(dtype, monk
 def test_what_cannot_round_is_refused(monkeypatch) -> None:
     with pytest.raises(InvalidRequest, match="unknown quantized_activations 'yes': say auto, on"):
         load(folder("qwen3"), quantized_activations="yes")
-    with pytest.raises(InvalidRequest, match="'on' is for one process: say off"):
-        LLM(quantized_activations="on", tensor_parallel_size=2)
     load_it = partial(load, folder("llama of 4 bits"), quantized_activations="on")
     with monkeypatch.context() as patched:  # before anything is read
         patched.setattr("radixcache.runtime.model.load._load_decoder", None)
@@ -107,8 +99,8 @@ def test_what_cannot_round_is_refused(monkeypatch) -> None:
             load_it()
     monkeypatch.setattr(quantized_activations, "problem", lambda: None)
     monkeypatch.setattr(quantized_activations, "rounding_problem", lambda: None)
-    for attempt in (partial(load_it, attention=TorchBackend()), partial(load, folder("qwen3"))):
-        with pytest.raises(InvalidRequest, match="'on' is for quantized weights in our own loop"):
+    for attempt in (partial(load_it, attention=TorchAttention()), partial(load, folder("qwen3"))):
+        with pytest.raises(InvalidRequest, match="'on' needs quantized weights in our own loop"):
             attempt(quantized_activations="on")
 
 

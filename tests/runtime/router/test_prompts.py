@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.helpers.gguf_files import gguf_bytes
-from tests.runtime.tokens.test_gguf_tokenizer import byte_level_metadata, sentencepiece_metadata
+from tests.helpers.gguf_tokenizers import byte_level_metadata, sentencepiece_metadata
 from tests.runtime.tokens.tiny_tokenizers import byte_level
 
 

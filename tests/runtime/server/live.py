@@ -91,7 +91,7 @@ class LiveServer:
 
         self.call(check)
         jobs = self.backend.jobs
-        assert not jobs._open and not jobs._num_sequences and not jobs.worker._jobs
+        assert not jobs._open and not jobs._num_sequences and not jobs.worker._streams
         assert not self.backend.metrics._last_token
 
 

@@ -38,6 +38,7 @@ def comes_in(
     sent: dict[str, Any] = {"host": "127.0.0.1:8000", **headers}
     scope: dict[str, Any] = {
         "type": "http",
+        "method": "GET",
         "path": path,
         "client": (client, 50_000),
         "headers": [
@@ -104,6 +105,13 @@ def test_with_an_api_key_only_health_and_the_page_are_open():
         # A proxy on this machine, which may or may not say so.
         ("127.0.0.1", {"x_forwarded_for": "127.0.0.1"}, "client"),
         ("127.0.0.1", {"forwarded": "for=10.0.0.7"}, "client"),
+        ("127.0.0.1", {"x_forwarded_host": "llm.example.org"}, "client"),
+        ("127.0.0.1", {"x_forwarded_proto": "https"}, "client"),
+        ("127.0.0.1", {"cf_connecting_ip": "10.0.0.7"}, "client"),
+        ("127.0.0.1", {"x_original_forwarded_for": "10.0.0.7"}, "client"),
+        ("127.0.0.1", {"x_cluster_client_ip": "10.0.0.7"}, "client"),
+        ("127.0.0.1", {"x_envoy_external_address": "10.0.0.7"}, "client"),
+        ("127.0.0.1", {"x_prometheus_scrape_timeout_seconds": "10"}, "administrator"),
         ("127.0.0.1", {"host": "llm.example.org"}, "client"),
         ("127.0.0.1", {"host": "10.0.0.1:8000"}, "client"),
     ],
@@ -231,3 +239,14 @@ def test_an_answer_on_a_kept_connection_does_not_wait_for_the_clients_delayed_ac
             assert client.get("/v1/models").status_code == 200
             seconds.append(time.monotonic() - began)
     assert min(seconds[3:]) < 0.03, "a delayed ACK comes after 40 ms"
+
+
+def test_head_is_answered_like_get_without_a_body(server: LiveServer):
+    """So `wget --spider` and `curl -fI` look whether a server is well."""
+    routes = server.get("/openapi.json").json()["paths"]
+    with httpx.Client(verify=False, base_url=server.url) as client:  # by one connection
+        for route in ("/", "/nothing", *(path for path in routes if "get" in routes[path])):
+            path = route.replace("{response_id}", "resp_0").replace("{name}", "tabletalk")
+            head, get = client.head(path), client.get(path)
+            assert (head.status_code, head.content) == (get.status_code, b"")
+            assert path == "/metrics" or head.headers["content-length"] == f"{len(get.content)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import socket
@@ -9,8 +10,10 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
+import h11
 import pytest
 
 from radixcache import LLM, StructuredOutputsParams
@@ -23,7 +26,7 @@ from radixcache.runtime.tokens import tool_calls
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.runtime.server.api.apis import Chat, user
 from tests.runtime.server.live import LiveServer, assert_error, live
-from tests.runtime.server.test_lifecycle import COMPLETIONS, streaming
+from tests.runtime.server.processes import COMPLETIONS, streaming
 
 SHORT = {"prompt": "| 1 | Nora", "max_tokens": 2}
 
@@ -127,7 +130,7 @@ def test_a_text_that_cannot_fit_is_never_tokenised(server: LiveServer, monkeypat
         ("/tokenize", {"prompt": long}),
         ("/v1/prefixes", {"name": "x", "prompt": long}),
     ):
-        error = assert_error(server.post(path, body), 400, "too long for the context of 4096")
+        error = assert_error(server.post(path, body), 400, "is 4096 tokens. However, the")
         assert error["code"] == "context_length_exceeded"
 
 
@@ -298,6 +301,8 @@ def test_a_head_that_does_not_come_ends_the_connection(server: LiveServer, monke
 def test_heads_that_are_too_large_or_tell_two_ends_of_a_body_are_refused(server: LiveServer):
     received = answer(server, b"GET /health HTTP/1.1\r\nHost: " + b"x" * 100_000)
     assert received == b"" or received.startswith(b"HTTP/1.1 400")
+    long = HEALTH + b"X-Long: " + b"x" * 20_000 + b"\r\n\r\n"
+    assert answer(server, long).startswith(b"HTTP/1.1 400")
     two = b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
     said = answer(server, COMPLETIONS_HEAD + two)
     assert said.startswith(b"HTTP/1.1 400") and b"exclude each other" in said
@@ -311,3 +316,55 @@ def test_a_body_that_does_not_come_is_408(server: LiveServer, body: bytes, monke
     assert head.startswith(b"HTTP/1.1 408") and b"connection: close" in head.lower()
     message = json.loads(content)["error"]["message"]
     assert message == "the request's body did not come within 0.2 seconds"
+
+
+@pytest.mark.parametrize("head", [
+    HEALTH + b"Content-Length: 100\r\n\r\nx",
+    COMPLETIONS_HEAD.replace(b"comp", b"x") + b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n",
+    COMPLETIONS_HEAD + b"Content-Length: 99999999999\r\n\r\n[",
+])  # fmt: skip
+def test_an_answer_before_the_body_closes_the_connection(server, monkeypatch, head: bytes):
+    monkeypatch.setattr(serve, "LINGER_SECONDS", 0.1)
+    whole = HEALTH + b"Content-Length: 1\r\n\r\nx"  # a body that nobody reads, but that has come
+    said = answer(server, whole + whole + head)
+    assert said.count(b"HTTP/1.1") == 3 and said.lower().count(b"connection: close") == 1
+
+
+def test_chunks_of_one_byte_are_read_in_pieces_between_which_others_are_served(server, monkeypatch):
+    read, seen = serve._Connection.data_received, list[Any]()
+
+    def watch(own, data):
+        read(own, data)
+        seen.append((len(data), own.transport.is_reading()))
+
+    monkeypatch.setattr(serve._Connection, "data_received", watch)
+    monkeypatch.setattr(serve, "REST_SECONDS", 0.001)
+    monkeypatch.setattr(serve, "BUSY_SECONDS", 0)
+    text = json.dumps(SHORT).encode() + b" " * 9000
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in text) + b"0\r\n\r\n"
+    head = b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    assert b" 200 OK" in answer(server, COMPLETIONS_HEAD + head + chunks)
+    assert len(seen) > 20 and max(seen) == (serve.READ_BYTES, False)  # each piece, then a rest
+
+
+def test_an_early_answer_goes_out_when_the_server_shuts_down() -> None:
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 401, "headers": []})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def end_while_it_waits() -> None:
+        conn: Any = SimpleNamespace(
+            their_state=h11.SEND_BODY, they_are_waiting_for_100_continue=False
+        )
+        receive: Any = asyncio.Event().wait
+        answer = asyncio.create_task(serve._closing(app, conn)({}, receive, send))
+        await asyncio.sleep(0.01)
+        answer.cancel()
+        await answer
+
+    asyncio.run(end_while_it_waits())
+    assert [message["headers"] for message in sent] == [[(b"connection", b"close")]]

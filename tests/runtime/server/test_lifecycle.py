@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import signal
 import sys
 import time
@@ -20,24 +19,10 @@ from radixcache import LLM
 from radixcache.runtime.cli import main
 from radixcache.runtime.engine.worker import MAX_FAILED_STEPS
 from radixcache.runtime.server.app import create_app
-from tests.helpers.forks import Forked, radixcache
+from tests.helpers.forks import Forked
 from tests.runtime.server import http
-from tests.runtime.server.live import LiveServer, assert_error, live
-
-COMPLETIONS = "/v1/completions"
-ENDLESS = {"prompt": "| 1 | Nora", "max_tokens": 3000, "ignore_eos": True, "temperature": 2}
-
-
-@contextmanager
-def streaming(server: LiveServer, **more: Any) -> Iterator[Iterator[str]]:
-    """The lines of an endless stream, of which the first chunk has come."""
-    body = {**ENDLESS, "stream": True, **more}
-    with http.stream("POST", f"{server.url}{COMPLETIONS}", json=body, timeout=60) as response:
-        assert response.status_code == 200
-        lines = response.iter_lines()
-        assert next(lines).startswith("data: ")
-        yield lines
-
+from tests.runtime.server.live import assert_error, live
+from tests.runtime.server.processes import COMPLETIONS, ENDLESS, forked, streaming
 
 # Hanging up, and limits.
 
@@ -91,34 +76,6 @@ def test_waiting_requests_survive_the_failure_of_those_that_run(llm: LLM, monkey
 
 
 # The command and its end.
-
-
-@contextmanager
-def forked(folder: Path, *flags: str) -> Iterator[tuple[Forked, str]]:
-    """`radixcache serve` as a process that need not import, and its address."""
-    running = Forked(folder, radixcache, "serve", "--port", "0", *flags)
-    try:
-        end = time.monotonic() + 60
-        while not (running.err.exists() and running.err.read_text().count("\n") > 1):
-            assert running.poll() is None and time.monotonic() < end
-            time.sleep(0.01)
-        yield running, address(running.err.read_text())
-    finally:
-        running.kill()
-
-
-def address(line: str) -> str:
-    """That of the server which says this; it answers."""
-    match = re.match(r"Serving tabletalk at (http://127\.0\.0\.1:\d+)\nqwen3 in", line)
-    assert match, line
-    end = time.monotonic() + 60
-    while True:
-        try:
-            assert http.get(f"{match[1]}/health", timeout=10).status_code == 200
-            return match[1]
-        except httpx.TransportError:
-            assert time.monotonic() < end
-            time.sleep(0.05)
 
 
 @contextmanager

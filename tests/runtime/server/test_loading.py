@@ -5,10 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,40 +17,14 @@ from radixcache import LLM
 from radixcache.errors import ModelError
 from radixcache.runtime import cli, commands
 from radixcache.runtime.model import progress
-from radixcache.runtime.server.app import create_app
-from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http import static
-from radixcache.runtime.server.http.listener import address_of, listen
-from radixcache.runtime.server.loading import Loading
+from radixcache.runtime.server.http.listener import listen
 from tests.helpers.forks import Forked, radixcache
 from tests.runtime.server import http as plain
 from tests.runtime.server.live import ask, assert_error
+from tests.runtime.server.processes import loading, served
 
 CHAT = "/v1/chat/completions"
-
-
-@contextmanager
-def loading(**options: Any) -> Iterator[tuple[Loading, str]]:
-    """A server whose model loads, and its address."""
-    with (
-        listen("127.0.0.1", 0) as listener,
-        Loading(ServerArgs(shutdown_timeout=1, **options), listener) as server,
-    ):
-        yield server, address_of(listener)
-
-
-@contextmanager
-def served(server: Loading, llm: LLM, **options: Any) -> Iterator[None]:
-    """Its model has come; the command's main thread is this one of ours."""
-    app = create_app(llm, ServerArgs(**options))
-    serving = threading.Thread(target=server.serve, args=(app, lambda: None))
-    serving.start()
-    try:
-        yield
-    finally:
-        server._server.should_exit = True
-        serving.join(30)
-        assert not serving.is_alive()
 
 
 @pytest.mark.parametrize(("share", "told"), [(0.374, " (37 %)"), (None, "")])

@@ -12,7 +12,7 @@ import pytest
 from radixcache import LLM, Chat, SamplingParams, StructuredOutputsParams
 from radixcache.kernels.native.library import problem
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
-from tests.runtime.engine.test_vocabulary import assert_as_llguidance_reads_it
+from tests.runtime.engine.grammars import assert_as_llguidance_reads_it
 from tests.runtime.smollm2.record import LENGTH, PROMPTS, RECORD
 
 NEAR = 0.5
@@ -94,7 +94,7 @@ def test_it_stops_though_the_file_names_the_end_of_its_base_model(monkeypatch) -
         return 0 if key == "tokenizer.ggml.eos_token_id" else get(self, key, *args)
 
     monkeypatch.setattr(GGUFFile, "get", wrong)
-    with LLM(MODEL, kv_cache_memory_bytes="64MiB") as llm:
+    with LLM(MODEL, kv_cache_memory_bytes="64MiB", exact=True) as llm:
         test_it_answers_in_a_chat_and_stops(llm)
 
 

@@ -15,11 +15,10 @@ import pytest
 
 from radixcache import LLM, SamplingParams
 from radixcache.base import as_tokens
-from radixcache.kernels.native.library import problem
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
-from radixcache.runtime.engine.chunk import Chunk
 from radixcache.runtime.engine.input_processor import Prompt
-from radixcache.runtime.engine.scheduler import Scheduler
+from radixcache.runtime.engine.scheduling.chunk import Chunk
+from radixcache.runtime.engine.scheduling.scheduler import Scheduler
 from radixcache.runtime.request import Request, Sequence
 from radixcache.runtime.sampling.prompt_logprobs import ScoredPrompts
 from radixcache.runtime.spec_decode.proposer import DraftProposer
@@ -28,6 +27,7 @@ from tests.helpers.drafts import RandomProposer, draft_always, speculate
 from tests.helpers.engines import Layers, finish, make_engine, prompts, run
 from tests.helpers.hash_model import VOCAB, force_no_tokens, greedy, hash_engine, logits_after
 from tests.helpers.models import tiny_model
+from tests.helpers.native import needs_kernels
 from tests.helpers.traffic import Asked, play
 from tests.runtime.engine.cut_off import GRAMMARS, STRUCTURES, TEXTS
 
@@ -160,8 +160,8 @@ def test_every_answer_is_as_it_is_alone(drafts: str, cache: str, page_size: int)
         engine.runner.graphs = SimpleNamespace(run=lambda *_: None)  # type: ignore[assignment]
     if case.random() < 0.5:  # hardly anything is kept beside the KV
         engine._scored = ScoredPrompts(VOCAB, num_tokens=30)
-        if engine.scheduler.logits_cache is not None:
-            engine.scheduler.logits_cache.num_rows = 6
+        if engine.scheduler.admission.logits_cache is not None:
+            engine.scheduler.admission.logits_cache.num_rows = 6
     reference, proposer = Reference(), None
     if drafts == "real":
         proposer = speculate(engine)
@@ -184,7 +184,8 @@ def test_every_answer_is_as_it_is_alone(drafts: str, cache: str, page_size: int)
         assert drafted.total() > accepted.total() > 10
     elif cache == "radix":
         assert (
-            engine.scheduler.logits_cache is not None and engine.scheduler.logits_cache.num_used > 5
+            engine.scheduler.admission.logits_cache is not None
+            and engine.scheduler.admission.logits_cache.num_used > 5
         )
 
 
@@ -269,7 +270,7 @@ def test_a_real_model_says_the_same(
     for which in ("off", "on"):
         engine = make_engine(path, page_size=4, layers=layers)
         if not kept:
-            engine.scheduler.logits_cache = None
+            engine.scheduler.admission.logits_cache = None
         proposer = speculate(engine) if which == "on" else None
         requests = [run(engine, prompts(250), params) for _ in range(2)]  # at once, and again
         answers[which] = [told(request)[0][0] for some in requests for request in some]
@@ -280,7 +281,7 @@ def test_a_real_model_says_the_same(
             assert [*before.values()] == pytest.approx([*after.values()], abs=1e-3)
 
 
-@pytest.mark.skipif(problem() is not None, reason=str(problem()))
+@needs_kernels
 @pytest.mark.parametrize("family", ["tabletalk", "llama"])
 def test_in_exact_mode_the_bits_are_the_same(
     tmp_path_factory: pytest.TempPathFactory, family: str

@@ -17,9 +17,14 @@ from radixcache.runtime.tokens import gguf_tokenizer
 from radixcache.runtime.tokens.gguf_tokenizer import read_tokenizer
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.helpers.gguf_files import gguf_bytes, write_model
+from tests.helpers.gguf_tokenizers import (
+    LETTERS,
+    NORMAL,
+    byte_level_metadata,
+    sentencepiece_metadata,
+)
 from tests.runtime.tokens.tiny_tokenizers import CORPUS, byte_level
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 PARTS = [
     *"a b e o T 1 23 4567 3.14 é e\u0301 ß 漢字 と Привет 🙂 👨‍👩‍👧 ﬁ １２３ ¼ ’s".split(" "),
     *("\u00a0", "\u200b", " ", "  ", "   ", "\n", "\n\n", "\t", "\r\n", " \n ", "'s", "'S", "'LL"),
@@ -33,27 +38,6 @@ def texts(count: int, seed: int = 0) -> list[str]:
     whole = "".join(CORPUS) * 3
     starts = rng.integers(0, len(whole), count)
     return ["", *CORPUS, *made, *(whole[at : at + 40] for at in starts)]
-
-
-def metadata_of(rows: list[tuple[str, int]], **keys: Any) -> dict[str, Any]:
-    """The metadata of a vocabulary of (token, type); None takes a key away."""
-    tokens, types = map(list, zip(*rows, strict=True))
-    keys = {"tokens": tokens, "token_type": types, **keys}
-    told = {f"tokenizer.ggml.{key}": value for key, value in keys.items() if value is not None}
-    return {"general.architecture": "llama", **told}
-
-
-def byte_level_metadata(backend: Backend, *tokens: str, **keys: Any) -> dict[str, Any]:
-    """Of a byte-level BPE, with `tokens`, three added ones that are no text and one that is."""
-    model = json.loads(backend.to_str())["model"]
-    vocabulary = [*sorted(model["vocab"], key=model["vocab"].__getitem__), *tokens]
-    rows = [(token, NORMAL) for token in vocabulary]
-    rows += [(token, CONTROL) for token in ("<|im_start|>", "<|im_end|>", "<｜pad｜>")]
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    size = len(vocabulary)
-    special = {"bos_token_id": size, "eos_token_id": size + 1, "padding_token_id": size + 2}
-    keys = {"model": "gpt2", "pre": "gpt-2", "merges": merges, **special, **keys}
-    return metadata_of([*rows, ("<think>", USER_DEFINED)], **keys)
 
 
 @pytest.fixture(scope="module")
@@ -152,21 +136,6 @@ def test_chat_templates_are_those_of_the_file(tmp_path, original):
 
 
 # SentencePiece
-
-LETTERS = "abcdehlorst\u2581T.12"
-WORDS = "th he the _the er her other _other at cat _cat cats __ ___ ll ab ba aba".replace(
-    "_", "\u2581"
-)
-
-
-def sentencepiece_metadata(**keys: Any) -> dict[str, Any]:
-    bytes_of = [(f"<0x{byte:02X}>", BYTE) for byte in range(256)]
-    rows = [("<unk>", UNKNOWN), ("<s>", CONTROL), ("</s>", CONTROL), *bytes_of]
-    words = [(token, NORMAL) for token in [*WORDS.split(" "), *LETTERS]]
-    scores = [*[0.0] * len(rows), *(-float(rank) for rank in range(len(words))), -1000.0]
-    special = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
-    keys = {"model": "llama", "scores": scores, **special, **keys}
-    return metadata_of([*rows, *words, ("[INST]", USER_DEFINED)], **keys)
 
 
 def by_scores(text: str, metadata: dict[str, Any], prefix: bool) -> list[int]:

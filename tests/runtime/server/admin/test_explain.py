@@ -66,6 +66,19 @@ def test_it_is_explained_as_the_request_is_when_it_comes(llm: LLM, stream: bool)
         assert answers["radixcache"]["explanation"] is None and answers["radixcache"]["ttft"] > 0
 
 
+def test_responses_and_messages_say_it_too(llm: LLM):
+    text = SYSTEM["content"]
+    with live(llm) as server:
+        for path, system, body in (
+            ("/v1/responses", "instructions", {"input": "Hi", "max_output_tokens": 1}),
+            ("/v1/messages", "system", {"messages": [user("Hi")], "max_tokens": 1}),
+        ):
+            server.post(path, {**body, **SALTED, system: f"{path} at 10:38\n{text}"})
+            more = {**SALTED, "explain": True, system: f"{path} at 10:41\n{text}"}
+            (miss,) = misses(server.post(path, {**body, **more}).json())
+            assert miss["reason"] == "diverged" and "10:41" in miss["text"]
+
+
 def test_a_stream_says_how_far_its_prompts_are_computed_if_asked():
     """After each step, until the first token comes."""
     with live(LLM(kv_cache_memory_bytes="32MiB", max_num_batched_tokens=64)) as server:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import anthropic
 import openai
 
+from radixcache.runtime.demo.script import TABLE
 from tests.helpers.scripted import call, turns
 
 NUM_TURNS = 4
@@ -21,6 +22,8 @@ SCHEMA = {
     "additionalProperties": False,
 }
 WEATHER = {"name": "weather", "description": "The weather.", "parameters": SCHEMA}
+QUESTION, ANSWER = "How old is Nora Holm?", "The age of Nora Holm is 57."
+PROMPT = f"{TABLE.read_text()}Question: How old is Nora Lund? Your answer:"
 
 
 def script(prompt: str) -> list[str]:
@@ -39,12 +42,17 @@ def _answer(prompt: str) -> str:
     if results := re.findall(r"<tool_response>\n(.*?)\n</tool_response>", text):
         return "It is " + " and ".join(results)
     if text.startswith("Think"):
-        return "<think>\nHm.\n</think>\n\nDone."
+        return "<think>\nHm.\n</think>\n\n" + (
+            call("weather", city="Oslo") if "Oslo" in text else "Done."
+        )
     if text == "Cut":
         return '<tool_call>\n{"name": "step", "argum'
     if text == "Nearly":
         first = '<tool_call>\n{"arguments": {"why": "a\n\tb"}, "name": "step"}\n'
         return first + '<tool_call>\n{"name": "step", "arguments": {"why": "a\n\tb"\n</tool_call>'
+    if text.startswith("Again"):
+        kinds = re.findall("[A-Z]", text)[1:]
+        return "\n".join(call("weather", city=kind) for kind in kinds)
     if text == "Two":
         return "Both.\n" + call("step", n=1) + "\n" + call("step", n=2)
     if text.startswith("Long"):

@@ -13,7 +13,7 @@ import httpx2 as httpx
 import pytest
 
 from radixcache import SamplingParams
-from radixcache.runtime.server.protocol.anthropic import MessagesRequest
+from radixcache.runtime.server.protocol.anthropic import CountRequest, MessagesRequest
 from radixcache.runtime.server.protocol.responses import ResponsesRequest
 from tests.helpers.scripted import CHAT_TEMPLATE, call, scripted_llm
 from tests.runtime.server.live import LiveServer, live
@@ -262,6 +262,37 @@ def test_only_what_always_thinks_cannot_be_told_not_to(
             assert server.post(RESPONSES, other).status_code == status
 
 
+def test_options_of_a_message_count_from_there_on_and_what_asks_for_nothing_is_taken() -> None:
+    config: Any = {"effort": "low", "task_budget": {"type": "tokens", "total": 1000}}
+    for own, effort in (({}, "low"), ({"effort": "high"}, "high"), (None, "low")):
+        more = {"role": "system", "content": "x", "clear_at": "never", "output_config": own}
+        asked: Any = {"betas": ["x"], "output_config": config}
+        asked["messages"] = [question(text("Hi")), more, question(text("And?"))]
+        for request in (CountRequest(**asked), MessagesRequest(**asked, max_tokens=1)):
+            assert request.turn(SamplingParams()).thinking.effort == effort
+
+
+@pytest.mark.parametrize("betas", ["x", 7, [7]])
+def test_betas_are_a_list_of_texts(server: LiveServer, betas: Any) -> None:
+    sent = {"max_tokens": 1, "messages": [question(text("a"))], "betas": betas}
+    assert (response := server.post(MESSAGES, sent)).status_code == 400 and "betas" in response.text
+
+
+@pytest.mark.parametrize("field", ["stream", "explain", "ends_conversation"])
+def test_only_true_and_false_are_booleans(server: LiveServer, field: str) -> None:
+    hello = [{"role": "user", "content": "Hi"}]
+    for path, body in (
+        (MESSAGES, {"messages": hello, "max_tokens": 1}),
+        (RESPONSES, {"input": "Hi", "max_output_tokens": 1}),
+        ("/v1/chat/completions", {"messages": hello, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": "Hi", "max_tokens": 1}),
+    ):
+        for value in ("no", "yes", 0, 1):
+            response = server.post(path, {**body, field: value})
+            assert response.status_code == 400 and f"{field}: " in response.text
+        assert server.post(path, {**body, field: None}).status_code == 200
+
+
 def test_old_thoughts_are_left_out_if_that_is_asked(server: LiveServer) -> None:
     def thought(number: int) -> dict[str, Any]:
         told = {"type": "thinking", "thinking": f"Thought {number}", "signature": ""}
@@ -443,7 +474,9 @@ def test_calls_that_a_server_ran_are_left_out_of_a_history() -> None:
     search = {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"q": "x"}}
     asked = [said("user", "Work!"), said("user", "Go on")]
     plain = ResponsesRequest.model_validate({"input": asked})
-    request = ResponsesRequest.model_validate({"input": [asked[0], search, asked[1]]})
+    kinds = "mcp_call", "mcp_list_tools", "mcp_approval_request", "tool_search_output"
+    items = [asked[0], search, *({"type": kind, "id": "x"} for kind in kinds), asked[1]]
+    request = ResponsesRequest.model_validate({"input": items})
     assert request.messages() == plain.messages()
     for item in ({**search, "type": "computer_call"}, {**search, "type": ["web_search_call"]}):
         with pytest.raises(ValueError, match="type"):

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import anthropic
@@ -15,7 +16,7 @@ import openai
 import pytest
 
 from radixcache import LLM, SamplingParams
-from radixcache.runtime.server.api import generation
+from radixcache.runtime.server.api import exchange
 from radixcache.runtime.server.http import access
 from radixcache.runtime.server.protocol.anthropic import MessagesRequest
 from radixcache.runtime.server.protocol.openai import ChatRequest
@@ -67,6 +68,20 @@ def test_the_next_turn_computes_only_what_is_new(api: Api, fresh: str):
     assert second.cached == first.prompt + first.completion - 1 < second.prompt
 
 
+def test_what_an_ended_conversation_used_alone_is_evicted_first(
+    api: Api, fresh: str, scripted: LiveServer
+) -> None:
+    scripted.forget()
+    texts = [f"{name} {fresh * 3}" for name in ("before", "over", "after")]
+    answers = [api.ask(user(t), ends_conversation=t.startswith("over")) for t in texts]
+    llm, cache = scripted.backend.llm, scripted.engine.cache
+    cached = [llm.explain([user(text)]).num_cached_tokens for text in texts]
+    tail = answers[1].completion + 60  # the answer goes first
+    scripted.call(lambda: cache.evict(tail // cache.page_size))
+    left = [llm.explain([user(text)]).num_cached_tokens for text in texts]
+    assert left[1] < cached[1] and [left[0], left[2]] == [cached[0], cached[2]]
+
+
 def test_tools_are_called_and_their_results_are_read(api: Api, fresh: str):
     question = user(f"Oslo and Rome? {fresh}")
     first = api.ask(question, tools=[WEATHER])
@@ -95,9 +110,10 @@ def test_thoughts_are_apart_and_may_be_sent_back(api: Api, fresh: str):
     question = user(f"Think. {fresh}")
     first = api.ask(question)
     assert (first.reasoning.strip(), first.text.strip()) == ("Hm.", "Done.")
-    if isinstance(api, Responses):
-        thoughts = first.whole.usage.output_tokens_details.reasoning_tokens
-        assert 0 < thoughts < first.completion
+    kind = "completion" if isinstance(api, Chat) else "output"
+    details = first.whole.usage.to_dict()[f"{kind}_tokens_details"]
+    (thoughts,) = details.values()  # called reasoning_tokens, or thinking_tokens
+    assert 0 < thoughts < first.completion
     assert api.ask(question, *first.said, user("A")).text == "user: A"
 
 
@@ -170,11 +186,27 @@ def test_a_call_that_is_cut_is_content(api: Api):
     assert answer.text == '<tool_call>\n{"name": "step", "argum' and answer.end == "stop"
 
 
+@pytest.mark.parametrize(
+    ("said", "cities"),
+    [("AAAAA", "A"), ("ABB", "AB"), ("ABAAB", "ABA"), ("ABC", "ABC"), ("AABB", "AABB")],
+)
+def test_where_calls_must_come_one_that_repeats_the_one_before_is_the_end(
+    api: Api, said: str, cities: str
+):
+    """Small models repeat it until their answer is cut off."""
+    choice = None if said == cities else "required"  # nothing is dropped where calls may come
+    answer = api.ask(user(f"Again {said}"), tools=[WEATHER], choice=choice)
+    assert "".join(made.arguments["city"] for made in answer.calls) == cities
+    assert (answer.text, answer.end) == ("", "tools")
+    each = api.ask(user("Again A"), tools=[WEATHER]).completion
+    assert answer.completion <= each * (len(cities) + 1)
+
+
 UNSAYABLE: list[tuple[dict[str, Any], str]] = [
     ({"not": {"type": "string"}}, "not"),
     ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
     ({"$ref": "https://example.com/schema"}, "example.com"),
-    ({"type": "string", "format": "of-our-own"}, "of-our-own"),
+    ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
 ]
 
 
@@ -202,6 +234,22 @@ def test_one_tool_does_not_fail_the_request(api: Api, schema: dict[str, Any], ke
 def test_an_answer_follows_a_schema(api: Api):
     answer = api.ask(user("Hi"), schema=SCHEMA)
     assert {*json.loads(answer.text)} == {"city"}
+
+
+def test_what_an_answer_may_break_of_its_schema_is_named(scripted: LiveServer):
+    words = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    tool, named = of_one("f", words), "uniqueItems"
+    for kind, stream in product((Chat, Responses, Messages), (False, True)):
+        for asked, left in (
+            ({"schema": tool["parameters"]}, named),
+            ({"tools": [{**tool, "strict": True}]}, named),
+            ({"tools": [tool], "choice": "required"}, None),
+        ):
+            body = kind(scripted.url, stream).body(user("Hi"), max_tokens=5, **asked)
+            answer = scripted.post(kind.path, {**body, "stream": stream})
+            assert answer.headers.get("X-Schema-Left-Out") == left
+    body = {"prompt": "x", "max_tokens": 3, "structured_outputs": {"json": tool["parameters"]}}
+    assert scripted.post("/v1/completions", body).headers["X-Schema-Left-Out"] == named
 
 
 CALL: dict[str, Any] = {"tools": [WEATHER], "choice": "required"}
@@ -367,7 +415,7 @@ SIGNS = {
 
 
 @pytest.mark.parametrize("path", SIGNS)
-def test_a_silent_stream_gives_signs_of_life(scripted: LiveServer, path: str, monkeypatch: Any):
+def test_a_silent_stream_gives_heartbeats(scripted: LiveServer, path: str, monkeypatch: Any):
     """Before the first token; the engine does nothing until they have come."""
     step, held = scripted.engine.step, threading.Event()
     kinds = {kind.path: kind for kind in (Chat, Messages, Responses)}
@@ -377,7 +425,7 @@ def test_a_silent_stream_gives_signs_of_life(scripted: LiveServer, path: str, mo
         assert held.wait(30)
         return step()
 
-    monkeypatch.setattr(generation, "SILENCE", 0.02)
+    monkeypatch.setattr(exchange, "SILENCE", 0.02)
     monkeypatch.setattr(scripted.engine, "step", wait)
     signs: list[str] = []
     body = {**hello, "stream": True}
@@ -390,7 +438,7 @@ def test_a_silent_stream_gives_signs_of_life(scripted: LiveServer, path: str, mo
     assert held.is_set() and signs[: len(SIGNS[path])] == SIGNS[path]
     monkeypatch.undo()
     for kind in kinds.values():  # stock clients read on over them
-        monkeypatch.setattr(generation, "SILENCE", 0.0)
+        monkeypatch.setattr(exchange, "SILENCE", 0.0)
         assert kind(scripted.url, True).ask(user("Hi")).text == "user: Hi"
     scripted.assert_idle()
 

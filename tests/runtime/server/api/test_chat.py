@@ -11,11 +11,10 @@ import openai
 import pytest
 
 from radixcache import SamplingParams
-from tests.runtime.server.api.apis import SCHEMA, Answer, Chat, user
+from tests.runtime.server.api.apis import ANSWER, QUESTION, SCHEMA, Answer, Chat, user
 from tests.runtime.server.live import LiveServer, ask
 
 CHAT = "/v1/chat/completions"
-QUESTION, ANSWER = "How old is Nora Holm?", "The age of Nora Holm is 57."
 NO_THOUGHTS = {"chat_template_kwargs": {"enable_thinking": False}}
 """For answers that a grammar forces on a model which would say something else: it may think."""
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from radixcache.runtime.demo.script import TABLE
 from tests.helpers.scripted import CHAT_TEMPLATE
+from tests.runtime.server.api.apis import PROMPT
 from tests.runtime.server.live import LiveServer, ask
 
-PROMPT = f"{TABLE.read_text()}Question: How old is Nora Lund? Your answer:"
 ANSWER = " The age of Nora Lund is 30."
 
 

@@ -52,6 +52,9 @@ TOO_MANY = "at most 10000 items"
 ITEM_CALL = {"type": "function_call", "call_id": "1", "name": "f"}
 ITEM_RESULT = {"type": "function_call_output", "call_id": "d", "output": "x"}
 
+FULL = "This model's maximum context length is 4096 tokens. However, the prompt is too long: "
+"""By these words clients know that they must cut their conversation."""
+
 HOSTED = {"type": "web_search", "external_web_access": True}
 SEARCH = {"type": "web_search_20250305", "name": "s", "max_uses": 8}
 CLEAR = {"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": "x"}}
@@ -64,10 +67,11 @@ def found(name: str) -> dict[str, Any]:
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # Messages and prompts.
+    (CHAT, {"messages": [7]}, "messages.0: Input should be an object"),
     (CHAT, {"messages": [{"role": "user"}]}, "messages.0: only an assistant's message may"),
     (CHAT, {"messages": [{"role": "usr", "content": "x"}]}, "no role is called 'usr': say sys"),
     (CHAT, {"messages": [user("\ud800")]}, "half of a surrogate pair"),
-    (CHAT, {"messages": [user("x " * 9000)]}, "the context of 4096"),
+    (CHAT, {"messages": [user("x " * 9000)]}, FULL),
     (CHAT, {"messages": [HI] * 10_001}, TOO_MANY),
     (CHAT, {"messages": [user([{"type": "text"}] * 10_000)]}, TOO_MANY),
     (COMPLETIONS, {"prompt": {}}, "prompt: Input should be a valid string or a valid list"),
@@ -109,7 +113,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"tools": [{"type": "custom"}]}, "tools.0: a custom needs 'name'"),
     (RESPONSES, {"tool_choice": {"type": "web_search"}}, "tool_choice"),
     (RESPONSES, {"tools": [HOSTED], "tool_choice": "required"}, "tool_choice needs tools"),
-    (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
+    (RESPONSES, {"input": [{"type": "shell_call", "id": "x"}]}, "input.0.type"),
+    (RESPONSES, {"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input.0.type"),
+    (RESPONSES, {"input": [{"type": "item_reference"}]}, "item_reference needs 'id'"),
     (MESSAGES, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "type 'bash_20250124' are"),
     (MESSAGES, {"tools": [{"name": "f"}]}, "tools.0: a custom needs 'input_schema'"),
     (MESSAGES, {"tools": [SEARCH], "tool_choice": {"type": "tool", "name": "s"}}, "names 's'"),
@@ -143,13 +149,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"response_format": {}}, "this API calls it text.format"),
     (RESPONSES, {"background": True}, "background: not supported: keep the connection open"),
     (RESPONSES, {"prompt_cache_options": {"prewarm": True}}, "POST /v1/prefixes"),
+    (RESPONSES, {"prompt_cache_options": {"comparison_response_id": "resp_0"}}, "explain says why"),
+    (MESSAGES, {"diagnostics": {"previous_message_id": "msg_0"}}, "explain says why"),
     (MESSAGES, {"stop": "x"}, "stop: not supported: this API calls it stop_sequences"),
     (MESSAGES, {"cache_control": {"type": "ephemeral", "ttl": "1d"}}, "cache_control.ttl"),
     # Other routes.
-    (MESSAGES, {"messages": [{"role": "user", "content": "x" * 90_000}]}, "the context of 4096"),
+    (MESSAGES, {"messages": [user("x" * 90_000)]}, FULL),
     ("/tokenize", {}, "either a prompt or messages"),
     ("/detokenize", {"tokens": [1] * 100_001}, "at most 100000"),
-    ("/v1/explain", {"prompt": [5] * 5000}, "the context of 4096"),
+    (COMPLETIONS, {"prompt": [5] * 5000}, FULL),
+    (CHAT, {"messages": [user("x" * 500_000)], "stream": True}, FULL),
+    (RESPONSES, {"input": "x " * 9000, "stream": True}, FULL),
+    ("/v1/explain", {"prompt": [5] * 5000}, FULL),
     ("/v1/explain", {"prompt": "x", "echo": 1, "salt": 1}, "salt: there is no such field"),
 ]
 
@@ -164,9 +175,9 @@ def test_a_bad_body_is_told_what_is_bad(
     assert response.status_code == 400 and error["type"] == "invalid_request_error"
     assert sentence in error["message"] and "\n" not in error["message"]
     if path == MESSAGES:  # by which Claude Code knows
-        assert error["message"].startswith("prompt is too long: ") == ("context of" in sentence)
+        assert error["message"].startswith("prompt is too long: ") == (sentence == FULL)
     else:
-        assert (error["code"] == "context_length_exceeded") == ("context of" in sentence)
+        assert (error["code"] == "context_length_exceeded") == (sentence == FULL)
     server.assert_idle()
 
 
@@ -203,7 +214,7 @@ def test_what_could_not_be_written_again_is_refused_wherever_any_json_may_stand(
     [
         (b"{oops", "json", "the body is not JSON"),
         (b"\xff\xfe", "json", "the body is not JSON"),
-        (b"[]", "json", "Input should be a valid dictionary"),
+        (b"[]", "json", "Input should be an object"),
         (b'{"prompt": "x", "temperature": NaN}', "json", "temperature: Input should be a finite"),
         (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "json", "too deep"),
         (b'{"prompt": "x", "seed": ' + b"9" * 10_000 + b"}", "json", "too long a number"),

@@ -1,4 +1,4 @@
-"""/v1/messages: what Anthropic's API has alone, its `cache_control` and its diagnostics."""
+"""/v1/messages: what Anthropic's API has alone, its `cache_control`."""
 
 from __future__ import annotations
 
@@ -113,29 +113,6 @@ def test_the_line_that_changes_with_each_request_is_dropped(messages: Any):
     ask(messages, system=system(1))
     again = ask(messages, system=system(2))
     assert again.usage.cache_read_input_tokens == all_tokens(again) - again.usage.output_tokens
-
-
-def test_it_says_why_a_prompt_was_not_cached(messages: Any, server: LiveServer):
-    def compare(*conversation: Any, **more: Any) -> Any:
-        message = ask(messages, *conversation, diagnostics={"previous_message_id": name}, **more)
-        return message, message.diagnostics and message.diagnostics.cache_miss_reason
-
-    first = ask(messages, diagnostics={"previous_message_id": None})
-    name, prompt = first.id, all_tokens(first) - first.usage.output_tokens
-    assert first.diagnostics is None
-    assert compare(FIRST, as_param(first), SECOND)[1] is None
-    changed, reason = compare(system=[{"type": "text", "text": "At 10:41."}, *SYSTEM])
-    assert reason.type == "system_changed"
-    assert reason.cache_missed_input_tokens == prompt - changed.usage.cache_read_input_tokens
-    _, reason = compare({**FIRST, "content": "How tall is Mei Tanaka?"})
-    assert reason.type == "messages_changed" and 0 < reason.cache_missed_input_tokens < 10
-    server.call(server.engine.reset_cache)
-    assert compare()[1].type == "unavailable"
-    for other in ("msg_0", ask(messages).id):  # never sent; sent without diagnostics
-        name = other
-        assert compare()[1].type == "previous_message_not_found"
-    name = first.id
-    assert compare(extra_body={"cache_salt": "Bob's"})[1].type == "previous_message_not_found"
 
 
 def test_what_is_marked_is_pinned_and_a_flush_asks_nobody(messages: Any, server: LiveServer):

@@ -12,12 +12,12 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from radixcache import LLM
-from radixcache.runtime.engine.state_planner import StatePlanner
+from radixcache.runtime.engine.scheduling.state_planner import StatePlanner
 from radixcache.runtime.server.observe.metrics import VLLM
 from tests.helpers.drafts import drafting_llm
 from tests.helpers.models import tiny_model
 from tests.runtime.server.live import LiveServer, ask, live
-from tests.runtime.server.test_lifecycle import streaming
+from tests.runtime.server.processes import streaming
 
 ROOT = Path(__file__).resolve().parents[4]
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -192,20 +192,24 @@ def test_the_documentation_names_what_there_is(fresh: LiveServer):
     assert {*asked} <= {sample.name for family in shown.values() for sample in family.samples}
 
 
-def test_a_server_tells_of_its_pages_on_disk_and_draws_them(tmp_path: Path):
-    for restarts in range(2):
+def test_a_server_tells_of_its_pages_on_disk(tmp_path: Path):
+    for _ in range(2):
         llm = LLM(kv_dir=tmp_path, kv_dir_size="30MB", kv_cache_memory_bytes="10MB")
         with llm, live(llm) as server:
-            trees = [one["tree"] for one in server.get("/v1/cache").json()["namespaces"]]
-            drawn = [(node["medium"], node["text"]) for tree in trees for node in tree["children"]]
-            assert [(medium, LINE in text) for medium, text in drawn] == [("disk", True)] * restarts
-            assert server.get(f"/v1/cache/search?text={LINE[:9]}").json()["total"] == restarts
             body = server.post(COMPLETIONS, {"prompt": LINE * 9, "max_tokens": 1}).json()
             found = samples(server)
             loaded = body["radixcache"]["loaded_tokens"]
             assert found["loaded_tokens_total"] == loaded and not found["disk_failed_pages_total"]
             used, free = (found[f"disk_pages{{{state}}}"] for state in ("used", "free"))
             assert used + free == llm.offload.tiers[0].num_slots  # type: ignore[union-attr]
+            (tier,) = server.get("/v1/cache").json()["stats"]["tiers"]
+            assert tier == {
+                "medium": "disk",
+                "pages": used + free,
+                "used_pages": used,
+                "loaded_pages": found["disk_loaded_pages_total"],
+                "stored_pages": found["disk_stored_pages_total"],
+            }
     assert loaded and used, "the second one has found them"
 
 
@@ -218,5 +222,17 @@ def test_a_hybrid_tells_what_its_states_are_for(tmp_path: Path):
         found = samples(server)
         # At the end of the prompt, and of what was computed of the answer.
         counts = {"running": 0, "kept": 2, "free": planner.index.num_slots - 2}
+        assert server.get("/v1/cache").json()["stats"]["recurrent_states"] == counts
         for state, count in counts.items():
             assert found[f"recurrent_states{{{state}}}"] == count
+
+
+def test_windows_that_are_kept_apart_are_told_by_what_they_are_for(tmp_path: Path):
+    folder = tiny_model("gemma3_text", tmp_path)
+    with LLM(folder, kv_cache_memory_bytes="1MB") as llm, live(llm) as server:
+        response = server.post(COMPLETIONS, {"prompt": 4 * LINE, "max_tokens": 2})
+        assert response.status_code == 200, response.text
+        server.assert_idle()
+        found, told = samples(server), server.get("/v1/cache").json()["stats"]["window_pages"]
+        assert told["running"] == 0 < min(told["kept"], told["left"], told["free"])
+        assert told == {state: found[f"window_pages{{{state}}}"] for state in told}

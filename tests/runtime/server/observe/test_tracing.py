@@ -17,7 +17,7 @@ from radixcache import LLM
 from tests.helpers.forks import Forked
 from tests.runtime.server import http
 from tests.runtime.server.live import LiveServer, ask, live
-from tests.runtime.server.test_lifecycle import ENDLESS, streaming
+from tests.runtime.server.processes import ENDLESS, streaming
 
 pytest.importorskip("opentelemetry.instrumentation.fastapi", reason="traces are an extra")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest

@@ -34,6 +34,18 @@ FLAGS = (
     "--force-prefers-reduced-motion",  # where a thing is, it stays
 )
 
+QUESTION, ANSWER = (
+    "What is the occupation of Nora Lund?",
+    "The occupation of Nora Lund is Carpenter.",
+)
+
+OTHER, OTHER_ANSWER = "How old is Nora Holm?", "The age of Nora Holm is 57."
+
+NUMBERS = re.compile(
+    r"([\d,]+) prompt tokens, ([\d,]+) cached, ([\d,]+) computed, TTFT [\d.]+ ms"
+    r"(, [\d,.]+ tokens/s)?(, [\d.]+ tokens a step)?"
+)
+
 
 class Page:
     """The page of a server, as somebody in front of it sees it."""
@@ -136,3 +148,11 @@ def browser(profile: Path, before: str = "") -> Iterator[Page]:
         yield page
     finally:
         driver.quit()
+
+
+def numbers(line: str) -> tuple[int, int, int]:
+    """Prompt, cached and computed tokens of an answer, as the page says them."""
+    match = NUMBERS.fullmatch(line)
+    assert match, line
+    prompt, cached, computed = (int(number.replace(",", "")) for number in match.groups()[:3])
+    return prompt, cached, computed

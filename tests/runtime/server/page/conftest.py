@@ -8,7 +8,7 @@ import pytest
 
 from tests.runtime.server import http
 from tests.runtime.server.page.browser import Page, browser
-from tests.runtime.server.test_lifecycle import forked
+from tests.runtime.server.processes import forked
 
 STUB = """
 // What is on its way can be counted; `stall` never lets an answer end.

@@ -15,20 +15,8 @@ from radixcache.runtime.demo.script import TABLE
 from radixcache.runtime.server.http import static
 from tests.runtime.server import http
 from tests.runtime.server.live import LiveServer, live
-from tests.runtime.server.page.browser import Page
-from tests.runtime.server.test_lifecycle import forked
-from tests.runtime.server.test_loading import loading, served
-
-QUESTION, ANSWER = (
-    "What is the occupation of Nora Lund?",
-    "The occupation of Nora Lund is Carpenter.",
-)
-OTHER, OTHER_ANSWER = "How old is Nora Holm?", "The age of Nora Holm is 57."
-NUMBERS = re.compile(
-    r"([\d,]+) prompt tokens, ([\d,]+) cached, ([\d,]+) computed, TTFT [\d.]+ ms"
-    r"(, [\d,.]+ tokens/s)?(, [\d.]+ tokens a step)?"
-)
-
+from tests.runtime.server.page.browser import ANSWER, OTHER, QUESTION, Page, numbers
+from tests.runtime.server.processes import forked, loading, served
 
 # What it is made of.
 
@@ -53,14 +41,6 @@ def test_only_the_bundled_model_has_an_example(server: LiveServer, monkeypatch: 
 
 
 # What people see.
-
-
-def numbers(line: str) -> tuple[int, int, int]:
-    """Prompt, cached and computed tokens of an answer, as the page says them."""
-    match = NUMBERS.fullmatch(line)
-    assert match, line
-    prompt, cached, computed = (int(number.replace(",", "")) for number in match.groups()[:3])
-    return prompt, cached, computed
 
 
 def cached_tokens(page: Page) -> int:
@@ -99,25 +79,6 @@ def test_turns_grow_the_tree_and_edits_branch_it_until_it_is_flushed(page: Page,
     page.run("skip(3100)")
     page.until(lambda: not page.all(".node") and page.texts("#gone") == [""])
     assert cached_tokens(page) == 0
-
-
-def test_what_only_the_disk_holds_has_a_colour_of_its_own(window: Page, tmp_path: Path):
-    settings: dict[str, Any] = {"kv_dir": tmp_path, "kv_dir_size": "30MB"}
-    with LLM(kv_cache_memory_bytes="10MB", **settings) as before, live(before) as server:
-        window.open(server.url)
-        window.ask(QUESTION)
-        window.driver.get("about:blank")
-    with LLM(kv_cache_memory_bytes="10MB", **settings) as after, live(after) as server:
-        assert after.offload is not None
-        tokens = f"{after.offload.tiers[0].num_tokens:,}"
-        window.open(server.url)
-        window.until(lambda: window.texts(".node.disk small") == [tokens])
-        assert tokens != "0" and not cached_tokens(window)
-        assert window.all("#legend .disk")[0].is_displayed()
-        window.ask(OTHER)
-        idle(window, 2)
-        window.until(lambda: len(window.all(".node.disk")) == 1)  # the end of what was asked before
-        window.driver.get("about:blank")
 
 
 def test_the_tree_is_read_with_the_keyboard(page: Page):
@@ -278,7 +239,29 @@ def test_tiers_are_bars_and_what_was_loaded_has_a_shade(window: Page, tmp_path: 
         window.open(url)
         window.until(lambda: window.all("#hits rect.loaded"))
         pool, disk = window.all("#tiers div")
-        assert str(disk.get_attribute("title")) in window.text("#pages")
+        moved = re.search(
+            r"on disk \(([1-9]\d*) read, ([1-9]\d*) written\)$", window.text("#pages")
+        )
+        assert moved and str(disk.get_attribute("title")).endswith(moved[0])
         assert pool.size["width"] < disk.size["width"]
         assert 0 < window.one("#tiers .disk i").size["width"] < disk.size["width"]
         window.driver.get("about:blank")
+
+
+def test_pages_of_windows_are_those_of_running_requests_kept_left_behind_or_free(page: Page):
+    """The pool's "in use" counts kept pages, too: no two numbers have one name."""
+    by_use = {"running": 3, "kept": 1200, "left": 40, "free": 5}
+    show = """
+        const [path, uses, done] = arguments;
+        const news = await (await fetch("v1/cache")).json();
+        news.stats.window_pages = uses;
+        (await import(path)).showTree(news);
+        done(document.querySelector("#pages").textContent);
+    """
+    shown = page.driver.execute_async_script(
+        f"(async (...arguments) => {{{show}}})(...arguments)", "/tree.js", by_use
+    )
+    assert shown.endswith(
+        "; windows: 3 pages of running requests, 1,200 kept, 40 left behind, 5 free"
+    )
+    assert shown.count("in use") == 1

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from selenium.webdriver.common.keys import Keys
 
-from tests.runtime.server.page.browser import Page
-from tests.runtime.server.page.test_page import (
-    ANSWER,
-    OTHER,
-    OTHER_ANSWER,
-    QUESTION,
-    numbers,
-)
+from tests.runtime.server.page.browser import ANSWER, OTHER, OTHER_ANSWER, QUESTION, Page, numbers
 
 STORE = "localStorage['radixcache.conversations.2']"
 
@@ -53,7 +46,7 @@ def send_too_long(page: Page, field: str = "#question") -> None:
     """Send what the server refuses."""
     page.run(f"document.querySelector('{field}').value = 'too long '.repeat(4000)")
     page.one(field).send_keys(Keys.ENTER)
-    page.until(lambda: "the prompt has" in page.text("#refused"))
+    page.until(lambda: "the prompt is too long" in page.text("#refused"))
 
 
 def sampling(page: Page, **values: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.runtime.server.page.browser import Page
-from tests.runtime.server.test_loading import loading
+from tests.runtime.server.processes import loading
 
 MARKDOWN = {
     "# A\n###### B": "<h3>A</h3><h6>B</h6>",

@@ -1,0 +1,230 @@
+"""A model's layers in the structures of the native kernels, which run them in one call."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_int32
+from itertools import groupby
+from threading import Thread
+from typing import Any
+
+import torch
+
+from radixcache.kernels.attention import AttentionPlan, TablesPlan
+from radixcache.kernels.backend import Layers, Pool, SlotUse
+from radixcache.kernels.huge_pages import use_huge_pages
+from radixcache.kernels.native import model as native
+from radixcache.kernels.native.attention import NativePlan, heads_of
+from radixcache.kernels.native.linear import PackedLinear
+from radixcache.kernels.native.linear import Weight as WeightStruct
+from radixcache.kernels.quantized import Quantized, join_rows
+from radixcache.kernels.spec import (
+    MLP,
+    Architecture,
+    Attention,
+    DeltaNet,
+    Experts,
+    Mixer,
+    ShortConv,
+    Weight,
+    Weights,
+)
+
+
+class NativeLayers(Layers):
+    """`Layers` of float32 or bfloat16, and quantized ones, on a CPU."""
+
+    def __init__(self, architecture: Architecture, dtype: torch.dtype) -> None:
+        self.architecture, self._dtype = architecture, dtype
+        self._packed: list[PackedLinear] = []
+        self._rounds = c_int32(0)
+        self._held: list[object] = []  # what the structures' addresses point to
+        self._sublayers: list[tuple[native.Layer, native.Joint]] = []
+        self._first = native.Joint(None, None, architecture.embed_scale, 1.0, False)
+        self._joint = self._first  # behind the last sublayer so far
+        self._pool: Pool | None = None
+
+    def embedding(self, embedding: Weight, head: Weight | None) -> None:
+        self._table = self._pack([embedding])
+        self._head = self._table if head is None else self._pack([head])
+
+    def layer(self, number: int, weights: Weights) -> None:
+        """As in `Layers`; `ValueError` if the shapes are others, or the layer's numbers contradict
+        each other."""
+        layer = self.architecture.layers[number]
+        _check_shapes(weights, self.architecture.layer_shapes(number))
+
+        def add(sublayer: native.Layer, before: str, after: str, parallel: bool) -> None:
+            self._joint.before = self._vector(weights.get(before))
+            norm = self._vector(weights.get(after))
+            self._joint = native.Joint(norm, None, layer.residual_scale, 1.0, parallel)
+            self._sublayers.append((sublayer, self._joint))
+
+        if layer.mixer is not None:
+            add(self._mixer(layer.mixer, weights), "input_norm", "attended_norm", layer.parallel)
+        if isinstance(layer.mlp, MLP):
+            add(self._mlp(layer.mlp, weights), "mlp_norm", "after_norm", False)
+        elif layer.mlp is not None:
+            add(self._experts(layer.mlp, weights), "mlp_norm", "after_norm", False)
+        if layer.layer_scale:
+            self._joint.sum_scale = float(weights["layer_scale"])
+
+    def loaded(self, last_norm: torch.Tensor) -> None:
+        a = self.architecture
+        _check_shapes({"last_norm": last_norm}, {"last_norm": (a.hidden_size,)})
+        self._joint.before = self._vector(last_norm)
+        ropes = [
+            native.RopeTable(self._vector(rope.frequencies), rope.scale, len(rope.frequencies))
+            for rope in a.ropes
+        ]
+        self._model = native.NativeModel(
+            *(self._sublayers, ropes, self._first, self._table, self._head, self._dtype),
+            eps=a.eps,
+            centred=a.centred,
+            logit_scale=a.logit_scale,
+            logit_softcap=a.logit_softcap or 0.0,
+        )
+        blocks = [packed.block for packed in self._packed]
+        Thread(target=use_huge_pages, args=(blocks,), daemon=True).start()  # nobody waits for it
+
+    def run(self, pool: Pool, plan: AttentionPlan, states: Sequence[SlotUse] = ()) -> torch.Tensor:
+        full, window = (plan.full, plan.window) if isinstance(plan, TablesPlan) else (plan, plan)
+        assert isinstance(full, NativePlan) and isinstance(window, NativePlan)
+        if pool is not self._pool:
+            tensors = {} if pool.states is None else pool.states.tensors
+            self._pool = pool
+            self._states = [tensors[name] for name in self.architecture.state_shapes]
+        tables = (table.long().contiguous() for table in plan.arrays)
+        return self._model.forward(full, window, pool.layers, self._states, states, *tables)
+
+    # ---- Structures of one layer.
+
+    def _mixer(self, mixer: Mixer, w: Weights) -> native.Layer:
+        if isinstance(mixer, Attention):
+            return self._attention(mixer, w)
+        conv = self._vector(w["conv"]), self._vector(w.get("conv.bias"))
+        vectors = [self._vector(w.get(n)) for n in ("rate", "rate_bias", "skip", "mixer_norm")]
+        out = self._product(w, "o").struct
+        if isinstance(mixer, ShortConv):
+            sizes, names, limits = (0, 0, 0, 0), ["in"], (0.0, 0.0)
+        elif isinstance(mixer, DeltaNet):
+            sizes = mixer.key_heads, mixer.heads, mixer.key, mixer.value
+            names, limits = ["in", "z", "ba"], (0.0, float("inf"))
+        else:
+            sizes = mixer.groups, mixer.heads, mixer.state, mixer.value
+            names, limits = ["in"], (mixer.least, mixer.most)
+        if sizes[1] % (sizes[0] or 1):
+            raise ValueError(f"{mixer} cuts its heads into parts of different sizes")
+        kind = native.RECURRENCES.index(type(mixer).__name__)
+        inputs = self._structs(3, self._products(w, *names))
+        shape = kind, mixer.width, mixer.channels
+        return native.RecurrentLayer(inputs, out, *conv, *vectors, *limits, *shape, *sizes)
+
+    def _attention(self, attention: Attention, w: Weights) -> native.AttentionLayer:
+        kind, rope = attention.kind, -1 if attention.rope is None else attention.rope
+        if not -1 <= rope < len(self.architecture.ropes) or (
+            rope >= 0 and 2 * len(self.architecture.ropes[rope].frequencies) > kind.head_dim
+        ):
+            raise ValueError(f"no RoPE number {rope} for heads of {kind.head_dim}")
+        names = ["q", "q_gate", "k", "v"] if attention.gated else ["q", "k", "v"]
+        scaling, length = attention.query_scaling or (0.0, 0)
+        return native.AttentionLayer(
+            *(heads_of(kind), self._structs(4, self._products(w, *names))),
+            self._product(w, "o").struct,
+            *(self._vector(w.get(name)) for name in ("query_norm", "key_norm", "sinks")),
+            *(rope, attention.gated, attention.head_norms == "whole", attention.value_norm),
+            *(length, scaling),
+        )
+
+    def _mlp(self, mlp: MLP, w: Weights, prefix: str = "") -> native.MLP:
+        names = [f"{prefix}gate", f"{prefix}up"] if mlp.gated else [f"{prefix}up"]
+        return native.MLP(
+            self._structs(2, self._products(w, *names)),
+            self._product(w, f"{prefix}down").struct,
+            *(mlp.inner, mlp.gated, native.ACTIVATIONS.index(mlp.activation)),
+        )
+
+    def _experts(self, experts: Experts, w: Weights) -> native.Experts:
+        names = [name for name in w if name.startswith("experts.")]
+        each = (native.MLP * experts.count)(
+            *(
+                self._mlp(experts.each, {name: w[name][i] for name in names}, "experts.")
+                for i in range(experts.count)
+            )
+        )
+        shared = None if experts.shared is None else self._mlp(experts.shared, w, "shared.")
+        self._held += [each, shared]
+        gate = self._product(w, "shared.router").struct if experts.shared_gate else ()
+        return native.Experts(
+            ctypes.addressof(each),
+            None if shared is None else ctypes.addressof(shared),
+            *(
+                self._product(w, "router", torch.float32).struct,
+                gate,
+                self._vector(w.get("correction")),
+            ),
+            *(native.SCORES.index(experts.scores), experts.count, experts.active, experts.groups),
+            *(experts.kept_groups, experts.renormalise, experts.epsilon, experts.scale),
+        )
+
+    # ---- Weights.
+
+    def _vector(self, weight: torch.Tensor | None) -> int | None:
+        """The address of a float32 copy of a weight that is no product; None for None."""
+        if weight is None:
+            return None
+        kept = weight.detach().float().contiguous()
+        self._held.append(kept)
+        return kept.data_ptr()
+
+    def _product(self, w: Weights, name: str, dtype: torch.dtype | None = None) -> PackedLinear:
+        router = name.endswith("router")
+        return self._pack([w[name]], w.get(f"{name}.bias"), dtype, router)
+
+    def _products(self, w: Weights, *names: str) -> list[PackedLinear]:
+        """Products side by side; those of one format are one: threads wait once per product."""
+        packed = []
+        for _, same in groupby(names, key=lambda name: _format(w[name])):
+            group = list(same)
+            biases = [w[f"{name}.bias"].float() for name in group if f"{name}.bias" in w]
+            bias = torch.cat(biases) if biases else None
+            packed.append(self._pack([w[name] for name in group], bias))
+        return packed
+
+    def _structs(self, most: int, products: list[PackedLinear]) -> Any:
+        return (WeightStruct * most)(*(product.struct for product in products))
+
+    def _pack(
+        self,
+        weights: list[Any],
+        bias: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        router: bool = False,
+    ) -> PackedLinear:
+        """The product of joined weights of one format, in `dtype`, which is the step's if it is
+        None, or in fewer bits. `router`: its rows are never rounded."""
+        rounds: c_int32 | None = None
+        dtype = dtype or self._dtype
+        if isinstance(weights[0], Quantized):
+            joined: Weight = Quantized.join(weights)
+            if not router and weights[0].whole:
+                self.rounds = rounds = self._rounds
+        else:
+            joined = join_rows(weights)
+            joined = joined if joined.itemsize <= dtype.itemsize else joined.to(dtype)
+        self._packed.append(PackedLinear(joined, bias, rounds))
+        return self._packed[-1]
+
+
+def _format(weight: Weight) -> Any:
+    return weight.format if isinstance(weight, Quantized) else weight.dtype
+
+
+def _check_shapes(weights: Weights, shapes: dict[str, tuple[int, ...]]) -> None:
+    for name, shape in shapes.items():
+        found = weights.get(name)
+        for weight in found if isinstance(found, list) else [found]:
+            if weight is None or tuple(weight.shape) != shape:
+                given = "nothing" if weight is None else list(weight.shape)
+                raise ValueError(f"{name} should be {list(shape)}, and is {given}")

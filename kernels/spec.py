@@ -1,0 +1,373 @@
+"""Describes what a model computes, layer by layer: one description for loading, checks and kernels.
+
+A family's config is read into an `Architecture` (`families/`), and its weights into the names of
+`layer_shapes` (`weights/`). The loop and the backends walk the same
+description, so none of them knows a family by name.
+
+What can be done once at load is done there, and no description has it: a norm's weights are float32
+with what the family adds to them; RoPE turns the two halves of a head, so rows that a checkpoint
+keeps pair by pair are reordered; fused tensors are cut; factors that fold into weights are folded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from radixcache.kernels.attention import LayerKind
+from radixcache.kernels.quantized import Quantized
+
+Shapes = dict[str, tuple[int, ...]]
+
+Weights = dict[str, Any]
+"""A layer's weights by the names of `layer_shapes`: a `Weight`, or a list of one per expert."""
+
+Weight = torch.Tensor | Quantized
+
+StateName = tuple[str, int, int]
+"""A state: "conv" or "recurrent", the layer's number, and the state's number in the layer."""
+
+StateShapes = Mapping[StateName, tuple[tuple[int, ...], torch.dtype]]
+
+
+class Unknown(Exception):
+    """Why the loop does not run a model, in a few words."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """How RoPE turns a head: the pair (i, i + n) of its first 2n elements by position times the
+    i-th of n frequencies; the rest of the head is not turned.
+
+    Attributes:
+        frequencies: [n] float32.
+        scale: factor on the cosines and sines.
+    """
+
+    frequencies: torch.Tensor
+    scale: float = 1.0
+
+
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "clamped"]
+"""An MLP computes act(gate) * up, or act(up) without a gate. `clamped` is gpt-oss's: gate limited
+to 7 from above and up to [-7, 7], gate * sigmoid(1.702 gate) * (up + 1)."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention over KV pages.
+
+    Attributes:
+        kind: heads, sizes, scale, window and softcap.
+        rope: the index of the layer's RoPE in `Architecture.ropes`; None turns nothing.
+        head_norms: what the norms of queries and keys cover: each head, all heads at once, or None.
+        value_norm: whether values are normed head by head, without weights.
+        gated: whether the output is multiplied by the sigmoid of `q_gate`'s product.
+        bias: whether queries, keys and values have biases.
+        out_bias: whether the output has one.
+        sinks: whether each head has a sink (`LayerInputs.sinks`).
+        query_scaling: (beta, length): queries at position p are multiplied by
+            1 + beta * log(1 + p // length), as in Ministral 3.
+    """
+
+    kind: LayerKind
+    rope: int | None = None
+    head_norms: Literal["head", "whole"] | None = None
+    value_norm: bool = False
+    gated: bool = False
+    bias: bool = False
+    out_bias: bool = False
+    sinks: bool = False
+    query_scaling: tuple[float, int] | None = None
+
+    @property
+    def width(self) -> int:
+        """Columns of the output before its product."""
+        return self.kind.query_heads * self.kind.value_dim
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """LFM's gated causal convolution of `width` taps: out = C * conv(B * x).
+
+    `in` gives B, C and x [channels] each.
+    """
+
+    width: int
+    channels: int
+    conv_bias: bool = False
+    bias: bool = False
+
+    @property
+    def out_width(self) -> int:
+        return self.channels
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Gated delta net (Qwen3-Next, Qwen3.5): a state [heads, key, value] fades and is corrected.
+
+    `in` gives queries and keys [key_heads * key] each and values [heads * value]; they go through
+    a causal convolution and SiLU. `z` gates the normed output; `ba` gives beta, then alpha [heads].
+    """
+
+    width: int
+    key_heads: int
+    heads: int
+    key: int
+    value: int
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_heads * self.key + self.heads * self.value
+
+    @property
+    def out_width(self) -> int:
+        return self.heads * self.value
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """Mamba 2 (SSD): a state [heads, state, value] of every head.
+
+    `in` gives z [heads * value], then x, B and C, which go through a causal convolution and SiLU,
+    then dt [heads], limited to [least, most] after softplus. The gated output is normed in
+    `groups` parts.
+    """
+
+    width: int
+    heads: int
+    value: int
+    state: int
+    groups: int
+    conv_bias: bool = True
+    bias: bool = False
+    least: float = 0.0
+    most: float = float("inf")
+
+    @property
+    def channels(self) -> int:
+        return self.heads * self.value + 2 * self.groups * self.state
+
+    @property
+    def out_width(self) -> int:
+        return self.heads * self.value
+
+
+RECURRENT = ShortConv | DeltaNet | Mamba2
+Mixer = Attention | RECURRENT
+
+
+@dataclass(frozen=True)
+class MLP:
+    """down(act(gate) * up), or down(act(up)) without a gate."""
+
+    inner: int
+    activation: Activation = "silu"
+    gated: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts, `active` of `count` for each row, and one that all rows share.
+
+    Scores are float32. A row's experts are added in the order of their numbers, then the shared
+    one.
+
+    Attributes:
+        each: an expert.
+        scores: softmax or sigmoid of all logits, or softmax of the chosen ones' alone.
+        correction: whether a bias [count] is added to the scores that choose, and only to those.
+        renormalise: whether the chosen scores are divided by their sum.
+        epsilon: what is added to that sum.
+        scale: factor on the scores, after all else.
+        groups, kept_groups: experts are chosen from the `kept_groups` groups whose two best scores
+            add up to the most.
+        router_bias: whether the router has a bias.
+        shared: the shared expert; None if there is none.
+        shared_gate: whether the sigmoid of a product with the row scales it.
+    """
+
+    count: int
+    active: int
+    each: MLP
+    scores: Literal["softmax", "sigmoid", "softmax of chosen"] = "softmax"
+    correction: bool = False
+    renormalise: bool = True
+    epsilon: float = 0.0
+    scale: float = 1.0
+    groups: int = 1
+    kept_groups: int = 1
+    router_bias: bool = False
+    shared: MLP | None = None
+    shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        size, kept = self.count // max(self.groups, 1), self.kept_groups
+        whole = size * self.groups == self.count and (size > 1 or self.groups == 1)
+        if not (whole and 0 < kept <= self.groups and 0 < self.active <= size * kept):
+            raise Unknown(
+                f"it chooses {self.active} of {self.count} experts from {kept} of "
+                f"{self.groups} groups"
+            )
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: x += residual_scale * mixer(norm(x)), then the same with the MLP.
+
+    Attributes:
+        norms: which stand: `input_norm` before the mixer, `attended_norm` after it, `mlp_norm`
+            before the MLP, `after_norm` after it.
+        parallel: the MLP reads what the mixer reads, so there is no `mlp_norm`.
+        layer_scale: whether the layer's output is multiplied by a weight `layer_scale` [1].
+    """
+
+    mixer: Mixer | None
+    mlp: MLP | Experts | None
+    norms: tuple[str, ...] = ("input_norm", "mlp_norm")
+    parallel: bool = False
+    residual_scale: float = 1.0
+    layer_scale: bool = False
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A decoder.
+
+    Attributes:
+        family: transformers' name of the model type.
+        centred: norms subtract the mean first (LayerNorm without bias).
+        norm_offset: what the family adds to the norm weights that it stores, 0 or 1. The weights
+            here have it; kernels that add it themselves subtract it.
+        embed_scale, logit_scale: factors on the embedding's rows and on the logits.
+        logit_softcap: logits become softcap * tanh(logits / softcap).
+        tied: the embedding is also the output layer's weight.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    max_context: int
+    eos_token_id: int | list[int] | None
+    layers: tuple[Layer, ...]
+    ropes: tuple[Rope, ...]
+    eps: float
+    centred: bool = False
+    norm_offset: float = 0.0
+    embed_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    tied: bool = False
+
+    @property
+    def kinds(self) -> list[LayerKind]:
+        """The attention of each layer that attends, in order."""
+        return [x.mixer.kind for x in self.layers if isinstance(x.mixer, Attention)]
+
+    @property
+    def is_recurrent(self) -> bool:
+        return bool(self.conv_widths)
+
+    @property
+    def conv_widths(self) -> set[int]:
+        """The taps of the convolutions of recurrent layers."""
+        return {x.mixer.width for x in self.layers if isinstance(x.mixer, RECURRENT)}
+
+    @property
+    def state_shapes(self) -> StateShapes:
+        """The states of a sequence, float32: the inputs that a convolution still needs, and what a
+        delta net or Mamba 2 remembers: [heads, key, value] or [heads, state, value]."""
+        shapes: dict[StateName, tuple[tuple[int, ...], torch.dtype]] = {}
+        for number, layer in enumerate(self.layers):
+            mixer = layer.mixer
+            if mixer is None or isinstance(mixer, Attention):
+                continue
+            shapes["conv", number, 0] = (mixer.width - 1, mixer.channels), torch.float32
+            if not isinstance(mixer, ShortConv):
+                rows = mixer.key if isinstance(mixer, DeltaNet) else mixer.state
+                shape = (mixer.heads, rows, mixer.value)
+                shapes["recurrent", number, 0] = shape, torch.float32
+        return shapes
+
+    def layer_shapes(self, number: int) -> Shapes:
+        """The shapes of a layer's weights by name. Those of experts are one expert's, and stand in
+        lists. [out, in] for products; norms are float32."""
+        layer, hidden = self.layers[number], self.hidden_size
+        shapes: Shapes = dict.fromkeys(layer.norms, (hidden,))
+        if layer.layer_scale:
+            shapes["layer_scale"] = (1,)
+        if isinstance(layer.mixer, Attention):
+            _attention_shapes(shapes, layer.mixer, hidden)
+        elif layer.mixer is not None:
+            _recurrent_shapes(shapes, layer.mixer, hidden)
+        if isinstance(layer.mlp, MLP):
+            _mlp_shapes(shapes, layer.mlp, hidden)
+        elif layer.mlp is not None:
+            experts = layer.mlp
+            _product(shapes, "router", experts.count, hidden, experts.router_bias)
+            if experts.correction:
+                shapes["correction"] = (experts.count,)
+            _mlp_shapes(shapes, experts.each, hidden, "experts.")
+            if experts.shared is not None:
+                _mlp_shapes(shapes, experts.shared, hidden, "shared.")
+            if experts.shared_gate:
+                shapes["shared.router"] = (1, hidden)
+        return shapes
+
+
+def _product(shapes: Shapes, name: str, rows: int, columns: int, bias: bool) -> None:
+    shapes[name] = (rows, columns)
+    if bias:
+        shapes[f"{name}.bias"] = (rows,)
+
+
+def _attention_shapes(shapes: Shapes, attention: Attention, hidden: int) -> None:
+    kind = attention.kind
+    queries, keys = kind.query_heads * kind.head_dim, kind.kv_heads * kind.head_dim
+    _product(shapes, "q", queries, hidden, attention.bias)
+    if attention.gated:
+        _product(shapes, "q_gate", attention.width, hidden, attention.bias)
+    _product(shapes, "k", keys, hidden, attention.bias)
+    _product(shapes, "v", kind.kv_heads * kind.value_dim, hidden, attention.bias)
+    _product(shapes, "o", hidden, attention.width, attention.out_bias)
+    if attention.head_norms is not None:
+        one = attention.head_norms == "head"
+        shapes["query_norm"] = (kind.head_dim if one else queries,)
+        shapes["key_norm"] = (kind.head_dim if one else keys,)
+    if attention.sinks:
+        shapes["sinks"] = (kind.query_heads,)
+
+
+def _recurrent_shapes(shapes: Shapes, mixer: ShortConv | DeltaNet | Mamba2, hidden: int) -> None:
+    """`conv` [width, channels]: the oldest tap first. `rate` is -exp(A_log), and `rate_bias` is
+    dt_bias, float32 like all vectors here."""
+    shapes["conv"] = (mixer.width, mixer.channels)
+    if isinstance(mixer, DeltaNet):
+        _product(shapes, "in", mixer.channels, hidden, False)
+        _product(shapes, "z", mixer.out_width, hidden, False)
+        _product(shapes, "ba", 2 * mixer.heads, hidden, False)
+        shapes |= {"rate": (mixer.heads,), "rate_bias": (mixer.heads,)}
+        shapes["mixer_norm"] = (mixer.value,)
+        _product(shapes, "o", hidden, mixer.out_width, False)
+        return
+    if mixer.conv_bias:
+        shapes["conv.bias"] = (mixer.channels,)
+    if isinstance(mixer, ShortConv):
+        _product(shapes, "in", 3 * mixer.channels, hidden, mixer.bias)
+    else:
+        _product(shapes, "in", mixer.out_width + mixer.channels + mixer.heads, hidden, mixer.bias)
+        shapes |= dict.fromkeys(("rate", "rate_bias", "skip"), (mixer.heads,))
+        shapes["mixer_norm"] = (mixer.out_width,)
+    _product(shapes, "o", hidden, mixer.out_width, mixer.bias)
+
+
+def _mlp_shapes(shapes: Shapes, mlp: MLP, hidden: int, prefix: str = "") -> None:
+    if mlp.gated:
+        _product(shapes, f"{prefix}gate", mlp.inner, hidden, mlp.bias)
+    _product(shapes, f"{prefix}up", mlp.inner, hidden, mlp.bias)
+    _product(shapes, f"{prefix}down", hidden, mlp.inner, mlp.bias)

@@ -1,0 +1,1 @@
+"""Decides what a step computes, and which memory it takes."""

@@ -1,0 +1,1 @@
+"""Any other causal LM, in transformers' own layers over KV pages."""

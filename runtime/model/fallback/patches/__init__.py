@@ -1,0 +1,1 @@
+"""Replacements for layers of transformers' models: packed, exact, over latents."""

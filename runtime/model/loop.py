@@ -1,0 +1,276 @@
+"""The loop over a model's layers, by the kernels of any backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from radixcache.kernels.attention import AttentionPlan, LayerInputs, LayerPages
+from radixcache.kernels.backend import Backend, Layers, Linear, Mixer, Part, Pool, SlotUse
+from radixcache.kernels.quantized import Quantized, dense
+from radixcache.kernels.recurrence import StepStates
+from radixcache.kernels.spec import MLP, Attention, Experts, Layer, Weight, Weights
+
+_MLP_ROWS = 512
+"""Rows whose activations between the linears of an MLP are held at once."""
+
+
+@dataclass
+class LoadedLayer:
+    """A layer's weights in the form of a backend.
+
+    Attributes:
+        norms: by the names of `Layer.norms`, and those of queries, keys and values.
+        qkv: queries, keys and values side by side, then the gates of the output, if it has them.
+        recurrent: in place of attention.
+        out: the output of attention, or of a recurrent layer.
+        gate_up, down: of the MLP; `Backend.activation` takes the first.
+        experts: in place of an MLP.
+        sinks: [heads], or None.
+        scale: the factor on the layer's output, or None.
+    """
+
+    spec: Layer
+    norms: dict[str, torch.Tensor] = field(default_factory=dict)
+    qkv: Any = None
+    recurrent: Mixer | None = None
+    out: Any = None
+    gate_up: Any = None
+    down: Any = None
+    experts: Linear | None = None
+    sinks: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+
+    @property
+    def first_norm(self) -> torch.Tensor | None:
+        return self.norms.get("mlp_norm" if self.spec.mixer is None else "input_norm")
+
+
+class Step(NamedTuple):
+    """A planned step.
+
+    Attributes:
+        positions: [T] of its rows; `rope_positions` in the backend's form, for each RoPE.
+        states: where the sequences of a recurrent model have theirs.
+    """
+
+    plan: AttentionPlan
+    positions: torch.Tensor
+    rope_positions: list[Any]
+    states: StepStates | None
+
+
+def layers_of(backend: Backend) -> Layers:
+    """All layers as one kernel, if the backend has it, else the loop."""
+    return backend.whole() or LayerLoop(backend)
+
+
+class LayerLoop(Layers):
+    """The layers of the backend's architecture, one after another."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self._spec, self._dtype = backend, backend.architecture, backend.dtype
+        self._layers: list[LoadedLayer] = []
+
+    def embedding(self, embedding: Weight, head: Weight | None) -> None:
+        if isinstance(embedding, Quantized):
+            self._backend.weights_by.add("dense embedding")
+        table = dense(embedding).to(self._dtype)
+        head_linear: Any = self._backend.linear((table if head is None else head, None))
+        self._lm_head, self._table = head_linear, head_linear.weight if head is None else table
+
+    def layer(self, number: int, weights: Weights) -> None:
+        backend, spec = self._backend, self._spec.layers[number]
+        loaded = LoadedLayer(spec)
+        for name in (*spec.norms, "query_norm", "key_norm"):
+            if name in weights:
+                loaded.norms[name] = backend.norm_weight(weights[name])
+
+        def part(name: str) -> Part:
+            return weights[name], weights.get(f"{name}.bias")
+
+        if isinstance(mixer := spec.mixer, Attention):
+            loaded.qkv = backend.linear(*map(part, ["q", "k", "v"] + ["q_gate"] * mixer.gated))
+            loaded.out = backend.linear(part("o"))
+            if mixer.sinks:
+                loaded.sinks = weights["sinks"].to(self._dtype)
+            if mixer.value_norm:
+                ones = torch.ones(mixer.kind.value_dim, device=backend.device)
+                loaded.norms["value_norm"] = ones.to(self._dtype)
+        elif mixer is not None:
+            loaded.recurrent = backend.mixer(mixer, weights)
+            loaded.out = backend.linear(part("o"))
+        if isinstance(spec.mlp, MLP):
+            up = part("up")
+            loaded.gate_up = (
+                backend.gate_up(part("gate"), up) if spec.mlp.gated else backend.linear(up)
+            )
+            loaded.down = backend.linear(part("down"))
+        elif isinstance(spec.mlp, Experts):
+            if isinstance(weights["experts.up"][0], Quantized):
+                backend.weights_by.add("dense experts")
+            loaded.experts = backend.experts(spec.mlp, weights)
+        if spec.layer_scale:
+            loaded.scale = weights["layer_scale"].to(self._dtype)
+        self._layers.append(loaded)
+
+    def loaded(self, last_norm: torch.Tensor) -> None:
+        self._last_norm = self._backend.norm_weight(last_norm)
+
+    def run(self, pool: Pool, plan: AttentionPlan, states: Sequence[SlotUse] = ()) -> torch.Tensor:
+        spec, (token_ids, _, logit_rows, *_) = self._spec, plan.arrays
+        residual = F.embedding(token_ids, self._table).to(self._dtype)
+        if spec.embed_scale != 1:
+            residual = residual * spec.embed_scale
+        step, pages, last = self.begin(plan), iter(pool.layers), len(self._layers) - 1
+        x = self.first_norm(residual)
+        for number, layer in enumerate(self._layers):
+            of_layer: Any = None
+            if isinstance(layer.spec.mixer, Attention):
+                of_layer = next(pages)
+            elif layer.recurrent is not None:
+                of_layer = pool.states.of_layer[number]
+            rows = logit_rows if number == last else None
+            following = self._last_norm if number == last else self._layers[number + 1].first_norm
+            residual, x = self.run_layer(number, x, residual, step, of_layer, following, rows)
+        return self.softcap_logits(self._lm_head(x)) if len(x) else x.new_empty(0, spec.vocab_size)
+
+    def begin(self, plan: AttentionPlan) -> Step:
+        """What all layers of a planned step share."""
+        _, positions, _, *slots = plan.arrays
+        states = StepStates.of(slots, self._spec.conv_widths) if slots else None
+        return Step(plan, positions, self._backend.rope_positions(positions), states)
+
+    def first_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the first layer reads."""
+        first = self._layers[0].first_norm
+        return hidden if first is None else self._backend.norm(hidden, first)
+
+    def run_layer(
+        self,
+        number: int,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        step: Step,
+        memory: Any,
+        next_norm: torch.Tensor | None,
+        rows: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual after a layer, and what the next one reads.
+
+        Args:
+            x: what the layer reads: the residual, normed.
+            memory: its pages or states; None if it has neither.
+            next_norm: of the next layer; None if that reads the residual.
+            rows: those that go on after the mixer, once K/V of all are written; None for all.
+        """
+        layer = self._layers[number]
+        mixer, mlp = layer.spec.mixer, layer.spec.mlp
+        if isinstance(mixer, Attention):
+            y = self._attend(x, step, layer, memory)
+        elif layer.recurrent is not None:
+            assert step.states is not None
+            y = layer.recurrent(x, memory, step.states)
+        if rows is not None:
+            if mixer is not None:
+                y = y.index_select(0, rows)
+            x, residual = x.index_select(0, rows), residual.index_select(0, rows)
+            if not len(rows):
+                return residual, x
+        if mixer is not None:
+            y, after = layer.out(y), layer.norms.get("attended_norm")
+            norm = next_norm if mlp is None else layer.norms.get("mlp_norm")
+            residual, normed = self._add(y, residual, layer.spec, after, norm)
+            x = x if layer.spec.parallel else normed
+        if mlp is not None:
+            y, after = self._mlp(layer, x), layer.norms.get("after_norm")
+            residual, x = self._add(y, residual, layer.spec, after, next_norm, layer.scale)
+        return residual, x
+
+    def norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """By a weight as it is read."""
+        return self._backend.norm(hidden, self._backend.norm_weight(weight))
+
+    def softcap_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """lm_head's logits with the model's factor, and its softcap: cap * tanh(logits / cap)."""
+        cap = self._spec.logit_softcap
+        if self._spec.logit_scale != 1:
+            logits = logits * self._spec.logit_scale
+        return logits if cap is None else (logits / cap).tanh() * cap
+
+    def _add(
+        self,
+        y: torch.Tensor,
+        residual: torch.Tensor,
+        spec: Layer,
+        norm_after: torch.Tensor | None,
+        next_norm: torch.Tensor | None,
+        scale: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual plus a block's result y, and what the next block reads; the old residual
+        may be overwritten.
+
+        Args:
+            norm_after: the norm of y, if there is one.
+            next_norm: the norm of the sum for the next block; None if that reads the sum.
+            scale: the factor on the sum, or None.
+        """
+        if norm_after is not None:
+            y = self._backend.norm(y, norm_after)
+        if spec.residual_scale != 1:
+            y = y * spec.residual_scale
+        if scale is None and next_norm is not None:
+            return self._backend.add_norm(y, residual, next_norm)
+        residual = y.add_(residual)
+        if scale is not None:
+            residual = residual.mul_(scale)
+        return residual, residual if next_norm is None else self._backend.norm(residual, next_norm)
+
+    def _mlp(self, layer: LoadedLayer, x: torch.Tensor) -> torch.Tensor:
+        """The MLP or the experts [T, hidden_size], without residual; many rows go in parts."""
+        if layer.experts is not None:
+            return layer.experts(x)
+        mlp, activation = layer.spec.mlp, self._backend.activation
+        assert isinstance(mlp, MLP)
+        if len(x) <= _MLP_ROWS:
+            out: torch.Tensor = layer.down(activation(mlp, x, layer.gate_up))
+            return out
+        out = torch.empty_like(x)
+        for rows, to in zip(x.split(_MLP_ROWS), out.split(_MLP_ROWS), strict=True):
+            to.copy_(layer.down(activation(mlp, rows, layer.gate_up)))
+        return out
+
+    def _attend(
+        self,
+        x: torch.Tensor,
+        step: Step,
+        layer: LoadedLayer,
+        pages: LayerPages,
+    ) -> torch.Tensor:
+        """Write K and V of the rows into the pages, and attend: [T, query heads * value_dim]."""
+        backend, spec = self._backend, layer.spec.mixer
+        assert isinstance(spec, Attention)
+        kind = spec.kind
+        keys, values = kind.kv_heads * kind.head_dim, kind.kv_heads * kind.value_dim
+        sizes = [kind.query_heads * kind.head_dim, keys, values] + [spec.width] * spec.gated
+        query, key, value, *gate = layer.qkv(x).split(sizes, -1)
+        if spec.head_norms is not None:
+            query, key = backend.head_norms(spec, (query, key), layer.norms)
+        query, key = (t.unflatten(-1, (-1, kind.head_dim)) for t in (query, key))
+        value = value.unflatten(-1, (-1, kind.value_dim))
+        if spec.value_norm:
+            value = backend.norm(value, layer.norms["value_norm"])
+        if spec.rope is not None:
+            query, key = backend.rope((query, key), step.rope_positions[spec.rope])
+        if spec.query_scaling is not None:
+            beta, length = spec.query_scaling
+            lengths = step.positions.div(length, rounding_mode="floor").float()
+            factor = 1 + beta * torch.log1p(lengths)
+            query = query * factor.to(self._dtype)[:, None, None]
+        inputs = LayerInputs(query, key, value, pages, kind, layer.sinks)
+        out = step.plan.run(inputs).flatten(1)
+        return out.mul_(gate[0].sigmoid()) if gate else out

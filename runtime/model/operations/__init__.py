@@ -1,1 +1,0 @@
-"""The operations of the decoder loop, in several implementations, and their choice."""

@@ -1,1 +1,0 @@
-"""Tensor parallelism: a process for each device."""

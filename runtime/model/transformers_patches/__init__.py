@@ -1,1 +1,0 @@
-"""Replacements for layers of transformers' models: packed, exact, over latents, of one rank."""

@@ -1,0 +1,69 @@
+"""The names of weights in GGUF files, which llama.cpp gives."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container
+
+from radixcache.kernels.spec import Architecture, Attention, DeltaNet, Layer, ShortConv
+from radixcache.runtime.checkpoints.gguf_file import GGUFFile
+from radixcache.runtime.model.gguf.architectures import ROWS
+from radixcache.runtime.model.weights.plan import Names, Naming
+
+_PARTS = {
+    "input_norm": "attn_norm", "attended_norm": "post_attention_norm", "mlp_norm": "ffn_norm",
+    "after_norm": "post_ffw_norm", "layer_scale": "layer_output_scale", "qkv": "attn_qkv",
+    "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output",
+    "query_norm": "attn_q_norm", "key_norm": "attn_k_norm", "sinks": "attn_sinks",
+    "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down", "router": "ffn_gate_inp",
+    "experts.gate": "ffn_gate_exps", "experts.up": "ffn_up_exps", "experts.down": "ffn_down_exps",
+    "shared.gate": "ffn_gate_shexp", "shared.up": "ffn_up_shexp", "shared.down": "ffn_down_shexp",
+    "shared.router": "ffn_gate_inp_shexp", "gate_up": "ffn_up", "shared.gate_up": "ffn_up_shexp",
+    "experts.gate_up": "ffn_gate_up_exps",
+}  # fmt: skip
+_SHORT_CONV = {"in": "shortconv.in_proj", "conv": "shortconv.conv", "o": "shortconv.out_proj"}
+_MAMBA = {"in": "ssm_in", "conv": "ssm_conv1d", "mixer_norm": "ssm_norm", "o": "ssm_out"}
+_DELTA_NET = {
+    **_MAMBA, "in": "attn_qkv", "z": "attn_gate", "qkvz": "ssm_in", "ba": "ssm_ba",
+    "b": "ssm_beta", "a": "ssm_alpha",
+}  # fmt: skip
+_WHOLE = {
+    "rate": "ssm_a", "skip": "ssm_d", "rate_bias": "ssm_dt.bias", "correction": "exp_probs_b.bias",
+}  # fmt: skip
+_THEN = {"conv": "transpose"}
+_UNUSED = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
+_TOWERS = ("v.", "a.", "mm.")  # encoders of images and sounds, whose text part is read
+
+
+def name_gguf(architecture: Architecture, file: GGUFFile) -> Naming:
+    """The names of this architecture's tensors in the file."""
+    name, count = file.get("general.architecture", str), len(architecture.layers)
+    row, last = ROWS[name], file.get(f"{name}.block_count", int)
+
+    def is_spare(tensor: str) -> bool:
+        block = re.match(r"blk\.(\d+)\.", tensor)  # behind the last layer: for further tokens (MTP)
+        unused = tensor in _UNUSED or tensor.startswith(_TOWERS)
+        return unused or (block is not None and count <= int(block[1]) < last)
+
+    layers = [
+        Names(_names(f"blk.{number}.", layer, file.tensors), _THEN, False, row.converted, row.tiled)
+        for number, layer in enumerate(architecture.layers)
+    ]
+    last_norms = ["output_norm.weight", "token_embd_norm.weight"]  # the latter is LFM's
+    return Naming(["token_embd.weight"], ["output.weight"], last_norms, "", layers, is_spare)
+
+
+def _names(at: str, layer: Layer, stored: Container[str]) -> dict[str, str]:
+    parts = _PARTS
+    if isinstance(layer.mixer, ShortConv):
+        parts = parts | _SHORT_CONV
+    elif not isinstance(layer.mixer, Attention | None):
+        parts = parts | (_DELTA_NET if isinstance(layer.mixer, DeltaNet) else _MAMBA)
+    if f"{at}ffn_norm.weight" not in stored and "attended_norm" not in layer.norms:
+        # Some files name the MLP's norm by its place behind attention.
+        parts = {**parts, "mlp_norm": "post_attention_norm"}
+    if layer.mixer is None:
+        parts = {**parts, "mlp_norm": "attn_norm"}
+    names = {ours: f"{at}{part}.weight" for ours, part in parts.items()}
+    names |= {f"{ours}.bias": f"{at}{part}.bias" for ours, part in parts.items()}
+    return names | {ours: f"{at}{part}" for ours, part in _WHOLE.items()}

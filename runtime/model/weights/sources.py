@@ -1,0 +1,197 @@
+"""Reads the pieces of a plan: from safetensors files, or from a GGUF file.
+
+A source may find that a tensor is kept as several, such as codes and their scales. It lists them as
+one tensor, and reads it as `Quantized`, of whose rows and columns a piece is taken like of others.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from radixcache.errors import ModelError
+from radixcache.kernels.quantized import Quantized, Stored, dense, e2m1
+from radixcache.kernels.spec import Architecture, Unknown, Weight, Weights
+from radixcache.runtime.checkpoints.gguf_file import GGUFFile
+from radixcache.runtime.model.checkpoint import Checkpoint, Read
+from radixcache.runtime.model.gguf.blocks import read_tensor
+from radixcache.runtime.model.weights.naming_gguf import name_gguf
+from radixcache.runtime.model.weights.naming_hf import name_checkpoint
+from radixcache.runtime.model.weights.plan import Naming, Piece, Tensors, plan_layer
+
+_BLOCKS, _SCALES = "_blocks", "_scales"  # of MXFP4, which are uint8
+
+
+class ModelWeights(ABC):
+    """The weights of a model by the names of its description; all are found before one is read."""
+
+    def __init__(self, architecture: Architecture, tensors: Tensors, naming: Naming) -> None:
+        """
+        Raises:
+            Unknown: the file has other weights than the description.
+            ModelError: it has one of another shape.
+        """
+        self._architecture = architecture
+        table = architecture.vocab_size, architecture.hidden_size
+        self._embedding = tensors.use_one(naming.embeddings, table)
+        self._last_norm = tensors.use_one(naming.last_norms, table[1:], naming.then)
+        own_head = not architecture.tied or any(name in tensors.shapes for name in naming.heads)
+        self._head = tensors.use_one(naming.heads, table) if own_head else None
+        self._layers = [
+            plan_layer(architecture, *layer, tensors) for layer in enumerate(naming.layers)
+        ]
+        for name in sorted(tensors.shapes.keys() - tensors.used):
+            if not naming.is_spare(name):
+                raise Unknown(f"its checkpoint has other weights: it has {name}")
+
+    @abstractmethod
+    def read(self, piece: Piece) -> Weight:
+        """A piece on the device of the steps, not yet changed: a vector as float32, a matrix in
+        their dtype or as the file has it."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give back the memory of what was read: it is copied or packed, or comes from the file."""
+
+    def embedding(self) -> Weight:
+        """[vocab_size, hidden_size]."""
+        return self._changed(self._embedding)
+
+    def head(self) -> Weight | None:
+        """[vocab_size, hidden_size]; None if the embedding is the head, too."""
+        head = self._head and self._changed(self._head)
+        if head is None or not self._architecture.tied:
+            return head
+        stored_twice = torch.equal(dense(head), dense(self.embedding()))
+        return None if stored_twice else head
+
+    def last_norm(self) -> torch.Tensor:
+        """[hidden_size] float32."""
+        self.release()
+        return dense(self._changed(self._last_norm))
+
+    def layer(self, number: int) -> Weights:
+        """The weights of `Architecture.layer_shapes(number)`."""
+        weights: Weights = {}
+        self.release()  # the layer before is packed by now
+        for name, pieces in self._layers[number].items():
+            parts = [self._changed(piece) for piece in pieces]
+            if name.startswith("experts."):
+                weights[name] = parts
+            else:
+                weights[name] = parts[0] if len(parts) == 1 else torch.cat([*map(dense, parts)])
+        return weights
+
+    def _changed(self, piece: Piece) -> Weight:
+        found = self.read(piece)
+        if piece.then == "transpose":
+            return dense(found).T.contiguous()
+        if piece.then == "negative exp":
+            return -dense(found).exp()
+        return dense(found) + self._architecture.norm_offset if piece.then else found
+
+
+class SafetensorsSource(ModelWeights):
+    """A checkpoint's files. A tensor is read once for all of its pieces, which share its memory."""
+
+    def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
+        self._checkpoint = checkpoint
+        self._read: dict[str, Read] = {}
+        shapes = self._shapes = checkpoint.shapes
+        for name in [name for name in shapes if name.endswith(_BLOCKS)]:
+            scales, (*outer, blocks, size) = name.replace(_BLOCKS, _SCALES), shapes[name]
+            if size == 16 and shapes.pop(scales, ()) == (*outer, blocks):
+                shapes[name] = *outer, 32 * blocks
+        tensors = Tensors(shapes, "checkpoint", "config")
+        super().__init__(architecture, tensors, name_checkpoint(architecture, shapes))
+
+    def read(self, piece: Piece) -> Weight:
+        if (name := piece.tensor) not in self._read:
+            whole: Any = self._tensor(name)
+            self._read[name] = whole
+            if name.endswith(_BLOCKS):
+                scales: Any = self._tensor(name.replace(_BLOCKS, _SCALES))
+                self._read[name] = [_mxfp4(*pair) for pair in zip(whole, scales, strict=True)]
+        found: Any = self._read[name]
+        if isinstance(found, torch.Tensor) and found.shape != piece.shape:
+            found = found.reshape(piece.shape)
+        found = _part(found if piece.expert is None else found[piece.expert], piece)
+        return dense(found).float().contiguous() if piece.vector else found
+
+    def layer(self, number: int) -> Weights:
+        weights = super().layer(number)
+        self.release()  # what was copied out of a tensor does not need it
+        return weights
+
+    def release(self) -> None:
+        self._read.clear()
+
+    def _tensor(self, name: str) -> Read:
+        """A tensor, rounded to the dtype of the steps unless more of it counts.
+
+        Raises:
+            ModelError: it is not of the kind of number that it should be.
+        """
+        rounded = name.endswith((".weight", ".bias")) and not self._architecture.norm_offset
+        vector = len(self._shapes.get(name, ())) == 1 or name.endswith("correction_bias")
+        found = self._checkpoint.tensor(name, exact=vector and not rounded)
+        is_blocks = name.endswith((_BLOCKS, _SCALES))
+        if isinstance(found, torch.Tensor) and found.is_floating_point() == is_blocks:
+            raise ModelError(f"the checkpoint has {name} in {str(found.dtype)[6:]}")
+        return found
+
+
+class GGUFSource(ModelWeights):
+    """A GGUF file; quantized matrices stay quantized, and on a CPU others are views of it."""
+
+    def __init__(
+        self, file: GGUFFile, architecture: Architecture, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """`dtype` is that of matrices on a GPU."""
+        self._file, self._device, self._dtype = file, device, dtype
+        shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
+        tensors = Tensors(shapes, "GGUF file", "metadata")
+        super().__init__(architecture, tensors, name_gguf(architecture, file))
+
+    def read(self, piece: Piece) -> Weight:
+        tensor = self._file.tensors[piece.tensor]._replace(shape=piece.shape)
+        if piece.expert is not None:
+            size = len(tensor.data) // piece.shape[0]
+            data = tensor.data[piece.expert * size : (piece.expert + 1) * size]
+            tensor = tensor._replace(shape=piece.shape[1:], data=data)
+        found = _part(read_tensor(piece.tensor, tensor, piece.rows), piece._replace(rows=None))
+        if piece.vector:
+            return dense(found).to(self._device, torch.float32, copy=True)  # the file may close
+        if isinstance(found, Stored):
+            found.release = self._file.release
+        if self._device.type == "cpu":
+            return found
+        if isinstance(found, Quantized):
+            return found.to(self._device)
+        return found.to(self._device, self._dtype)
+
+    def release(self) -> None:
+        self._file.release()
+
+
+def _part(weight: Weight, piece: Piece) -> Weight:
+    """The rows and columns of a weight that a piece is."""
+    rows, columns = piece.rows, piece.columns
+    if isinstance(weight, torch.Tensor):
+        weight = weight if rows is None else weight[rows]
+    elif rows is not None:
+        weight = weight.rows(torch.arange(weight.shape[0])[rows])
+    if columns is None:
+        return weight
+    if isinstance(weight, Quantized):
+        moved = weight.columns(torch.arange(weight.shape[1])[columns])
+        return weight.dense()[:, columns].contiguous() if moved is None else moved
+    return weight[:, columns].contiguous()
+
+
+def _mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> Quantized:
+    """Blocks of 32 numbers of 4 bits [out, in / 32, 16] and exponents [out, in / 32] of 2."""
+    codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(1)
+    return e2m1(codes, (scales.float() - 127).exp2())

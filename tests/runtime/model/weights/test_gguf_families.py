@@ -1,0 +1,204 @@
+"""A GGUF file of each architecture, written as llama.cpp's converter does, is its checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.configuration_utils import PreTrainedConfig
+
+from radixcache import LLM, ModelError, SamplingParams
+from radixcache.kernels.quantized import Quantized
+from radixcache.kernels.spec import Architecture, Unknown
+from radixcache.runtime.checkpoints.gguf_file import GGUFFile, GGUFTensor
+from radixcache.runtime.model.checkpoint import open_checkpoint
+from radixcache.runtime.model.families.describe import describe
+from radixcache.runtime.model.gguf.architectures import ROWS
+from radixcache.runtime.model.gguf.blocks import read_tensor
+from radixcache.runtime.model.gguf.config import describe_gguf, settings_of
+from radixcache.runtime.model.weights.sources import GGUFSource, SafetensorsSource
+from tests.helpers.gguf_converter import FAMILIES, convert
+from tests.helpers.models import tiny_model
+
+CPU = torch.device("cpu")
+_OTHER_NAMES = {"nemotron_h_moe"}  # of the same family
+
+
+def made(family: str, folder: Path, **changes: Any) -> tuple[Architecture, GGUFFile]:
+    """A model's description from its config.json, and the same model as a GGUF file."""
+    tiny_model(family, folder, tokenizer=False, **FAMILIES[family][1])
+    settings, _ = PreTrainedConfig.get_config_dict(folder)
+    return describe(settings), GGUFFile(convert(folder, folder / "model.gguf", **changes))
+
+
+def differences(one: Any, other: Any, at: str = "") -> Iterator[str]:
+    if is_dataclass(one) and type(one) is type(other):
+        for name in (field.name for field in fields(one)):
+            yield from differences(getattr(one, name), getattr(other, name), f"{at}.{name}")
+    elif isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        for number, part in enumerate(one):
+            yield from differences(part, other[number], f"{at}.{number}")
+    elif not (torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other):
+        yield f"{at}: {one} and {other}"
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    one, other = (x.dense() if isinstance(x, Quantized) else x for x in (one, other))
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def test_each_architecture_is_tried() -> None:
+    assert {name for name, _ in FAMILIES.values()} | _OTHER_NAMES == ROWS.keys()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_is_described_as_its_checkpoint_and_has_its_weights(family, tmp_path) -> None:
+    described, file = made(family, tmp_path)
+    assert not [*differences(described, describe_gguf(file, settings_of(file)))]
+    read = GGUFSource(file, described, CPU, torch.float32)
+    with open_checkpoint(tmp_path, CPU, torch.float32) as checkpoint:
+        wanted = SafetensorsSource(checkpoint, described)
+        assert equal(read.embedding(), wanted.embedding())
+        assert described.tied or equal(read.head(), wanted.head())
+        assert equal(read.last_norm(), wanted.last_norm())
+        for number in range(len(described.layers)):
+            found, weights = read.layer(number), wanted.layer(number)
+            assert found.keys() == weights.keys()
+            assert not [name for name in found if not equal(found[name], weights[name])], number
+
+
+def test_what_a_newer_file_says_comes_before_what_llama_cpp_knows(tmp_path) -> None:
+    described, file = made("gemma3_text", tmp_path, **{"gemma3.rope.freq_base_swa": None})
+    assert not [*differences(described, describe_gguf(file, settings_of(file)))]
+    keys = {"attention.sliding_window_pattern": 3, "rope.freq_base_swa": 5e3}
+    _, file = made("gemma3_text", tmp_path, **{f"gemma3.{key}": keys[key] for key in keys})
+    described = describe_gguf(file, settings_of(file))
+    kinds = [kind.window for kind in described.kinds]
+    assert kinds == [11, 11, None, 11, 11, None, 11]
+    near = next(rope for rope in described.ropes if rope.frequencies[1] > 0.3)
+    assert float(near.frequencies[1]) == pytest.approx(5e3 ** (-1 / 8))
+    slides = [True, False, True, True, True, True, False]
+    _, file = made("gemma3_text", tmp_path, **{"gemma3.attention.sliding_window_pattern": slides})
+    assert [
+        kind.window is not None for kind in describe_gguf(file, settings_of(file)).kinds
+    ] == slides
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path) -> None:
+    keys = {"qwen35.nextn_predict_layers": 1}
+    described, file = made("qwen3_5_text", tmp_path, **keys)
+    shorter = describe_gguf(file, settings_of(file))
+    assert shorter.layers == described.layers[:-1]
+    GGUFSource(file, shorter, CPU, torch.float32)
+    file.tensors["blk.0.another.weight"] = file.tensors["blk.0.attn_norm.weight"]
+    with pytest.raises(Unknown, match=r"it has blk.0.another.weight"):
+        GGUFSource(file, shorter, CPU, torch.float32)
+    del file.tensors["blk.0.another.weight"], file.tensors["blk.1.attn_norm.weight"]
+    with pytest.raises(Unknown, match=r"it lacks blk.1.attn_norm.weight"):
+        GGUFSource(file, shorter, CPU, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3_text", "gemma4_text", "qwen3_5_moe_text", "nemotron_h", "lfm2_moe"]
+)
+def test_nonsense_in_the_metadata_is_one_sentence(family, tmp_path) -> None:
+    _, file = made(family, tmp_path)
+    whole, outcomes = dict(file.metadata), set()
+    for key, value in whole.items():
+        for other in (0, -1, 1, 3, 1 << 31, 1e30, "x", True, [1], None):
+            file.metadata = {**whole, key: other}
+            if other is None:
+                del file.metadata[key]
+            if key == "general.architecture" or other == value:
+                continue
+            try:
+                GGUFSource(file, describe_gguf(file, settings_of(file)), CPU, torch.float32).layer(
+                    0
+                )
+                outcomes.add("read")
+            except (Unknown, ModelError) as error:
+                outcomes.add(str(error))
+    assert len(outcomes) > 20
+    assert not [said for said in outcomes if "\n" in said]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_tensor_takes_the_place_of_one_that_is_not_there(family, tmp_path) -> None:
+    """But the embedding that of the head; Gemma 4's values are its keys where it has no window."""
+    _, file = made(family, tmp_path)
+    for name in [name for name in file.tensors if name != "output.weight"]:
+        tensor = file.tensors.pop(name)
+        with pytest.raises((Unknown, ModelError)):
+            GGUFSource(file, describe_gguf(file, settings_of(file)), CPU, torch.float32)
+        file.tensors[name] = tensor
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "gpt_oss"])
+def test_tensors_that_other_files_have_joined(family, tmp_path) -> None:
+    """gate_up of experts, and the parts of a delta net by key heads."""
+    described, file = made(family, tmp_path)
+    wanted = GGUFSource(file, described, CPU, torch.float32).layer(0)
+    for end in (".weight", ".bias"):
+        if f"blk.0.ffn_up_exps{end}" in file.tensors:
+            parts = [file.tensors.pop(f"blk.0.ffn_{n}_exps{end}") for n in ("gate", "up")]
+            file.tensors[f"blk.0.ffn_gate_up_exps{end}"] = joined(parts, 1)
+    if "ba" in wanted:
+        name, order = "blk.0.ssm_in.weight", torch.arange(192).split([32, 32, 64, 64])
+        by_head = torch.cat([part.view(2, -1) for part in order], 1).flatten()
+        both = [file.tensors.pop(f"blk.0.attn_{part}.weight") for part in ("qkv", "gate")]
+        file.tensors[name] = joined(both, 0, by_head)
+    found = GGUFSource(file, described, CPU, torch.float32).layer(0)
+    assert not [name for name in wanted if not equal(found[name], wanted[name])]
+
+
+def joined(parts: list[GGUFTensor], dim: int, order: torch.Tensor | None = None) -> GGUFTensor:
+    dense: Any = torch.cat([torch.as_tensor(read_tensor("", part)) for part in parts], dim)
+    dense = (dense if order is None else dense[order]).contiguous()
+    data = memoryview(bytearray(dense.numpy().tobytes()))
+    return parts[0]._replace(shape=tuple(dense.shape), data=data)
+
+
+# What llama.cpp computes in its own way, or for models of another size only.
+_DIFFER = {
+    "phi3": "it has no windows", "exaone4": "windows from 64 layers on", "gpt_oss": "truncates",
+    "qwen3_5_text": "sections", "qwen3_5_moe_text": "sections of a larger head",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in _DIFFER])
+def test_llama_cpp_gives_the_same_tokens(family, tmp_path) -> None:
+    """Where llama-cpp-python is installed."""
+    api = pytest.importorskip("llama_cpp")
+    keys = {"tokenizer.ggml.model": "none", f"{FAMILIES[family][0]}.vocab_size": 260}
+    made(family, tmp_path, **keys)
+    prompt = [7, 100, 23, 5, 61, 42, 18, 250, 3, 77, 31, 90, 14]
+    with LLM(tmp_path / "model.gguf", device="cpu", kv_cache_memory_bytes="4MB") as llm:
+        params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+        ours = llm.generate([prompt], params)[0].outputs[0].token_ids
+    assert ours == greedy_by_llama_cpp(api, tmp_path / "model.gguf", prompt, 16)
+
+
+def greedy_by_llama_cpp(api: Any, path: Path, prompt: list[int], count: int) -> list[int]:
+    api.llama_backend_init()
+    model = api.llama_model_load_from_file(str(path).encode(), api.llama_model_default_params())
+    assert model, "llama.cpp does not load it"
+    params = api.llama_context_default_params()
+    params.n_ctx, params.type_k, params.type_v = 64, api.GGML_TYPE_F32, api.GGML_TYPE_F32
+    params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    context = api.llama_init_from_model(model, params)
+    size, batch = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model)), prompt
+    found: list[int] = []
+    while len(found) < count:
+        tokens = (api.llama_token * len(batch))(*batch)
+        assert api.llama_decode(context, api.llama_batch_get_one(tokens, len(batch))) == 0
+        found.append(max(range(size), key=api.llama_get_logits_ith(context, -1).__getitem__))
+        batch = found[-1:]
+    api.llama_free(context)
+    api.llama_model_free(model)
+    return found
