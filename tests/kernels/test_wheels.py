@@ -132,12 +132,12 @@ def test_the_bits_for_another_processor_are_those_of_a_build_there_under_an_emul
     source, program = ROOT / "tests/kernels/native/native_same.cpp", tmp_path / "same"
     subprocess.run((compiler, *FLAGS, newer, source, "-o", program), check=True)
     for arguments, last in (
-        ((), r"\d\d passed, 0 failed"),
-        (("wrong",), r"\d passed, \d\d failed"),
+        ((), r"\d{3} passed, 0 failed"),
+        (("wrong",), r"\d passed, \d{2,3} failed"),
     ):
         command = (emulator, "-L", f"/usr/{machine}-linux-gnu", program, library, *arguments)
         done = subprocess.run(command, capture_output=True, text=True)
-        assert re.fullmatch(last, done.stdout.splitlines()[-1]), done.stdout
+        assert re.search(rf"^{last}\n\Z", done.stdout, re.M), done
 
 
 @pytest.mark.exhaustive
