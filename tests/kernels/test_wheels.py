@@ -107,15 +107,16 @@ def test_the_bits_of_each_level_are_those_of_a_local_build(libraries, tmp_path):
     for library in libraries.values():
         shutil.copy(library, installed / "radixcache/kernels/native")
     best, *others = usable_levels()
-    cases = [("", "native"), (best, best), *((level, level) for level in others)]
-    seen = {}
-    for level, local in cases:
+    builds = {best: ["native", best], "x86-64": ["x86-64"], "armv8-a": ["armv8-a"]}  # a minute each
+    seen = set()
+    for level in (best, *others):
         path, ahead = bits(installed, level, tmp_path, PATH=str(tmp_path))
         assert Path(path).is_relative_to(installed), "it was compiled"
-        path, here = bits(ROOT, local, tmp_path)
-        assert not Path(path).is_relative_to(installed) and ahead == here, level
-        seen[level or best] = tuple(ahead)
-    assert len(seen) == 1 or len(set(seen.values())) > 1  # fused operations or none, pairs or none
+        seen.add(tuple(ahead))
+        for local in builds.get(level, []):
+            path, here = bits(ROOT, local, tmp_path)
+            assert not Path(path).is_relative_to(installed) and ahead == here, level
+    assert len(seen) <= 4  # by the width of vectors, and pairs of bfloat16
 
 
 @pytest.mark.exhaustive
