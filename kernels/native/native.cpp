@@ -57,8 +57,11 @@ int32_t forward(const Model& model, const Batch& batch, const Batch& window, con
 }  // namespace
 
 extern "C" {
-void* radixcache_float32[] = {KERNELS(float)};
+#ifndef FLOAT32_HALF  // two compilers share the work
 void* radixcache_bfloat16[] = {KERNELS(bf16)};
+#endif
+#ifndef BFLOAT16_HALF
+void* radixcache_float32[] = {KERNELS(float)};
 int32_t radixcache_panel = N, radixcache_rounds_fast = ROUNDS_FAST;
 
 int32_t radixcache_pack(const uint8_t* data, int64_t stride, int size, int64_t rows, int64_t depth,
@@ -88,4 +91,5 @@ int32_t radixcache_find_merges(const char* text, const int64_t* characters, cons
         *found = find_merges(text, characters, scores, pieces, count, left, right);
     });
 }
+#endif
 }
