@@ -32,6 +32,7 @@ from radixcache.kernels.kv_format import FP8, encode
 from radixcache.kernels.native.attention import NativeAttention
 from radixcache.kernels.native.library import DTYPES, problem
 from radixcache.kernels.native.operators import NativeBackend
+from radixcache.kernels.native.sampling import DrawTokens, draw_tokens
 from radixcache.kernels.recurrence import Recurrence, Slots, Tokens
 from radixcache.kernels.spec import Architecture, Experts, Unknown
 from radixcache.kernels.torch.attention import TorchAttention
@@ -127,6 +128,11 @@ def choose_filter(device: torch.device) -> Filter:
         "top_k and top_p run", by_flashinfer, otherwise=slow, if_missing=logging.INFO
     )
     return found or filter_by_sort
+
+
+def choose_draw(device: torch.device) -> DrawTokens | None:
+    """The native kernel that draws tokens on a CPU; None if torch draws them."""
+    return draw_tokens if device.type == "cpu" and problem() is None else None
 
 
 def make_native(dtype: torch.dtype, kinds: Sequence[LayerKind]) -> AttentionBackend:

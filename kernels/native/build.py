@@ -173,8 +173,8 @@ def _compile(compiler: str, flags: tuple[str, ...], folder: Path, name: str) -> 
     with tempfile.TemporaryDirectory() as scratch:
         objects = [f"{scratch}/{half}.o" for half in _HALVES]
         halves = [
-            (compiler, *flags, f"-D{half}", "-c", "-o", object, str(_SOURCE))
-            for half, object in zip(_HALVES, objects, strict=True)
+            (compiler, *flags, f"-D{half}", "-c", "-o", file, str(_SOURCE))
+            for half, file in zip(_HALVES, objects, strict=True)
         ]
         with ThreadPoolExecutor() as pool:
             [*pool.map(_run, halves)]

@@ -29,6 +29,7 @@ _FUNCTIONS = {
     "pack_blocks": "***iill*i",
     "pack_stored": "*iiill*i",
     "find_merges": "***ll***i",
+    "sample": "*lll***i",
 }
 
 

@@ -4,6 +4,7 @@
 #include "blocks.h"
 #include "merges.h"
 #include "model.h"
+#include "sampling.h"
 
 namespace {
 
@@ -89,6 +90,13 @@ int32_t radixcache_find_merges(const char* text, const int64_t* characters, cons
                                int64_t* found, int) {
     return enough_memory([&] {
         *found = find_merges(text, characters, scores, pieces, count, left, right);
+    });
+}
+
+int32_t radixcache_sample(const float* logits, int64_t stride, int64_t rows, int64_t vocab,
+                          const Draw* draws, int64_t* tokens, float* highest, int threads) {
+    return enough_memory([&] {
+        sample(logits, stride, rows, vocab, draws, tokens, highest, threads);
     });
 }
 #endif

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from radixcache.kernels.choose import choose_filter
+from radixcache.kernels.choose import choose_draw, choose_filter
+from radixcache.kernels.native.sampling import Draw, DrawTokens
 from radixcache.kernels.torch.top_p import Filter, filter_by_sort
 from radixcache.kernels.upload import Fetch, on_device, send
 from radixcache.runtime.engine.logits_processors import LogitsProcessors
@@ -45,7 +46,7 @@ class Sampler:
         """Generators for the rows that have a seed of their own."""
         self._eos_token_ids = tuple(eos_token_ids)
         with on_device(device):
-            self._top_p_filter = choose_filter(device)
+            self._top_p_filter, self._draw = choose_filter(device), choose_draw(device)
 
     def forget(self) -> None:
         """Forget the state of all sequences: a step was cut off."""
@@ -60,7 +61,7 @@ class Sampler:
         params = [row.sequence.request.params for row in rows]
         generators = self._generators(rows, params)
         edited = self._masked(rows, self._processors.edit(rows, logits))
-        tokens, highest = sample(edited, params, generators, self._top_p_filter)
+        tokens, highest = sample(edited, params, generators, self._top_p_filter, self._draw)
         counts = {row: p.logprobs for row, p in enumerate(params) if p.logprobs is not None}
         top: tuple[torch.Tensor, ...] = ()
         if counts:
@@ -104,21 +105,25 @@ def sample(
     params: list[SamplingParams],
     generators: list[torch.Generator],
     top_p_filter: Filter = filter_by_sort,
+    draw: DrawTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token for each row, [R] int64, and the row's highest logit, [R] float32.
 
     Both stay on the logits' device, without waiting. Where the highest is not finite, the token
     means nothing: none was left (-inf), or some logits are not numbers (NaN).
 
-    The largest of probability / noise is a draw from the probabilities (an exponential race), so
-    every row needs only its own noise, whatever the other rows are.
+    Every row needs only its own noise, whatever the other rows are: `draw` takes one number of it;
+    else the largest of probability / noise is a draw from the probabilities (an exponential race).
 
     Args:
         logits: [R, vocab] float32.
         params: one for each row.
         generators: each row's source of noise, on the logits' device; greedy rows use none.
         top_p_filter: applies top_k and top_p.
+        draw: does all of it, on a CPU.
     """
+    if draw is not None:
+        return draw(logits, [*map(_draw_of, params, generators)])
     tokens = logits.argmax(-1)
     highest = logits.gather(-1, tokens[:, None])[:, 0]
     drawn = [row for row, p in enumerate(params) if p.temperature > 0]
@@ -139,13 +144,24 @@ def sample(
     return tokens.index_copy_(0, rows, probs.div_(noise).argmax(-1)), highest
 
 
+def _temperature(params: SamplingParams) -> float:
+    """As float32 can hold it: by 0 or inf, some logits would become NaN."""
+    return min(max(params.temperature, 1e-30), 1e38)
+
+
+def _draw_of(params: SamplingParams, generator: torch.Generator) -> Draw:
+    if params.temperature <= 0:
+        return Draw()
+    top_k = min(max(params.top_k, 0), 2**31 - 1)
+    noise = torch.rand((), dtype=torch.float64, generator=generator).item()
+    return Draw(params.top_p, noise, _temperature(params), params.min_p, top_k)
+
+
 def _probabilities(
     logits: torch.Tensor, params: list[SamplingParams], top_p_filter: Filter
 ) -> torch.Tensor:
     """[R, vocab] weights in the place of `logits`: 0 if filtered out; they need not add up to 1."""
-    # As float32 can hold them: by 0 or inf, some logits would become NaN.
-    limited = [min(max(p.temperature, 1e-30), 1e38) for p in params]
-    temperature = send(limited, logits.device, logits.dtype)
+    temperature = send([*map(_temperature, params)], logits.device, logits.dtype)
     # From the maximum down: a tiny temperature may make -inf of them, but nothing else.
     logits.sub_(logits.amax(-1, keepdim=True)).div_(temperature[:, None])
     probs = logits.softmax(-1)

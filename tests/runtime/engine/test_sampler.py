@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from radixcache import SamplingParams
-from radixcache.kernels.choose import choose_filter
+from radixcache.kernels.choose import choose_draw, choose_filter
+from radixcache.kernels.native.sampling import Draw, draw_tokens
 from radixcache.kernels.torch.top_p import Filter, filter_by_sort
 from radixcache.runtime.engine import sampler
 from radixcache.runtime.engine.sampler import sample
+from tests.helpers.native import needs_kernels
 
 SEED = 20_261_125
 GREEDY = SamplingParams(temperature=0)
@@ -86,13 +88,56 @@ def test_the_kept_tokens_and_their_weights_are_those_of_brute_force(by, vocab, k
         assert (kept >= 0).mean() > 0.5
 
 
+@needs_kernels
+@pytest.mark.parametrize("kind", ["plain", "ties", "masked"])
+@pytest.mark.parametrize("vocab", [1, 5, 17, 1000, 128_003])
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_a_kernel_draws_each_kept_token_for_its_share_of_the_noise(vocab, kind, options) -> None:
+    """400 draws with even noise: of each token as many as its probability says, but for one."""
+    logits, draws = make_logits(kind, vocab, torch.Generator().manual_seed(SEED)), 400
+    params = SamplingParams(**options)
+    how = sampler._draw_of(params, torch.Generator())
+    even = [how._replace(uniform=(i + 0.5) / draws) for i in range(draws)]
+    tokens, highest = draw_tokens(logits.expand(draws, -1), even)
+    assert (highest == logits.max()).all()
+    probs, kept = brute_force(logits, params)
+    descending = logits.sort(descending=True).values.numpy()
+    levels, place = np.unique(descending, return_inverse=True)  # equal ones count together
+    seen = np.bincount(np.searchsorted(levels, logits[tokens].numpy()), minlength=len(levels))
+    some, sure = (np.bincount(place, probs * chosen) for chosen in (kept != 0, kept == 1))
+    assert not seen[some == 0].any(), f"{options}, seed {SEED}"
+    few, many = sure / some.sum() * draws, some / sure.sum() * draws
+    assert (seen > few - 1.5 - 4 * few**0.5).all(), f"{options}, seed {SEED}"
+    assert (seen < many + 1.5 + 4 * many**0.5).all(), f"{options}, seed {SEED}"
+
+
+@needs_kernels
+def test_a_row_is_drawn_alike_in_any_company() -> None:
+    generator, vocab = torch.Generator().manual_seed(SEED), 5003
+    logits = 3 * torch.randn(9, vocab, generator=generator)
+    noise = torch.rand(9, generator=generator).tolist()
+    draws = [Draw(0.9, noise[i], 0.7 * (i % 3), 0.01 * (i % 2), 40 * (i % 4)) for i in range(9)]
+    together = draw_tokens(logits, draws)[0].tolist()
+    alone = [draw_tokens(logits[i : i + 1], draws[i : i + 1])[0].item() for i in range(9)]
+    assert together == alone
+    spread = torch.zeros(vocab, 9).T.copy_(logits)
+    assert draw_tokens(spread, draws)[0].tolist() == together
+    greedy = torch.tensor([[1.0, 7.0, 7.0, -torch.inf]])
+    assert draw_tokens(greedy, [Draw()])[0].item() == 1
+    with pytest.raises(ValueError, match=r"1 draws from torch\.float64"):
+        draw_tokens(greedy.double(), [Draw()])
+
+
+@pytest.mark.parametrize("by", ["torch", pytest.param("native", marks=needs_kernels)])
 @pytest.mark.parametrize("options", CASES[:-1], ids=str)
-def test_frequencies_follow_the_distribution(options) -> None:
+def test_frequencies_follow_the_distribution(options, by) -> None:
     """Chi-square over 6 tokens; beyond 60 once in 10^11."""
     generator, draws = torch.Generator().manual_seed(SEED), 20_000
     logits = torch.randn(6, generator=generator)
     params = SamplingParams(**options)
-    tokens, _ = sample(logits.expand(draws, -1), [params] * draws, [generator] * draws)
+    draw = choose_draw(torch.device("cpu")) if by == "native" else None
+    rows = logits.expand(draws, -1), [params] * draws, [generator] * draws
+    tokens, _ = sample(*rows, draw=draw)
     seen = np.bincount(tokens.numpy(), minlength=6)[logits.argsort(descending=True).numpy()]
     probs, kept = brute_force(logits, params)
     expected = np.where(kept == 1, probs, 0) / probs[kept == 1].sum() * draws
@@ -103,7 +148,8 @@ def test_frequencies_follow_the_distribution(options) -> None:
 
 @pytest.mark.parametrize("params", [GREEDY, PLAIN, FILTERED])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_no_number_is_told_and_no_filter_sees_it(params, bad) -> None:
+@pytest.mark.parametrize("by", ["torch", pytest.param("native", marks=needs_kernels)])
+def test_what_is_no_number_is_told_and_no_filter_sees_it(params, bad, by) -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(SEED))
     logits[1, slice(None) if bad == -torch.inf else 7] = bad
     before = logits.clone()
@@ -112,7 +158,8 @@ def test_what_is_no_number_is_told_and_no_filter_sees_it(params, bad) -> None:
         assert probs.isfinite().all()
         return filter_by_sort(probs, top_k, top_p)
 
-    tokens, highest = sample(logits, [params] * 3, [torch.Generator()] * 3, keep)
+    draw = draw_tokens if by == "native" else None
+    tokens, highest = sample(logits, [params] * 3, [torch.Generator()] * 3, keep, draw)
     assert highest.isfinite().tolist() == [True, False, True]
     assert torch.equal(highest[[0, 2]], logits[[0, 2]].amax(-1)) and 0 <= tokens[1] < 50
     assert torch.equal(highest[1].nan_to_num(9), torch.tensor(bad).nan_to_num(9))
