@@ -189,8 +189,7 @@ def test_settings_that_change_nothing_and_those_that_may() -> None:
         "qwen3_5_moe_text": {"output_gate_type": "sigmoid"},
     }  # fmt: skip
     for family, settings in known.items():
-        config = AutoConfig.for_model(family, num_hidden_layers=4)
-        config = {**config.to_dict(), "model_type": family}
+        config = AutoConfig.for_model(family, num_hidden_layers=4).to_dict()
         plain = describe(config)
         assert repr(describe({**config, **settings})) == repr(plain)
         for name, value in wrong[family].items():
