@@ -102,8 +102,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2_moe": ("lfm2moe", {**_TIED, "shared_expert_intermediate_size": None}),
     "nemotron_h": ("nemotron_h", {}),
 }  # fmt: skip
-_CONVERTED = {"arcee", "llama", "mixtral", "ministral3", "granite", "granitemoe", "granitemoehybrid"}
-_CONVERTED |= {"smollm3", "nemotron_h"}
+_CONVERTED = {"llama", "mixtral", "ministral3", "granite", "granitemoe", "granitemoehybrid"}
+_CONVERTED |= {"arcee", "smollm3", "nemotron_h"}
 _MAMBA = {"granitemoehybrid": 1, "nemotron_h": 2}  # groups
 _ONE_ADDED = ("gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _SAYS_PATTERN = ("gemma4_text", "olmo3", "exaone4", "exaone_moe")
@@ -139,7 +139,8 @@ _KEYS = {
 }  # fmt: skip
 _SCORED_KEYS = {
     "n_routed_experts": "expert_count", "n_shared_experts": "expert_shared_count",
-    "num_shared_experts": "expert_shared_count", "norm_topk_prob": "expert_weights_norm", "routed_scaling_factor": "expert_weights_scale",
+    "num_shared_experts": "expert_shared_count",
+    "norm_topk_prob": "expert_weights_norm", "routed_scaling_factor": "expert_weights_scale",
     "n_group": "expert_group_count", "topk_group": "expert_group_used_count",
     "first_k_dense_replace": "leading_dense_block_count",
 }  # fmt: skip
