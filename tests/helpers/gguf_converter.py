@@ -50,6 +50,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"rope_parameters": _YARN}),
     "qwen2_vl": ("qwen2vl", {}),
+    "qwen2_5_vl": ("qwen2vl", {}),
     "qwen3_vl": ("qwen3vl", {}),
     "qwen2_moe": ("qwen2moe", _SHARED),
     "qwen3_moe": ("qwen3moe", {**_EXPERTS, "norm_topk_prob": True}),
@@ -109,7 +110,7 @@ _ONE_ADDED = ("gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "q
 _SAYS_PATTERN = ("gemma4_text", "olmo3", "exaone4", "exaone_moe")
 _SCORED = ("glm4_moe", "glm4v_moe", "solar_open", "dots1", "exaone_moe")
 _SIGMOID = (*_SCORED, "lfm2_moe", "minimax_m2")
-_SECTIONS = ("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe")
+_SECTIONS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe")
 
 # Keys by settings; of several settings, a config has one.
 _KEYS = {

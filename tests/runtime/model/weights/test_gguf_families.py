@@ -26,7 +26,10 @@ from tests.helpers.models import tiny_model
 
 CPU = torch.device("cpu")
 _OTHER_NAMES = {"nemotron_h_moe"}  # of the same family
-_SAME = {"glm4v_moe_text": "glm4_moe", "solar_open": "glm4_moe"}  # with the same name in files
+_SAME = {
+    "glm4v_moe_text": "glm4_moe", "solar_open": "glm4_moe", "qwen2_5_vl_text": "qwen2_vl_text",
+}  # fmt: skip
+"""Families whose files have another's name, and are described as that one."""
 
 
 def made(family: str, folder: Path, **changes: Any) -> tuple[Architecture, GGUFFile]:
