@@ -52,8 +52,8 @@ def tried(family: str, folder: Path) -> tuple[int, str]:
     if not looped:
         return right, "transformers' layers"
     kind = "loop, native and GPU, exact" + " (recurrent)" * bool(model.state_shapes)
-    text = MULTIMODAL[family][0] if family in MULTIMODAL else family
-    return right, kind + ("" if text in IN_GGUF else "; no GGUF")
+    read = MULTIMODAL.get(family, (family,))[0] in IN_GGUF
+    return right, kind + ("" if read else "; no GGUF")
 
 
 IN_GGUF = {row.family for row in ROWS.values()} | {"mistral", "mixtral", "olmo3"}
