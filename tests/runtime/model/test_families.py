@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from radixcache.errors import ModelError
 from radixcache.kernels.quantized import Quantized
@@ -27,6 +30,7 @@ from radixcache.kernels.spec import (
 from radixcache.kernels.torch.experts import choose
 from radixcache.runtime.model import reference
 from radixcache.runtime.model.decoder import Decoder
+from radixcache.runtime.model.families import config
 from radixcache.runtime.model.families import describe as module
 from radixcache.runtime.model.families.describe import describe
 from radixcache.runtime.model.families.table import FAMILIES, WRAPPERS
@@ -189,12 +193,20 @@ def test_settings_that_change_nothing_and_those_that_may() -> None:
         "qwen3_5_moe_text": {"output_gate_type": "sigmoid"},
     }  # fmt: skip
     for family, settings in known.items():
-        config = AutoConfig.for_model(family, num_hidden_layers=4).to_dict()
-        plain = describe(config)
-        assert repr(describe({**config, **settings})) == repr(plain)
+        whole = AutoConfig.for_model(family, num_hidden_layers=4).to_dict()
+        assert repr(describe({**whole, **settings})) == repr(describe(whole))
         for name, value in wrong[family].items():
             with pytest.raises(Unknown, match=f"its (config has )?{name}"):
-                describe({**config, name: value})
+                describe({**whole, name: value})
+
+
+def test_no_model_of_transformers_reads_what_tools_write() -> None:
+    models, read = Path(transformers.__file__).parent / "models", set[str]()
+    for family in {*FAMILIES, *WRAPPERS}:
+        for code in (models / model_type_to_module_name(family)).glob("modeling_*.py"):
+            read.update(re.findall(r"\bconfig(?:\.|, \")(\w+)", code.read_text()))
+    assert {"hidden_size", "attention_dropout", "use_qk_norm"} <= read
+    assert not read & (config._OF_TOOLS | {"output_gate_type", "attention_head_dim"})
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text"])
