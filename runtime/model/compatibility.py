@@ -142,7 +142,8 @@ def check_config(config: PreTrainedConfig) -> None:
 
     Raises:
         ModelError: encoder-decoder, layer types that are neither full and sliding attention nor
-            recurrent, or RoPE frequencies that change with the longest position of a batch.
+            recurrent, RoPE frequencies that change with the longest position of a batch, or gates
+            of another kind than its class computes.
     """
     text = config.get_text_config()
     if config.is_encoder_decoder:
@@ -153,6 +154,11 @@ def check_config(config: PreTrainedConfig) -> None:
         raise refusal(
             config.model_type,
             f"it has layers of type {names}, which are no attention and not recurrent",
+        )
+    gate = getattr(text, "output_gate_type", None)
+    if gate not in (None, "silu", "swish") and not hasattr(type(text), "output_gate_type"):
+        raise refusal(
+            config.model_type, f"its output_gate_type is {gate}, which transformers does not read"
         )
     for parameters in (getattr(text, "rope_parameters", None) or {}).values():
         kind = parameters.get("rope_type") if isinstance(parameters, dict) else None

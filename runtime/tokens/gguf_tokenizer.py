@@ -35,6 +35,15 @@ _O200K = (
     rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_ENDING}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_EXAONE = _QWEN_2.replace(r"]?\p{L}+", r"]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+")
+_EXAONE = _EXAONE.replace(r"]+[\r\n]*", r"]+[\r\n/]?")
+_DEEPSEEK_3 = (
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[\u0800-\u9FA5\uAC00-\uD7FF]+")
+_DIGIT = (r"\p{N}",)
+_DIGITS = r"\p{N}{1,3}"
 
 
 class _Cut(NamedTuple):
@@ -42,24 +51,24 @@ class _Cut(NamedTuple):
 
     Attributes:
         pattern: matches the pieces.
-        digits: each digit is split off first.
+        before: patterns that cut the text first, each the pieces of the one before.
         whole: a piece that is a token is not merged from its parts.
         composed: text is normalised to NFC.
         bos: a text begins with BOS if the file does not say.
     """
 
     pattern: str
-    digits: bool = False
+    before: tuple[str, ...] = ()
     whole: bool = False
     composed: bool = False
     bos: bool = False
 
 
 _RULES: list[tuple[_Cut, str]] = [
-    (_Cut(_GPT_2), "default gpt-2 exaone4 granite-docling trillion"),
+    (_Cut(_GPT_2), "default gpt-2 a.x-4.0 exaone4 granite-docling mellum trillion"),
     (_Cut(_GPT_2, composed=True), "olmo"),
-    (_Cut(_GPT_2, digits=True), "smollm starcoder refact exaone codeshell"),
-    (_Cut(_GPT_2, digits=True, composed=True), "command-r"),
+    (_Cut(_GPT_2, before=_DIGIT), "smollm starcoder refact exaone codeshell mellum2"),
+    (_Cut(_GPT_2, before=_DIGIT, composed=True), "command-r"),
     (
         _Cut(_LLAMA_3, whole=True, bos=True),
         "llama-bpe llama3 llama-v3 falcon3 falcon-h1 lfm2 midm-2.0 pixtral",
@@ -67,11 +76,23 @@ _RULES: list[tuple[_Cut, str]] = [
     (_Cut(_LLAMA_3), "smaug-bpe dbrx chatglm-bpe"),
     (_Cut(_LLAMA_3, whole=True), "glm4"),
     (_Cut(_QWEN_2, composed=True), "qwen2"),
-    (_Cut(_QWEN_2), "deepseek-r1-qwen stablelm2"),
+    (
+        _Cut(_QWEN_2),
+        "deepseek-r1-qwen stablelm2 bailingmoe bailingmoe2 hunyuan megrez solar-open",
+    ),
     (_Cut(_QWEN_35, composed=True), "qwen35"),
     (_Cut(_SEED), "seed-coder"),
     (_Cut(_TEKKEN, whole=True, bos=True), "tekken"),
     (_Cut(_O200K), "gpt-4o llama4 kanana2 minimax-m2"),
+    (_Cut(_O200K, before=(r"\d{1,3}(?=(?:\d{3})*\b)",)), "tiny_aya cohere2moe"),
+    (_Cut(_EXAONE, composed=True), "exaone-moe"),
+    (_Cut(_QWEN_2, before=(r"[^\n]+|\n+",)), "laguna"),
+    (_Cut(_LLAMA_3, before=(_DIGITS,), whole=True), "minicpm5"),
+    (
+        _Cut(_DEEPSEEK_3, before=(_DIGITS, r"[\u4E00-\u9FA5\u3040-\u30FF]+")),
+        "deepseek-v3 hunyuan-dense joyai-llm",
+    ),
+    (_Cut(r"\p{N}", before=_CODER), "deepseek-coder"),
 ]
 _CUTS = {name: cut for cut, names in _RULES for name in names.split()}
 """Rules for splitting text, by llama.cpp's names."""
@@ -144,8 +165,8 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> tuple[Any, bool]:
         raise ModelError(f"the GGUF file cuts text by the rule {name!r}, which is not known here")
     vocabulary = {token: index for index, token in enumerate(tokens)}
     backend = Tokenizer(models.BPE(vocabulary, _pairs(file), ignore_merges=cut.whole))
-    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if cut.digits else []
-    steps.append(pre_tokenizers.Split(Regex(cut.pattern), "isolated"))
+    patterns = (*cut.before, cut.pattern)
+    steps: list[Any] = [pre_tokenizers.Split(Regex(one), "isolated") for one in patterns]
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()

@@ -20,8 +20,13 @@ _MULTIPLIERS = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3,
     "logits_scaling": 0.5,
 }  # fmt: skip
+_GEMMA4 = {
+    **_WINDOWS, "attention_k_eq_v": True, "global_head_dim": 32, "num_global_key_value_heads": 1,
+    "final_logit_softcapping": 20.0,
+}  # fmt: skip
 DECODERS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
+    "iquestcoder": {"attention_bias": True},
     "mistral": {"sliding_window": 11},
     "ministral": _WINDOWS,
     "ministral3": {"rope_parameters": {
@@ -35,10 +40,8 @@ DECODERS: dict[str, dict[str, Any]] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     }},
-    "gemma4_text": {
-        **_WINDOWS, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
-        "global_head_dim": 32, "num_global_key_value_heads": 1, "final_logit_softcapping": 20.0,
-    },
+    "gemma4_text": {**_GEMMA4, "hidden_size_per_layer_input": 0},
+    "gemma4_unified_text": _GEMMA4,
     "vaultgemma": {**_WINDOWS, "query_pre_attn_scalar": 24},
     "phi3": {"sliding_window": 9, "partial_rotary_factor": 0.5},
     "olmo2": {"attention_bias": True},

@@ -43,13 +43,18 @@ _TIED = {"tie_word_embeddings": True}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "mixtral": ("llama", _LOCAL),
+    "arcee": ("arcee", {"attention_bias": True, "mlp_bias": True}),
     "ministral3": ("mistral3", {"sliding_window": None, "rope_parameters": {
         **_YARN, "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0,
     }}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"rope_parameters": _YARN}),
+    "qwen2_vl": ("qwen2vl", {}),
+    "qwen2_5_vl": ("qwen2vl", {}),
+    "qwen3_vl": ("qwen3vl", {}),
     "qwen2_moe": ("qwen2moe", _SHARED),
     "qwen3_moe": ("qwen3moe", {**_EXPERTS, "norm_topk_prob": True}),
+    "qwen3_vl_moe": ("qwen3vlmoe", {}),
     "gemma": ("gemma", _TIED),
     "gemma2": ("gemma2", {**_TIED, "query_pre_attn_scalar": 16, "num_hidden_layers": 3,
                "layer_types": [*_TURNS, _TURNS[0]]}),
@@ -68,7 +73,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": _YARN,
     }}),
     "exaone4": ("exaone4", _THREE_OF_FOUR),
+    "exaone_moe": ("exaone-moe", {**_GROUPS, **_THREE_OF_FOUR, "n_routed_experts": None,
+        "num_experts": 8, "num_shared_experts": 2, "n_shared_experts": None,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 3, "routed_scaling_factor": 1.7}),
     "glm4": ("glm4", {"attention_bias": True}),
+    "cohere": ("command-r", {**_TIED, "logit_scale": 0.25}),
     "cohere2": ("cohere2", {**_TIED, **_THREE_OF_FOUR, "logit_scale": 0.25}),
     "granite": ("granite", _SCALES),
     "granitemoe": ("granitemoe", {**_LOCAL, **_SCALES}),
@@ -82,6 +91,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt-oss", {**_LOCAL, "sliding_window": 11, "layer_types": _TURNS,
                 "rope_parameters": {**_YARN, "truncate": False}}),
     "glm4_moe": ("glm4moe", {**_GROUPS, "use_qk_norm": True, "routed_scaling_factor": 1.7}),
+    "glm4v_moe": ("glm4moe", {"num_key_value_heads": 4}),
+    "solar_open": ("glm4moe", {**_GROUPS, "first_k_dense_replace": None, "attention_bias": True}),
     "dots1": ("dots1", {**_GROUPS, "num_key_value_heads": 4}),
     "minimax_m2": ("minimax-m2", {**_LOCAL, "rotary_dim": 8}),
     "olmoe": ("olmoe", {"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2}),
@@ -93,11 +104,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("nemotron_h", {}),
 }  # fmt: skip
 _CONVERTED = {"llama", "mixtral", "ministral3", "granite", "granitemoe", "granitemoehybrid"}
-_CONVERTED |= {"smollm3", "nemotron_h"}
+_CONVERTED |= {"arcee", "smollm3", "nemotron_h"}
 _MAMBA = {"granitemoehybrid": 1, "nemotron_h": 2}  # groups
 _ONE_ADDED = ("gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-_SAYS_PATTERN = ("gemma4_text", "olmo3", "exaone4")
-_SIGMOID = ("glm4_moe", "dots1", "lfm2_moe", "minimax_m2")
+_SAYS_PATTERN = ("gemma4_text", "olmo3", "exaone4", "exaone_moe")
+_SCORED = ("glm4_moe", "glm4v_moe", "solar_open", "dots1", "exaone_moe")
+_SIGMOID = (*_SCORED, "lfm2_moe", "minimax_m2")
+_SECTIONS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe")
 
 # Keys by settings; of several settings, a config has one.
 _KEYS = {
@@ -127,6 +140,7 @@ _KEYS = {
 }  # fmt: skip
 _SCORED_KEYS = {
     "n_routed_experts": "expert_count", "n_shared_experts": "expert_shared_count",
+    "num_shared_experts": "expert_shared_count",
     "norm_topk_prob": "expert_weights_norm", "routed_scaling_factor": "expert_weights_scale",
     "n_group": "expert_group_count", "topk_group": "expert_group_used_count",
     "first_k_dense_replace": "leading_dense_block_count",
@@ -136,8 +150,8 @@ _SCORED_KEYS = {
 def convert(folder: Path, path: Path, kind: str = "F32", **changes: Any) -> Path:
     """Write the model of a folder to `path`; `changes` are keys, or None to leave them out. Of
     another `kind` are the matrices whose rows have whole blocks of 32."""
-    config = SimpleNamespace(**AutoConfig.from_pretrained(folder).to_dict())
-    family = config.model_type
+    whole = AutoConfig.from_pretrained(folder)
+    family, config = whole.model_type, SimpleNamespace(**whole.get_text_config().to_dict())
     name = FAMILIES[family][0]
     keys = {f"{name}.{key}": value for key, value in _metadata(family, config).items()}
     metadata = {"general.architecture": name, "tokenizer.ggml.eos_token_id": 257, **keys, **changes}
@@ -166,9 +180,8 @@ def convert(folder: Path, path: Path, kind: str = "F32", **changes: Any) -> Path
 
 
 def _metadata(family: str, config: Any) -> dict[str, Any]:
-    scored = family in ("glm4_moe", "dots1")
     found: dict[str, Any] = {}
-    for setting, key in (_KEYS | _SCORED_KEYS if scored else _KEYS).items():
+    for setting, key in (_KEYS | _SCORED_KEYS if family in _SCORED else _KEYS).items():
         if (value := getattr(config, setting, None)) is not None:
             found[key] = value
     if not found.get("expert_count"):
@@ -202,6 +215,12 @@ def _metadata(family: str, config: Any) -> dict[str, Any]:
         found["attention.sliding_window_pattern"] = [t == _TURNS[0] for t in types]
     if family == "ernie4_5_moe":
         found["expert_shared_feed_forward_length"] = config.moe_intermediate_size
+    if family in _SECTIONS:
+        found["rope.dimension_sections"] = [*rope["mrope_section"], 0]
+    if family.startswith("qwen3_vl"):
+        found["n_deepstack_layers"] = 1
+    if family == "exaone_moe":
+        found["leading_dense_block_count"] = config.mlp_layer_types.count("dense")
     if family == "dots1":  # its config has a window that no layer uses
         del found["attention.sliding_window"]
     if family in _SIGMOID:
@@ -240,7 +259,9 @@ def _weights(
     """Names of saved states or, where several become one or one becomes several, of files."""
     experts: dict[str, list[torch.Tensor]] = {}
     for name in sorted(stored, key=lambda n: [int(x) if x.isdigit() else x for x in n.split(".")]):
-        weight = stored[name]
+        weight, name = stored[name], name.replace(".language_model.", ".")
+        if "visual." in name:
+            continue
         block = f"blk.{match[1]}." if (match := re.search(r"layers\.(\d+)\.", name)) else ""
         if family in _ONE_ADDED and re.search(r"norm\.weight$", name):
             weight = weight + ("linear_attn.norm" not in name)

@@ -62,23 +62,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": {"sliding_window": 11, "query_pre_attn_scalar": 16, **_WINDOWS},
 }
-# Models that take images, too, with the family of their text.
-_VISION = {
-    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "image_size": 28, "patch_size": 14, "depth": 1, "num_heads": 2, "out_hidden_size": 64,
-    "deepstack_visual_indexes": [0],
-}  # fmt: skip
-_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma3": ("gemma3_text", {"query_pre_attn_scalar": 24}),
-    "mistral3": ("mistral", {}),
-    "llava": ("llama", {}),
-    "internvl": ("qwen2", {}),
-    "smolvlm": ("llama", {}),
-    "qwen2_5_vl": ("qwen2_5_vl_text", {"rope_parameters": _MROPE}),
-    "qwen3_vl": ("qwen3_vl_text", {"rope_parameters": _MROPE}),
-}
-
 # Models with recurrent layers: gated delta nets, KDA, Mamba 2 and short convolutions.
 _TURNS = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
 _DELTA = {
@@ -124,6 +107,48 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {**_CONV, **_EXPERTS, "shared_expert_intermediate_size": None,
                  "num_dense_layers": 1},
     "lfm3": _CONV,
+}  # fmt: skip
+
+# Models that take images, too, with the family of their text.
+_VISION = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 28, "patch_size": 14, "depth": 1, "num_heads": 2, "out_hidden_size": 64,
+    "deepstack_visual_indexes": [0],
+}  # fmt: skip
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_PARTLY = {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
+MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("gemma3_text", {"query_pre_attn_scalar": 24}),
+    "mistral3": ("mistral", {}),
+    "llava": ("llama", {}),
+    "internvl": ("qwen2", {}),
+    "smolvlm": ("llama", {}),
+    "exaone4_5": ("exaone4", {"sliding_window": 11, **_WINDOWS}),
+    "gemma4_unified": ("gemma4_unified_text", {
+        "sliding_window": 11, **_WINDOWS, "global_head_dim": 32, "num_global_key_value_heads": 1,
+        "pad_token_id": 0,
+    }),
+    "glm46v": ("glm4v_text", {"rope_parameters": _PARTLY}),
+    "glm4v": ("glm4v_text", {"rope_parameters": _PARTLY}),
+    "glm4v_moe": ("glm4v_moe_text", {
+        "rope_parameters": _PARTLY, "attention_bias": True, "n_routed_experts": 8, "n_group": 4,
+        "topk_group": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+        "n_shared_experts": 2, "first_k_dense_replace": 1,
+    }),
+    "idefics3": ("llama", {}),
+    "lfm2_vl": ("lfm2", _CONV),
+    "lfm3_vl": ("lfm3", _CONV),
+    "lighton_ocr": ("qwen3", {}),
+    "llava_next": ("mistral", {"sliding_window": 11}),
+    "llava_onevision": ("qwen2", {}),
+    "minicpmv4_6": ("qwen3_5_text", _DELTA),
+    "qwen2_vl": ("qwen2_vl_text", {"rope_parameters": _MROPE}),
+    "qwen3_vl_moe": ("qwen3_vl_moe_text", {
+        "rope_parameters": _MROPE, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+    }),
+    "qwen2_5_vl": ("qwen2_5_vl_text", {"rope_parameters": _MROPE}),
+    "qwen3_vl": ("qwen3_vl_text", {"rope_parameters": _MROPE}),
 }  # fmt: skip
 
 # Models with multi-head latent attention.

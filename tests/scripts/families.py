@@ -52,11 +52,13 @@ def tried(family: str, folder: Path) -> tuple[int, str]:
     if not looped:
         return right, "transformers' layers"
     kind = "loop, native and GPU, exact" + " (recurrent)" * bool(model.state_shapes)
-    return right, kind + ("" if family in IN_GGUF else "; no GGUF")
+    read = MULTIMODAL.get(family, (family,))[0] in IN_GGUF
+    return right, kind + ("" if read else "; no GGUF")
 
 
 IN_GGUF = {row.family for row in ROWS.values()} | {"mistral", "mixtral", "olmo3"}
-"""Families whose GGUF files are read."""
+IN_GGUF |= {"gemma4_unified_text", "glm4v_moe_text", "qwen2_5_vl_text", "solar_open"}
+"""Families whose GGUF files are read, some under another's name."""
 
 
 def main(chosen: list[str]) -> int:

@@ -19,14 +19,31 @@ Settings = Mapping[str, Any]
 _INERT = frozenset(
     """
     _attn_implementation _experts_implementation _model_name_or_path _name_or_path architectures
-    attention_dropout auto_map bos_token_id cache_implementation chunk_size_feed_forward dtype
+    attention_dropout auto_map cache_implementation chunk_size_feed_forward dtype
     embd_pdrop hidden_dropout id2label initializer_range label2id model_type output_router_logits
-    pad_token_id pretraining_tp problem_type quantization quantization_config resid_pdrop
+    pretraining_tp problem_type quantization quantization_config resid_pdrop
     residual_dropout return_dict
     router_aux_loss_coef router_jitter_noise router_z_loss_coef torch_dtype transformers_version
-    unk_token_id use_cache
+    use_cache
 """.split()
 )
+
+# What transformers 4 wrote of generation, and what trainers and tools write: no model of
+# transformers that stands in the table reads any of these.
+_OF_TOOLS = frozenset(
+    """
+    _attn_implementation_autoset _commit_hash _flash_attn_2_enabled attn_implementation
+    bad_words_ids begin_suppress_tokens description diversity_penalty do_sample early_stopping
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task
+    gradient_checkpointing is_decoder is_llama_config length_penalty license loss_type max_length
+    min_length model_max_length neftune_noise_alpha no_repeat_ngram_size num_beam_groups num_beams
+    num_return_sequences output_attentions output_hidden_states output_scores pixel_shuffle_factor
+    prefix pruned_heads remove_invalid_values repetition_penalty return_dict_in_generate
+    suppress_tokens task_specific_params temperature tokenizer_class top_k top_p torchscript
+    transformers.js_config typical_p unsloth_fixed unsloth_version use_bfloat16 use_flash_attention
+""".split()
+)
+_TOKENS = ("_token_id", "_token_index")  # ends of settings that name a token
 
 
 class Lacks(Unknown):
@@ -44,7 +61,7 @@ class Config:
         Args:
             complete: a setting that is not there is null; else reading it raises `Lacks`.
         """
-        self._settings, self._complete, self._read = settings, complete, set(_INERT)
+        self._settings, self._complete, self._read = settings, complete, {*_INERT, *_OF_TOOLS}
 
     def get(self, name: str) -> Any:
         """A setting of any type."""
@@ -60,6 +77,11 @@ class Config:
     def ignore(self, *names: str) -> None:
         """These settings change nothing in this family, or nothing beside the others."""
         self._read.update(names)
+
+    def agree(self, name: str, *known: Any) -> None:
+        """A setting that, if it is there, must say what the family does anyway."""
+        if (found := self.maybe(name)) is not None and found not in known:
+            raise Unknown(f"its {name} is {found}")
 
     def size(self, name: str) -> int:
         """A setting that must be a positive whole number."""
@@ -103,7 +125,8 @@ class Config:
             Unknown: a setting has not been read, and may change the forward pass.
         """
         for name, value in self._settings.items():
-            if name not in self._read and value is not None and value is not False:
+            read = name in self._read or name.endswith(_TOKENS)
+            if not read and value is not None and value is not False:
                 raise Unknown(f"its config has {name}")
 
 
@@ -121,10 +144,11 @@ def complete(settings: Settings, wraps: bool) -> tuple[str, Settings]:
     found: Settings = kind.from_dict(deepcopy({**settings})).to_dict()
     if wraps:
         outer = Config(settings, complete=True)
-        # Older configs have the text's settings beside the others.
-        if "text_config" not in settings:
-            outer.ignore("rope_scaling", "rope_theta", *found["text_config"])
-        outer.ignore("eos_token_id", "vision_token_id", *kind().to_dict())
+        of_text = {"rope_scaling", "rope_theta", *found["text_config"]}
+        # Older configs have the text's settings beside the others. In newer ones those that the
+        # text does not have are of images and sounds.
+        outer.ignore(*(settings.keys() - of_text if "text_config" in settings else of_text))
+        outer.ignore(*kind().to_dict())
         outer.finish()
         same = {name: settings.get(name) for name in ("eos_token_id", "tie_word_embeddings")}
         found = {**found["text_config"], **{name: each for name, each in same.items() if each}}

@@ -85,6 +85,8 @@ def _describe(family: str, config: Config, max_model_len: int | None) -> Archite
         **row.scales(config),
     )
     config.ignore(*row.ignored.split())
+    for name, known in row.agreed.items():
+        config.agree(name, *known)
     config.finish()
     return described
 
@@ -113,6 +115,7 @@ def _attention(config: Config, row: Family, ropes: Ropes, number: int, kind: str
     kv_heads = heads if config.get("num_key_value_heads") is None else None
     kv_heads = kv_heads or config.size("num_key_value_heads")
     dim = hidden // heads if config.maybe("head_dim") is None else config.size("head_dim")
+    config.agree("attention_head_dim", dim)
     if row.heads is not None:
         own = row.heads(config, number)
         kv_heads, dim = own[0] or kv_heads, own[1] or dim

@@ -46,6 +46,7 @@ class Family:
         alternating: a checkpoint's experts are [in, out], and gate and up take turns in them.
         spare_layers: a checkpoint may have layers after the last, for the tokens after the next.
         ignored: settings, between spaces, that change nothing here, or not alone.
+        agreed: settings that no code reads, and what they may say, as the family does just that.
     """
 
     norms: Mapping[str, str] = field(default_factory=lambda: _PRE)
@@ -81,6 +82,7 @@ class Family:
     alternating: bool = False
     spare_layers: bool = False
     ignored: str = ""
+    agreed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def dense(self, config: Config, inner: str | int = "intermediate_size") -> MLP:
         """The family's MLP, of this size."""

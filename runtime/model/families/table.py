@@ -88,6 +88,12 @@ _GEMMA2: dict[str, Any] = {
     "types": by_type, "scales": _gemma2_scales, "ignored": "hidden_act",
     "scale": lambda config: config.size("query_pre_attn_scalar") ** -0.5,
 }  # fmt: skip
+_GEMMA4: dict[str, Any] = {
+    **_GEMMA2, "head_norms": "head", "nested_rope": True, "partial_rope": True, "offset": 0.0,
+    "scale": lambda config: 1.0, "heads": _gemma4_heads, "value_norm": True, "value_is_key": True,
+    "layer_scale": True,
+    "ignored": "attention_k_eq_v hidden_act use_double_wide_mlp vocab_size_per_layer_input",
+}  # fmt: skip
 _GRANITE: dict[str, Any] = {
     "scale": lambda config: config.number("attention_multiplier"), "scales": _granite_scales,
     "residual_scale": "residual_multiplier", "ignored": "init_method normalization_function",
@@ -112,6 +118,7 @@ _QWEN3_5: dict[str, Any] = {
     "mixer": parts.delta_net,
     "ignored": "attn_output_gate full_attention_interval mamba_ssm_dtype mlp_only_layers "
     "mtp_num_hidden_layers mtp_use_dedicated_embeddings",
+    "agreed": {"output_gate_type": ("silu", "swish")},
 }  # fmt: skip
 _LFM: dict[str, Any] = {
     "norms": _LFM2, "head_norms": "head", "activation": (None, "silu"), "eps": "norm_eps",
@@ -120,23 +127,22 @@ _LFM: dict[str, Any] = {
     "block_use_swiglu block_use_xavier_init conv_dim conv_dim_out conv_use_xavier_init "
     "full_attn_idxs num_heads theta use_pos_enc",
 }  # fmt: skip
+_HEAD_NORMS: dict[str, Any] = {"head_norms": "head", "agreed": {"use_qk_norm": (True,)}}
 _QWEN_UNUSED = "max_window_layers use_sliding_window"
 
 FAMILIES: dict[str, Family] = {
     "llama": _row(_MLP_BIAS),
+    "iquestcoder": _row(_MLP_BIAS),
     "mistral": _row(_MLP_BIAS, types=all_windows, ignored=_QWEN_UNUSED),
     "ministral": Family(types=by_type),
     "ministral3": Family(types=all_windows, query_scaling=True),
     "qwen2": _row(_MLP_BIAS, bias=True, types=qwen_windows),
-    "qwen3": _row(_MLP_BIAS, types=qwen_windows, head_norms="head"),
+    "qwen3": _row(_MLP_BIAS, _HEAD_NORMS, types=qwen_windows),
     "gemma": _row(_GEMMA),
     "gemma2": _row(_GEMMA2, softcaps=True),
     "gemma3_text": _row(_GEMMA2, head_norms="head", nested_rope=True),
-    "gemma4_text": _row(
-        _GEMMA2, head_norms="head", nested_rope=True, partial_rope=True, offset=0.0,
-        scale=lambda config: 1.0, heads=_gemma4_heads, value_norm=True, value_is_key=True,
-        layer_scale=True, ignored="attention_k_eq_v use_double_wide_mlp vocab_size_per_layer_input",
-    ),
+    "gemma4_text": _row(_GEMMA4),
+    "gemma4_unified_text": _row(_GEMMA4),
     "vaultgemma": _row(_GEMMA2, norms=_PRE, softcaps=True),
     "phi3": _row(
         _NO_BIAS, types=all_windows, partial_rope=True,
@@ -148,6 +154,7 @@ FAMILIES: dict[str, Family] = {
     "exaone_moe": _row(_EXAONE, mlp=parts.deepseek),
     "glm": _row(_GLM, pairs=True),
     "glm4": _row(_GLM, pairs=True, norms=_GLM4),
+    "glm4v_text": _row(_GLM, pairs=True, norms=_GLM4, bias=True),
     "cohere": _row(_COHERE),
     "cohere2": _row(
         _COHERE, types=by_type, turned=lambda config, number, kind: kind == "sliding_attention"
@@ -156,6 +163,7 @@ FAMILIES: dict[str, Family] = {
     "granite_swa": _row(
         _GRANITE, _MLP_BIAS, types=by_type, sinks=True, turned=_granite_swa_turned
     ),
+    "qwen2_vl_text": Family(bias=True, out_bias=False, types=qwen_windows),
     "qwen2_5_vl_text": Family(bias=True, out_bias=False, types=qwen_windows),
     "qwen3_vl_text": Family(head_norms="head"),
     "smollm3": _row(
@@ -168,8 +176,9 @@ FAMILIES: dict[str, Family] = {
     "cwm": _row(_NO_BIAS, _MLP_BIAS, types=by_type),
     "arcee": _row(_MLP_BIAS, gated_mlp=False, activation=("hidden_act", "relu2")),
     "qwen2_moe": Family(bias="qkv_bias", out_bias=False, types=qwen_windows, mlp=parts.qwen),
-    "qwen3_moe": Family(
-        types=all_windows, head_norms="head", mlp=parts.qwen, ignored=_QWEN_UNUSED
+    "qwen3_moe": _row(_HEAD_NORMS, types=all_windows, mlp=parts.qwen, ignored=_QWEN_UNUSED),
+    "qwen3_vl_moe_text": Family(
+        head_norms="head", mlp=parts.qwen, agreed={"norm_topk_prob": (True,)}
     ),
     "mixtral": _row(_NO_BIAS, types=all_windows, mlp=parts.mixtral),
     "olmoe": Family(head_norms="whole", mlp=parts.olmoe),
@@ -184,6 +193,9 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": _row(
         _GLM, head_norms="use_qk_norm", mlp=parts.deepseek, spare_layers=True,
         ignored="num_nextn_predict_layers",
+    ),
+    "glm4v_moe_text": _row(
+        _GLM, mlp=parts.deepseek, spare_layers=True, ignored="num_nextn_predict_layers"
     ),
     "dots1": Family(
         head_norms="head", types=by_type, mlp=parts.deepseek,
@@ -237,6 +249,10 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 
 WRAPPERS = frozenset(
-    "gemma3 gemma4 internvl llava mistral3 qwen2_5_vl qwen3_5 qwen3_5_moe qwen3_vl smolvlm".split()
+    """
+    exaone4_5 gemma3 gemma4 gemma4_unified glm46v glm4v glm4v_moe idefics3 internvl lfm2_vl lfm3_vl
+    lighton_ocr llava llava_next llava_onevision minicpmv4_6 mistral3 qwen2_5_vl qwen2_vl qwen3_5
+    qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm
+""".split()
 )
 """Models that take images, too, and have the settings of their text apart."""

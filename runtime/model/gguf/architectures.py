@@ -61,7 +61,9 @@ _GEMMA4_READ = (
     "rope.dimension_count_swa",
 )  # fmt: skip
 _DELTA_READ = ("attention.recurrent_layers", "full_attention_interval", "ssm.inner_size")
-_QWEN35_READ = (*_DELTA_READ, "rope.dimension_sections")  # text alone turns all sections alike
+_SECTIONS = ("rope.dimension_sections",)  # which text alone turns alike
+_QWEN35_READ = (*_DELTA_READ, *_SECTIONS)
+_QWEN3_VL_READ = ("n_deepstack_layers", *_SECTIONS)  # which take images only
 _CONV = {"shortconv.l_cache": "conv_L_cache"}
 _SILU = {"hidden_act": "silu"}
 _BIAS = {"attention_bias": "attn_q.bias"}
@@ -102,6 +104,7 @@ _MULTIPLIERS = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
+_COHERE = {"logit_scale": "logit_scale", "attention.layer_norm_epsilon": "layer_norm_eps"}
 _ONES = dict.fromkeys(_MULTIPLIERS.values(), 1.0)
 _GELU = {"hidden_activation": "gelu_pytorch_tanh"}
 
@@ -219,6 +222,11 @@ def _smollm3(m: Metadata, found: dict[str, Any]) -> None:
     found["no_rope_layers"] = [int((i + 1) % 4 != 0) for i in range(m.layers)]
 
 
+def _exaone_moe(m: Metadata, found: dict[str, Any]) -> None:
+    dense = found.pop("first_k_dense_replace")
+    found["mlp_layer_types"] = ["dense" if i < dense else "sparse" for i in range(m.layers)]
+
+
 def _ernie_moe(m: Metadata, found: dict[str, Any]) -> None:
     found["moe_layer_end_index"] = m.layers - 1
 
@@ -254,12 +262,15 @@ ROWS: dict[str, Row] = {
         "llama", read=("attention.sliding_window",), implied=_SILU, flags={**_BIAS, **_MLP_BIAS},
         converted=True, adjust=_llama,
     ),
+    "arcee": Row("arcee", flags={**_BIAS, **_MLP_BIAS}, converted=True),
     "mistral3": Row(
         "ministral3", read=("attention.sliding_window", "attention.temperature_scale"),
         implied={"sliding_window": None}, converted=True, adjust=_ministral3,
     ),
     "qwen2": Row("qwen2", implied=_SILU),
     "qwen3": Row("qwen3", implied=_SILU, flags=_BIAS),
+    "qwen2vl": Row("qwen2_vl_text", read=_SECTIONS),
+    "qwen3vl": Row("qwen3_vl_text", read=_QWEN3_VL_READ, flags=_BIAS),
     "qwen2moe": Row(
         "qwen2_moe", keys=_experts("num_experts", *_MOE_INNER), sizes={**_INNER, **_SHARED},
         flags={"qkv_bias": "attn_q.bias"}, implied={"norm_topk_prob": False, **_SPARSE},
@@ -267,6 +278,10 @@ ROWS: dict[str, Row] = {
     "qwen3moe": Row(
         "qwen3_moe", keys=_experts("num_experts", *_MOE_INNER), sizes=_INNER, flags=_BIAS,
         implied={"norm_topk_prob": True, **_SPARSE},
+    ),
+    "qwen3vlmoe": Row(
+        "qwen3_vl_moe_text", read=_QWEN3_VL_READ, keys=_experts("num_experts", *_MOE_INNER),
+        sizes=_INNER, flags=_BIAS, implied=_SPARSE,
     ),
     "gemma": Row("gemma", implied={"hidden_act": "gelu_pytorch_tanh"}),
     "gemma2": Row(
@@ -290,12 +305,18 @@ ROWS: dict[str, Row] = {
     ),
     "olmo2": Row("olmo2", read=_TWO_ROPES, full_every=4, adjust=_olmo2),
     "exaone4": Row("exaone4", read=_WINDOW, implied={"sliding_window": None}, full_every=4),
-    "glm4": Row("glm4", flags=_BIAS),
-    "cohere2": Row(
-        "cohere2", read=_WINDOW,
-        keys={"logit_scale": "logit_scale", "attention.layer_norm_epsilon": "layer_norm_eps"},
-        full_every=4,
+    "exaone-moe": Row(
+        "exaone_moe", read=_WINDOW,
+        keys={
+            **_SCORED, **_experts("num_experts", *_MOE_INNER),
+            "expert_shared_count": "num_shared_experts",
+        },
+        sizes=_INNER, implied={**_ALL_SCORED, "sliding_window": None}, full_every=4, gating=2,
+        adjust=_exaone_moe,
     ),
+    "glm4": Row("glm4", flags=_BIAS),
+    "command-r": Row("cohere", keys=_COHERE),
+    "cohere2": Row("cohere2", read=_WINDOW, keys=_COHERE, full_every=4),
     "granite": Row(
         "granite", keys=_MULTIPLIERS, flags={**_BIAS, **_MLP_BIAS}, implied=_ONES,
         converted=True, adjust=_granite,
@@ -331,7 +352,7 @@ ROWS: dict[str, Row] = {
         implied={"attention_bias": True}, full_every=2, gating=3, adjust=_gpt_oss,
     ),
     "glm4moe": Row(
-        "glm4_moe", keys=_SCORED, sizes=_INNER,
+        "glm4_moe", read=_SECTIONS, keys=_SCORED, sizes=_INNER,
         flags={**_BIAS, "use_qk_norm": "attn_q_norm.weight"}, implied=_ALL_SCORED, gating=2,
     ),
     "dots1": Row("dots1", keys=_SCORED, sizes=_INNER, flags=_BIAS, implied=_ALL_SCORED, gating=2),

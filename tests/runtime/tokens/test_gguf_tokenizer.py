@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 from radixcache import ModelError
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
 from radixcache.runtime.tokens import gguf_tokenizer
-from radixcache.runtime.tokens.gguf_tokenizer import read_tokenizer
+from radixcache.runtime.tokens.gguf_tokenizer import _CUTS, read_tokenizer
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.helpers.gguf_files import gguf_bytes, write_model
 from tests.helpers.gguf_tokenizers import (
@@ -89,6 +90,16 @@ def test_a_byte_level_vocabulary_gives_the_ids_of_its_tokenizer(tmp_path, origin
         ("seed-coder", "a!!\n b 12", ["a", "!!", "\n", " b", " ", "1", "2"], False),
         ("gpt-4o", "HelloWORLDs's 1234/\n", "Hello|WORLDs's| |123|4|/\n".split("|"), False),
         ("minimax-m2", "aB'LL", ["a", "B'LL"], False),
+        ("a.x-4.0", "a 12\n\nb", ["a", " 12", "\n", "\n", "b"], False),
+        ("mellum2", "a 12", ["a", " ", "1", "2"], False),
+        ("solar-open", "I'Ve 12!\n\nb", ["I", "'Ve", " ", "1", "2", "!\n\n", "b"], False),
+        ("tiny_aya", "aB 1234567", ["a", "B", " ", "1", "234", "567"], False),
+        ("exaone-moe", "(we are 12!\n\nb", "(we are| |1|2|!\n|\n|b".split("|"), False),
+        ("bailingmoe2", "I'm\n\na!\n\n", ["I", "'m", "\n\n", "a", "!\n\n"], False),
+        ("laguna", "a \n\n b", ["a", " ", "\n\n", " b"], False),
+        ("minicpm5", "a  1234", ["a", "  ", "123", "4"], True),
+        ("deepseek-v3", "f(x) 漢字と1234.go", "f|(x|)| |漢字と|123|4|.go".split("|"), False),
+        ("deepseek-coder", "f(x) 漢 12 +=", "f|(|x|)| |漢| |1|2| +=".split("|"), False),
     ],
 )  # fmt: skip
 def test_text_is_cut_by_the_rule_that_the_file_names(
@@ -98,10 +109,32 @@ def test_text_is_cut_by_the_rule_that_the_file_names(
     found = opened(tmp_path, byte_level_metadata(original, "zqx", pre=rule))
     cut = found.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
     assert [text[begin:end] for _, (begin, end) in cut] == pieces
-    composes = rule in ("qwen2", "qwen35", "command-r", "olmo")
+    composes = rule in ("qwen2", "qwen35", "command-r", "olmo", "exaone-moe")
     assert (found.encode("cafe\u0301") == found.encode("caf\u00e9")) is composes
     whole = [found.backend_tokenizer.token_to_id("zqx")]
     assert (found.encode("zqx", add_special_tokens=False) == whole) is keeps_whole
+
+
+@pytest.mark.parametrize("rule", sorted(_CUTS))
+def test_another_engine_of_patterns_cuts_alike(tmp_path, original, rule):
+    engine = pytest.importorskip("regex")
+    found, cut = opened(tmp_path, byte_level_metadata(original, pre=rule)), _CUTS[rule]
+    for text in texts(100):
+        text = text.replace("¼", "")  # which only one of them takes for a letter
+        pieces = [text]
+        for pattern in (*cut.before, cut.pattern):
+            pieces = [part for piece in pieces for part in cut_by(engine, pattern, piece)]
+        got = found.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+        assert [text[begin:end] for _, (begin, end) in got] == pieces
+
+
+def cut_by(engine: Any, pattern: str, text: str) -> Iterator[str]:
+    """What a pattern matches, and what is between."""
+    at = 0
+    for match in engine.finditer(pattern, text):
+        yield from filter(None, (text[at : match.start()], match[0]))
+        at = match.end()
+    yield from filter(None, [text[at:]])
 
 
 @pytest.mark.parametrize(
