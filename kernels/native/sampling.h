@@ -20,25 +20,32 @@ struct Draw {
 
 constexpr int64_t PART = 1024;  // numbers that are added in float32
 
-// f(place, vector, lanes of it that count), from `first` to before `end`.
+// f(place, vector) for all numbers; zeros fill up the last vector.
 template <class F>
-inline void each_vector(const float* x, int64_t first, int64_t end, const F& f) {
-    int64_t i = first;
-    for (; i + W <= end; i += W) f(i, load(x + i), ivec{} == 0);
-    if (i < end) f(i, load(x + i, end - i), lanes() < (int32_t)(end - i));
+inline void each_vector(const float* x, int64_t count, const F& f) {
+    int64_t i = 0;
+    for (; i + W <= count; i += W) f(i, load(x + i));
+    if (i < count) f(i, load(x + i, count - i));
 }
 
 // The first of the highest; or the first that is not a number.
 inline int64_t first_highest(const float* x, int64_t count) {
-    vec top = all(-std::numeric_limits<float>::infinity());
-    ivec bad{};
-    each_vector(x, 0, count, [&](int64_t, vec v, ivec is) {
-        bad |= is & (v != v);
-        top = (is & (v > top)) ? v : top;
-    });
-    for (int i = 0; i < W; i++)
-        if (bad[i]) return std::find_if(x, x + count, [](float v) { return v != v; }) - x;
-    return std::find(x, x + count, max(top)) - x;
+    auto is_none = [](float v) { return v != v; };
+    float highest = x[0];
+    vec top = all(highest);
+    ivec none{};
+    int64_t i = 0;
+    for (; i + W <= count; i += W) {
+        vec v = load(x + i);
+        none |= v != v;
+        top = v > top ? v : top;
+    }
+    bool any = std::any_of(x + i, x + count, is_none);
+    for (int lane = 0; lane < W; lane++) any |= none[lane] != 0;
+    if (any) return std::find_if(x, x + count, is_none) - x;
+    highest = max(top);
+    for (; i < count; i++) highest = std::max(highest, x[i]);
+    return std::find(x, x + count, highest) - x;
 }
 
 // The sum of what is at least `bar`, and of each part of it if `parts` are asked for; `found`: how
@@ -49,8 +56,8 @@ inline double sum_from(float bar, const float* weights, int64_t count, double* p
     ivec above{};
     for (int64_t first = 0; first < count; first += PART) {
         vec part{};
-        each_vector(weights, first, std::min(count, first + PART), [&](int64_t, vec w, ivec is) {
-            ivec in = is & (w >= bar);
+        each_vector(weights + first, std::min(PART, count - first), [&](int64_t, vec w) {
+            ivec in = w >= bar;
             part += in ? w : vec{};
             above -= in;
         });
@@ -87,9 +94,8 @@ class Sampler {
         static thread_local std::vector<double> parts;
         float* weights = memory.get(vocab + W);
         parts.resize((vocab + PART - 1) / PART);
-        each_vector(logits, 0, vocab, [&](int64_t i, vec v, ivec is) {
-            vec w = exp((v - *highest) / how.temperature);
-            store(weights + i, is ? w : vec{});
+        each_vector(logits, vocab, [&](int64_t i, vec v) {
+            store(weights + i, exp((v - *highest) / how.temperature));
         });
         double total = sum_from(0, weights, vocab, parts.data(), &above);
         bool limited = how.top_p < 1 || (how.top_k > 0 && how.top_k < vocab);
@@ -125,10 +131,10 @@ class Sampler {
                && above < most)
             bar = std::max(bar / 8, least);
         kept.clear();
-        each_vector(weights, 0, vocab, [&](int64_t at, vec w, ivec is) {
+        each_vector(weights, vocab, [&](int64_t at, vec w) {
             if (max(w) >= bar)
                 for (int i = 0; i < W; i++)
-                    if (is[i] && w[i] >= bar) kept.push_back({w[i], (int32_t)(at + i)});
+                    if (w[i] >= bar) kept.push_back({w[i], (int32_t)(at + i)});
         });
         if ((int64_t)kept.size() > most) {
             std::nth_element(kept.begin(), kept.begin() + most, kept.end());

@@ -149,9 +149,10 @@ def test_frequencies_follow_the_distribution(options, by) -> None:
 @pytest.mark.parametrize("params", [GREEDY, PLAIN, FILTERED])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("by", ["torch", pytest.param("native", marks=needs_kernels)])
-def test_what_is_no_number_is_told_and_no_filter_sees_it(params, bad, by) -> None:
+@pytest.mark.parametrize("place", [7, 49])
+def test_what_is_no_number_is_told_and_no_filter_sees_it(params, bad, by, place) -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(SEED))
-    logits[1, slice(None) if bad == -torch.inf else 7] = bad
+    logits[1, slice(None) if bad == -torch.inf else place] = bad
     before = logits.clone()
 
     def keep(probs, top_k, top_p):
