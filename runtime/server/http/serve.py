@@ -127,7 +127,8 @@ class _Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.app = _closing(self.app, self.conn)
-        transport.max_size = READ_BYTES  # of asyncio: 256 KiB, of which all would wait
+        with suppress(AttributeError):  # uvloop's brings 250 KB, always
+            transport.max_size = READ_BYTES  # of asyncio: 256 KiB, of which all would wait
         self._watch()
 
     def data_received(self, data: bytes) -> None:

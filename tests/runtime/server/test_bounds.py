@@ -347,6 +347,12 @@ def test_chunks_of_one_byte_are_read_in_pieces_between_which_others_are_served(s
     assert len(seen) > 20 and max(seen) == (serve.READ_BYTES, False)  # each piece, then a rest
 
 
+def test_a_loop_may_read_as_much_at_once_as_it_likes(server, monkeypatch) -> None:
+    transport = asyncio.selector_events._SelectorTransport  # type: ignore[attr-defined]
+    monkeypatch.setattr(transport, "max_size", property(lambda own: 1 << 18))  # as uvloop's
+    assert b" 200 OK" in answer(server, HEALTH + b"Connection: close\r\n\r\n")
+
+
 def test_an_early_answer_goes_out_when_the_server_shuts_down() -> None:
     sent: list[Any] = []
 
