@@ -30,8 +30,8 @@ from typing import NamedTuple
 _SOURCE = Path(__file__).with_name("native.cpp")  # includes the headers beside it
 _COMPILERS = ("c++", "g++", "clang++")
 _NATIVE = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-# a * b + c is fused only where the source says so: all loops give the same sums.
 _HALVES = "FLOAT32_HALF", "BFLOAT16_HALF"  # of the source, compiled beside each other
+# a * b + c is fused only where the source says so: all loops give the same sums.
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 
 
