@@ -22,7 +22,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +29,6 @@ from typing import NamedTuple
 _SOURCE = Path(__file__).with_name("native.cpp")  # includes the headers beside it
 _COMPILERS = ("c++", "g++", "clang++")
 _NATIVE = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-_HALVES = "FLOAT32_HALF", "BFLOAT16_HALF"  # of the source, compiled beside each other
 # a * b + c is fused only where the source says so: all loops give the same sums.
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 
@@ -68,7 +66,7 @@ LEVELS = {  # the best first
 
 
 def build() -> Path:
-    """The shared library for this processor; compiling one takes half a minute or more, once.
+    """The shared library for this processor; compiling one takes about a minute, once.
 
     Raises:
         OSError: none is here, and there is no compiler, it fails, or no cache folder can be
@@ -170,19 +168,7 @@ def _digest(file: Path) -> str:
 
 def _compile(compiler: str, flags: tuple[str, ...], folder: Path, name: str) -> Path:
     part = folder / f"{name}.part"
-    with tempfile.TemporaryDirectory() as scratch:
-        objects = [f"{scratch}/{half}.o" for half in _HALVES]
-        halves = [
-            (compiler, *flags, f"-D{half}", "-c", "-o", file, str(_SOURCE))
-            for half, file in zip(_HALVES, objects, strict=True)
-        ]
-        with ThreadPoolExecutor() as pool:
-            [*pool.map(_run, halves)]
-        _run((compiler, *flags, "-o", str(part), *objects))
-    return part.replace(folder / f"{name}-{_digest(part)}.so")
-
-
-def _run(command: tuple[str, ...]) -> None:
+    command = (compiler, *flags, "-o", str(part), str(_SOURCE))
     # Into a file: a pipe is also held by what the compiler has started, and that may hang.
     with tempfile.TemporaryFile() as output:
         try:
@@ -198,7 +184,8 @@ def _run(command: tuple[str, ...]) -> None:
             output.seek(0)
             lines = output.read().decode(errors="replace").strip().splitlines() or [str(error)]
             first = next((line for line in lines if "error:" in line), lines[0])
-            raise OSError(f"{command[0]} failed: {first}") from None
+            raise OSError(f"{compiler} failed: {first}") from None
+    return part.replace(folder / f"{name}-{_digest(part)}.so")
 
 
 def _processor() -> list[str]:

@@ -58,11 +58,8 @@ int32_t forward(const Model& model, const Batch& batch, const Batch& window, con
 }  // namespace
 
 extern "C" {
-#ifndef FLOAT32_HALF  // two compilers share the work
-void* radixcache_bfloat16[] = {KERNELS(bf16)};
-#endif
-#ifndef BFLOAT16_HALF
 void* radixcache_float32[] = {KERNELS(float)};
+void* radixcache_bfloat16[] = {KERNELS(bf16)};
 int32_t radixcache_panel = N, radixcache_rounds_fast = ROUNDS_FAST;
 
 int32_t radixcache_pack(const uint8_t* data, int64_t stride, int size, int64_t rows, int64_t depth,
@@ -99,5 +96,4 @@ int32_t radixcache_sample(const float* logits, int64_t stride, int64_t rows, int
         sample(logits, stride, rows, vocab, draws, tokens, highest, threads);
     });
 }
-#endif
 }
