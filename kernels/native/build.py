@@ -66,7 +66,7 @@ LEVELS = {  # the best first
 
 
 def build() -> Path:
-    """The shared library for this processor; compiling one takes about a minute, once.
+    """The shared library for this processor; compiling one takes about half a minute, once.
 
     Raises:
         OSError: none is here, and there is no compiler, it fails, or no cache folder can be

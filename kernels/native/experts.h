@@ -129,10 +129,7 @@ inline void choose(const Experts& e, const float* logits, Chosen* to) {
 // Columns of a weight from panel `first` on, at most `panels` panels.
 inline Weight part_of(const Weight& weight, int first, int panels) {
     Weight part = weight;
-    with_panels(weight, [&](auto p) {
-        using P = decltype(p);
-        part.panels += (int64_t)first * (weight.padded / P::BLOCK) * P::WORDS * N;
-    });
+    part.panels += first * kernels_of(weight.format).words_of(weight.padded);
     if (weight.bias) part.bias += first * N;
     part.columns = std::min(weight.columns - first * N, panels * N);
     return part;

@@ -106,6 +106,82 @@ void expand(const P& p, const uint32_t* block, int depth, float* to) {
     }
 }
 
+// Rows whose numbers are rounded, in groups of up to ROUNDED, times a panel.
+template <class P>
+void rounded_rows(const Levels* levels, int rows, const int32_t* x, int64_t stride,
+                  const uint32_t* panel, int depth, float* to) {
+    if constexpr (P::TABLE)
+        if (!levels->narrow) return rounded<P, false>(P{levels}, rows, x, stride, panel, depth, to);
+    rounded<P, P::NIBBLES>(P{levels}, rows, x, stride, panel, depth, to);
+}
+
+// Up to FEW rows times a panel, or one row times two that are `apart` words apart.
+template <class P>
+void few_rows(const Levels* levels, int rows, const void* x, int64_t stride, const uint32_t* panel,
+              int64_t apart, int depth, float* to) {
+    auto from = (const typename P::Element*)x;
+    if (apart) few<P, 1, 2>(P{levels}, from, stride, panel, apart, depth, to);
+    else few<P>(P{levels}, rows, from, stride, panel, depth, to);
+}
+
+template <class P>
+void expand_block(const Levels* levels, const uint32_t* block, int depth, float* to) {
+    expand(P{levels}, block, depth, to);
+}
+
+// The weights of one column of a panel.
+template <class P>
+void expand_column(const Levels* levels, const uint32_t* panel, int column, int depth, float* to) {
+    int lane = column % W, v = column / W;
+    for (float* end = to + depth; to < end; panel += P::WORDS * N) {
+        Scales scales = P::scales(panel, v);
+        for (int w = 0; w < P::BLOCK / P::PER; w++)
+            for (int j = 0; j < P::PER; j++)
+                *to++ = P{levels}.weight(read<uvec>(panel + (P::HEAD + w) * N + v * W), j,
+                                         scales)[lane];
+    }
+}
+
+// What is compiled for each format. What stands below is compiled for the types of rows alone.
+struct Kernels {
+    int block, words;  // weights of a block, and the words of its columns
+    bool nibbles;
+    decltype(&few_rows<Pairs>) few;
+    decltype(&expand_block<Pairs>) expand;  // null where a panel's words are floats
+    decltype(&expand_column<Pairs>) column;
+    decltype(&rounded_rows<Panels<8, 32>>) rounded;  // null where rows of 8 bits cannot meet it
+
+    int64_t words_of(int depth) const { return (int64_t)(depth / block) * words; }
+};
+
+template <class P>
+constexpr Kernels make_kernels() {
+    Kernels made{P::BLOCK, P::WORDS * N, P::NIBBLES, few_rows<P>, nullptr, expand_column<P>, nullptr};
+    if constexpr (!P::PLAIN) made.expand = expand_block<P>;
+    if constexpr (P::WHOLE) made.rounded = rounded_rows<P>;
+    return made;
+}
+
+template <class P>
+constexpr Kernels KERNELS = make_kernels<P>();
+
+inline const Kernels& kernels_of(Format format) {
+    switch (format) {
+        default: return KERNELS<Panels<32, 1>>;
+        case BFLOAT16: return KERNELS<Panels<16, 2>>;
+        case BITS8: return KERNELS<Panels<8, 32>>;
+        case BITS4: return KERNELS<Panels<4, 32>>;
+        case BITS4_OF_16: return KERNELS<Panels<4, 16>>;
+        case INTS8: return KERNELS<Panels<8, 32, INTS>>;
+        case INTS8_OF_16: return KERNELS<Panels<8, 16, INTS>>;
+        case INTS4: return KERNELS<Panels<4, 32, INTS>>;
+        case LEVELS4: return KERNELS<Panels<4, 32, LEVELS>>;
+        case LEVELS4_OF_16: return KERNELS<Panels<4, 16, LEVELS>>;
+        case FLOATS4: return KERNELS<Panels<4, 32, FLOATS>>;
+        case FLOATS8: return KERNELS<Panels<8, 32, E4M3>>;
+    }
+}
+
 // out = x weight^T + bias; rows of `x` and `out` may have gaps between them.
 template <class T, class U>
 struct Product {
@@ -121,21 +197,19 @@ struct Product {
     void run() {
         if (rows * weight.depth * weight.columns < SMALL) threads = 1;
         if constexpr (Pairs::HERE && sizeof(T) == 2)
-            if (weight.format == BFLOAT16) return by(Pairs());
-        with_panels(weight, [&](auto p) {
-            if constexpr (p.WHOLE)
-                if (weight.rounds && *weight.rounds) return by_rounded(p);
-            by(p);
-        });
+            if (weight.format == BFLOAT16) return by<Pairs>(KERNELS<Pairs>, weight.padded / 2);
+        const Kernels& of = kernels_of(weight.format);
+        if (of.rounded && weight.rounds && *weight.rounds) by_rounded(of);
+        else by<Singles>(of, weight.padded);
     }
 
   private:
+    using Singles = Panels<32, 1>;
+
     template <class P>
-    void by(const P& p) const {
-        constexpr bool paired = std::is_same_v<P, Pairs>;
-        int depth = paired ? weight.padded / 2 : weight.padded;
-        if (rows <= FEW) by_few(p, depth);
-        else by_many(p, depth);
+    void by(const Kernels& of, int depth) const {
+        if (rows <= FEW) by_few<P>(of, depth);
+        else by_many<P>(of, depth);
     }
 
     // Elements k to k + W of a row, with zeros behind its end.
@@ -162,7 +236,7 @@ struct Product {
     }
 
     template <class P>
-    void by_few(const P& p, int depth) const {
+    void by_few(const Kernels& of, int depth) const {
         using E = typename P::Element;
         static thread_local Scratch memory;
         const E* a = (const E*)x;
@@ -177,7 +251,7 @@ struct Product {
         }
         // One row takes two panels at once, so that enough sums are in flight. Each thread takes
         // some ten shares, so that their sum differs little between threads.
-        int64_t apart = (int64_t)depth / P::BLOCK * P::WORDS * N;
+        int64_t apart = of.words_of(depth);
         int step = rows == 1 ? 2 : 1;
         int share = std::max(step, std::min(PANELS, panels / (8 * threads)) / step * step);
         parallel((panels + share - 1) / share, threads, [&](int64_t i) {
@@ -185,9 +259,8 @@ struct Product {
             int panel = i * share, end = std::min(panel + share, panels);
             for (; panel < end; panel += step) {
                 int count = std::min(step, end - panel);
-                const uint32_t* at = weight.panels + panel * apart;
-                if (count == 2) few<P, 1, 2>(p, a, stride, at, apart, depth, sums);
-                else few<P>(p, rows, a, stride, at, depth, sums);
+                of.few(weight.levels, rows, a, stride, weight.panels + panel * apart,
+                       count == 2 ? apart : 0, depth, sums);
                 for (int r = 0; r < rows; r++)
                     for (int c = 0; c < count; c++)
                         finish(sums + (r * count + c) * N, r, (panel + c) * (int64_t)N);
@@ -196,15 +269,13 @@ struct Product {
     }
 
     // Rows are rounded once, then multiplied in groups of equal size, or nearly so.
-    template <class P>
-    void by_rounded(const P& p) const {
+    void by_rounded(const Kernels& of) const {
         static thread_local Scratch memory;
         int depth = weight.depth;
-        int64_t blocks_deep = depth / P::BLOCK, words = blocks_deep * ROUNDED_WORDS<P>;
-        int64_t apart = blocks_deep * P::WORDS * N;
+        int64_t words = depth / of.block * rounded_words(of.block), apart = of.words_of(depth);
         int32_t* a = (int32_t*)memory.get(rows * words);
         parallel_rows(rows, depth, threads, [&](int64_t r) {
-            round_row<P>(x + r * x_stride, depth, a + r * words);
+            round_row(x + r * x_stride, depth, of.block, of.nibbles, a + r * words);
         });
         int64_t groups = (rows + ROUNDED - 1) / ROUNDED, blocks = (rows + TALL - 1) / TALL;
         int64_t share = std::clamp<int64_t>(panels * blocks / (8 * threads), 1, PANELS);
@@ -216,11 +287,8 @@ struct Product {
             for (; panel < end; panel++)
                 for (int64_t g = first; g < last; g++) {
                     int64_t from = g * rows / groups, n = (g + 1) * rows / groups - from;
-                    auto product = rounded<P, P::NIBBLES>;
-                    if constexpr (P::TABLE)
-                        if (!p.levels->narrow) product = rounded<P, false>;
-                    product(p, n, a + from * words, words, weight.panels + panel * apart, depth,
-                            sums);
+                    of.rounded(weight.levels, n, a + from * words, words,
+                               weight.panels + panel * apart, depth, sums);
                     for (int64_t r = 0; r < n; r++) finish(sums + r * N, from + r, panel * N);
                 }
         }, blocks == 1, next);
@@ -229,7 +297,7 @@ struct Product {
     // Rows are cut into groups of equal size, or nearly so, of at most MOST rows, copied as
     // [depth][rows of the group].
     template <class P>
-    void by_many(const P& p, int depth) const {
+    void by_many(const Kernels& of, int depth) const {
         using E = typename P::Element;
         static thread_local Scratch copies, room;
         int64_t groups = (rows + MOST - 1) / MOST, blocks = (rows + TALL - 1) / TALL;
@@ -259,33 +327,30 @@ struct Product {
             float* weights = room.get(DEEP * N + share * height * N);
             float* sums = weights + DEEP * N;
             for (int k = 0; k < depth; k += DEEP)
-                for (int of = panel; of < end; of++) {
+                for (int column = panel; column < end; column++) {
                     int deep = std::min(DEEP, depth - k);
-                    const uint32_t* at = weight.panels
-                        + ((int64_t)of * depth + k) / P::BLOCK * P::WORDS * N;
+                    const uint32_t* at
+                        = weight.panels + column * of.words_of(depth) + of.words_of(k);
                     const float* b = (const float*)at;
-                    if constexpr (!P::PLAIN) expand(p, at, deep, weights), b = weights;
+                    if (of.expand) of.expand(weight.levels, at, deep, weights), b = weights;
                     for (int64_t g = first; g < last; g++) {
                         int64_t row = start(g), n = start(g + 1) - row;
-                        float* to = sums + ((of - panel) * height + row - from) * N;
+                        float* to = sums + ((column - panel) * height + row - from) * N;
                         tile<P>(n, a + row * depth + k * n, b, deep, to, k == 0);
                     }
                 }
             for (int64_t r = 0; r < height; r++)
-                for (int of = panel; of < end; of++)
-                    finish(sums + ((of - panel) * height + r) * N, from + r, of * (int64_t)N);
+                for (int column = panel; column < end; column++)
+                    finish(sums + ((column - panel) * height + r) * N, from + r,
+                           column * (int64_t)N);
         });
     }
 };
 
 // What a product with this weight reads.
 inline Upcoming panels_of(const Weight& weight, int threads) {
-    int64_t count = (weight.columns + N - 1) / N, words = 0;
-    with_panels(weight, [&](auto p) {
-        using P = decltype(p);
-        words = (int64_t)(weight.padded / P::BLOCK) * P::WORDS * N;
-    });
-    return {(const char*)weight.panels, count, 4 * words, threads};
+    int64_t words = kernels_of(weight.format).words_of(weight.padded);
+    return {(const char*)weight.panels, (weight.columns + N - 1) / N, 4 * words, threads};
 }
 
 // Threads that have done their part prefetch what is read `next`.
@@ -298,24 +363,14 @@ void multiply(const T* x, int64_t x_stride, const Weight& weight, U* out, int64_
 // Unpacks rows `ids` of a weight: of an embedding, or of an output layer tied to it.
 template <class T>
 void rows_of(const Weight& weight, const int64_t* ids, int64_t count, T* out, int threads) {
-    with_panels(weight, [&](auto p) {
-        using P = decltype(p);
-        parallel_rows(count, weight.depth * 8, threads, [&](int64_t i) {
-            static thread_local Scratch memory;
-            float* row = memory.get(weight.padded + W);
-            int lane = ids[i] % W, v = ids[i] % N / W;
-            const uint32_t* block = weight.panels
-                + ids[i] / N * (weight.padded / P::BLOCK) * P::WORDS * N;
-            for (float* to = row; to < row + weight.padded; block += P::WORDS * N) {
-                Scales scales = P::scales(block, v);
-                for (int w = 0; w < P::BLOCK / P::PER; w++)
-                    for (int j = 0; j < P::PER; j++)
-                        *to++ = p.weight(read<uvec>(block + (P::HEAD + w) * N + v * W), j,
-                                         scales)[lane];
-            }
-            for (int d = 0; d < weight.depth; d += W)
-                store(out + i * weight.depth + d, load(row + d), weight.depth - d);
-        });
+    const Kernels& of = kernels_of(weight.format);
+    parallel_rows(count, weight.depth * 8, threads, [&](int64_t i) {
+        static thread_local Scratch memory;
+        float* row = memory.get(weight.padded + W);
+        const uint32_t* panel = weight.panels + ids[i] / N * of.words_of(weight.padded);
+        of.column(weight.levels, panel, ids[i] % N, weight.padded, row);
+        for (int d = 0; d < weight.depth; d += W)
+            store(out + i * weight.depth + d, load(row + d), weight.depth - d);
     });
 }
 

@@ -137,7 +137,9 @@ struct Panels {
 struct Pairs {
     using Element = uint32_t;
     static constexpr int PER = 1, BLOCK = 1, HEAD = 0, WORDS = 1;
-    static constexpr bool PLAIN = true;
+    static constexpr bool PLAIN = true, NIBBLES = false, WHOLE = false;
+
+    const Levels* levels;  // null
 
     static Scales scales(const uint32_t*, int) { return Scales(); }
     static vec weight(uvec word, int, const Scales&) { return (vec)word; }
@@ -166,24 +168,5 @@ struct Weight {
     const int32_t* rounds;  // whether rows are rounded to 8 bits; or null for no
     const Levels* levels;   // of codes; or null
 };
-
-// Calls f with the panels of a weight.
-template <class F>
-void with_panels(const Weight& weight, const F& f) {
-    switch (weight.format) {
-        case FLOAT32: return f(Panels<32, 1>{});
-        case BFLOAT16: return f(Panels<16, 2>{});
-        case BITS8: return f(Panels<8, 32>{});
-        case BITS4: return f(Panels<4, 32>{});
-        case BITS4_OF_16: return f(Panels<4, 16>{});
-        case INTS8: return f(Panels<8, 32, INTS>{});
-        case INTS8_OF_16: return f(Panels<8, 16, INTS>{});
-        case INTS4: return f(Panels<4, 32, INTS>{});
-        case LEVELS4: return f(Panels<4, 32, LEVELS>{weight.levels});
-        case LEVELS4_OF_16: return f(Panels<4, 16, LEVELS>{weight.levels});
-        case FLOATS4: return f(Panels<4, 32, FLOATS>{weight.levels});
-        case FLOATS8: return f(Panels<8, 32, E4M3>{});
-    }
-}
 
 }  // namespace

@@ -80,8 +80,7 @@ inline void settle(ivec& sum, svec half) {
 // ---- Rows: for each block of the weight BLOCK / 4 words of numbers, then the scale and the sum of
 // the numbers, as floats.
 
-template <class P>
-constexpr int ROUNDED_WORDS = P::BLOCK / 4 + 2;
+inline int rounded_words(int block) { return block / 4 + 2; }
 
 // Puts the even ones of each 8 numbers first, as the words of panels of 4 bits have them.
 inline void evens_first(ivec* numbers) {
@@ -95,8 +94,8 @@ inline void evens_first(ivec* numbers) {
 }
 
 // Rounds a row to the nearest numbers, ties to even. A NaN or infinity makes its block's scale one.
-template <class P, class T>
-void round_row(const T* from, int depth, int32_t* to) {
+template <class T>
+void round_row(const T* from, int depth, int block, bool nibbles, int32_t* to) {
     constexpr int M = 32 / W;
     for (int k = 0; k < depth; k += 32) {
         vec x[M];
@@ -117,19 +116,19 @@ void round_row(const T* from, int depth, int32_t* to) {
             numbers[i] = (ivec)moved;
             x[i] = moved - 12582912.0f;
         }
-        if (P::NIBBLES) evens_first(numbers);
+        if (nibbles) evens_first(numbers);
         int8_t bytes[32];
         for (int i = 0; i < M; i++) {
             cvec part = __builtin_convertvector(numbers[i], cvec);
             memcpy(bytes + i * W, &part, sizeof part);
         }
-        for (int at = 0; at < 32 && k + at < depth; at += P::BLOCK, to += ROUNDED_WORDS<P>) {
+        for (int at = 0; at < 32 && k + at < depth; at += block, to += rounded_words(block)) {
             vec total = {};
-            for (int i = at / W; i < (at + P::BLOCK) / W; i++) total += x[i];
+            for (int i = at / W; i < (at + block) / W; i++) total += x[i];
             float sums = sum(total);
-            memcpy(to, bytes + at, P::BLOCK);
-            memcpy(to + P::BLOCK / 4, &scale, 4);
-            memcpy(to + P::BLOCK / 4 + 1, &sums, 4);
+            memcpy(to, bytes + at, block);
+            memcpy(to + block / 4, &scale, 4);
+            memcpy(to + block / 4 + 1, &sums, 4);
         }
     }
 }

@@ -107,7 +107,7 @@ def test_the_bits_of_each_level_are_those_of_a_local_build(libraries, tmp_path):
     for library in libraries.values():
         shutil.copy(library, installed / "radixcache/kernels/native")
     best, *others = usable_levels()
-    builds = {best: ["native", best], "x86-64": ["x86-64"], "armv8-a": ["armv8-a"]}  # a minute each
+    builds = {best: ["native", best], "x86-64": ["x86-64"], "armv8-a": ["armv8-a"]}
     seen = set()
     for level in (best, *others):
         path, ahead = bits(installed, level, tmp_path, PATH=str(tmp_path))
