@@ -26,8 +26,19 @@ if "TEST_THREADS" in os.environ:  # more than there are cores: not by OMP_NUM_TH
 
     torch.set_num_threads(int(os.environ["TEST_THREADS"]))
 
+# Fixtures, and what a test module imports, that make a simulated GPU.
+_MAKES_A_GPU = {"gpu", "Place", "simulated_gpu", "pinning_cuda", "simulating"}
+
 # What is imported stays: to look through it for garbage, again and again, takes a second or two.
 gc.disable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]):
+    """Mark what runs on a simulated GPU, by FlashInfer's own Python where that is here."""
+    for item in items:
+        names = {*getattr(item, "fixturenames", ()), *vars(getattr(item, "module", item))}
+        if names & _MAKES_A_GPU:
+            item.add_marker("simulated_gpu")
 
 
 def pytest_collection_finish(session: pytest.Session):

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from radixcache.kernels.native.build import usable_levels
 from tests.helpers.sources import ROOT
 from tests.kernels.native.native_check import compile_check
 
@@ -93,6 +94,8 @@ class Profile:
         """
         if "RADIXCACHE_MARCH" in self.variables and platform.machine() not in ("x86_64", "AMD64"):
             raise Impossible("the processor is not of that kind")
+        if self.variables.get("RADIXCACHE_MARCH") in usable_levels()[:1]:
+            raise Impossible("the processor has no more: `make test` is the same")
         python = sys.executable
         if self.version is not None:
             python = make_environment(ENVIRONMENTS / name, self.version, self.versions)
