@@ -1,4 +1,5 @@
-"""Compiles the Triton kernels for GPUs that are not here, as `tests.kernels.triton.compile_triton`.
+"""Compiles the Triton kernels for GPUs that are not here, as `tests.kernels.triton.compile_triton`:
+those of the dtypes and head sizes that are given, or of all.
 
 Prints a line for each; ends with an error if one does not compile, needs more shared memory than
 the smallest of these GPUs has, or loads what pages hold byte by byte.
@@ -155,7 +156,8 @@ if __name__ == "__main__":
     for target in TARGETS:
         compile_recurrence(target, True, 128, 128)
         compile_recurrence(target, False, 128, 64)
-    for dtype in sys.argv[1:] or DTYPES:
+    dims = [int(dim) for dim in sys.argv[1:] if dim.isdecimal()] or [64, 128, 256, 512]
+    for dtype in [name for name in sys.argv[1:] if name in DTYPES] or DTYPES:
         if dtype != "int8":
             for target, rows in product(TARGETS, (16, 64)):
                 compile_experts(target, dtype, rows)
@@ -163,7 +165,7 @@ if __name__ == "__main__":
                 few = compile_linear(target, dtype, *LINEAR[0], 16)
                 many = [compile_linear(target, dtype, *one, 64) for one in LINEAR]
                 assert few == many[0], f"{target}: few rows and many add in other orders"
-        for target, dim in product(TARGETS, (64, 128, 256, 512)):
+        for target, dim in product(TARGETS, dims):
             if (target, dtype, dim) == ("gfx942", "fp32", 512):
                 continue  # no tile fits: plain torch computes there
             compile_one("append_kernel", 0, 1, target, dtype, dim)

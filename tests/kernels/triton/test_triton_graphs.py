@@ -53,13 +53,13 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     [
         ("llama", False, "auto"),
         ("gemma2", True, "int8"),
-        ("gpt_oss", True, "float16"),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (
                 ("llama", False, "int8"),
                 ("gemma2", True, "auto"),
                 ("gpt_oss", False, "auto"),
+                ("gpt_oss", True, "float16"),
                 ("gpt_oss", True, "int8"),
             )
         ),
