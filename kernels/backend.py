@@ -36,6 +36,10 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
+ExpertLinear = Callable[..., torch.Tensor]
+"""Experts: rows [T, hidden] to their weighted sum; a second argument is what the router reads, if
+it is not the rows."""
+
 Mixer = Callable[[torch.Tensor, Mapping[StateName, torch.Tensor], StepStates], torch.Tensor]
 """A recurrent layer without its output linear: rows [T, hidden], the layer's states, which it
 updates, and the step's; gives [T, out_width]."""
@@ -146,8 +150,8 @@ class Backend(ABC):
         """The linears whose results `activation` takes."""
 
     @abstractmethod
-    def experts(self, spec: Experts, weights: Weights) -> Linear:
-        """The experts of a layer with these weights: rows [T, hidden] to their weighted sum."""
+    def experts(self, spec: Experts, weights: Weights) -> ExpertLinear:
+        """The experts of a layer with these weights."""
 
     @abstractmethod
     def mixer(self, spec: RECURRENT, weights: Weights) -> Mixer:

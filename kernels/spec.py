@@ -190,6 +190,7 @@ class Experts:
         router_bias: whether the router has a bias.
         shared: the shared expert; None if there is none.
         shared_gate: whether the sigmoid of a product with the row scales it.
+        each_scale: whether a weight `expert_scale` [count] multiplies the scores last.
     """
 
     count: int
@@ -205,6 +206,7 @@ class Experts:
     router_bias: bool = False
     shared: MLP | None = None
     shared_gate: bool = False
+    each_scale: bool = False
 
     def __post_init__(self) -> None:
         size, kept = self.count // max(self.groups, 1), self.kept_groups
@@ -225,6 +227,9 @@ class Layer:
             before the MLP, `after_norm` after it.
         parallel: the MLP reads what the mixer reads, so there is no `mlp_norm`.
         layer_scale: whether the layer's output is multiplied by a weight `layer_scale` [1].
+        beside: experts that read the residual x beside the MLP: in place of the MLP's result y,
+            `after_norm` gets mlp_out_norm(y) + expert_out_norm(z), where z is their result for
+            expert_norm(x), chosen by router_norm(x). All four are in `norms`.
     """
 
     mixer: Mixer | None
@@ -233,6 +238,12 @@ class Layer:
     parallel: bool = False
     residual_scale: float = 1.0
     layer_scale: bool = False
+    beside: Experts | None = None
+
+    @property
+    def experts(self) -> Experts | None:
+        """The layer's experts, in the MLP's place or beside it."""
+        return self.mlp if isinstance(self.mlp, Experts) else self.beside
 
 
 @dataclass(frozen=True)
@@ -307,11 +318,12 @@ class Architecture:
             _recurrent_shapes(shapes, layer.mixer, hidden)
         if isinstance(layer.mlp, MLP):
             _mlp_shapes(shapes, layer.mlp, hidden)
-        elif layer.mlp is not None:
-            experts = layer.mlp
+        if (experts := layer.experts) is not None:
             _product(shapes, "router", experts.count, hidden, experts.router_bias)
             if experts.correction:
                 shapes["correction"] = (experts.count,)
+            if experts.each_scale:
+                shapes["expert_scale"] = (experts.count,)
             _mlp_shapes(shapes, experts.each, hidden, "experts.")
             if experts.shared is not None:
                 _mlp_shapes(shapes, experts.shared, hidden, "shared.")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from radixcache.kernels.backend import Linear, Pair, Part
+from radixcache.kernels.backend import ExpertLinear, Pair, Part
 from radixcache.kernels.flashinfer.experts import FusedExperts
 from radixcache.kernels.flashinfer.load import load_flashinfer
 from radixcache.kernels.spec import MLP, Attention, Experts, Weights
@@ -45,7 +45,7 @@ class FlashInferBackend(TorchBackend):
     def gate_up(self, gate: Part, up: Part) -> Any:
         return self.linear(gate, up)
 
-    def experts(self, spec: Experts, weights: Weights) -> Linear:
+    def experts(self, spec: Experts, weights: Weights) -> ExpertLinear:
         """By one kernel, which the first layer of each kind tries; else by grouped products."""
         if not self._fuses_experts or not FusedExperts.takes(self.architecture, spec):
             return super().experts(spec, weights)

@@ -40,7 +40,7 @@ class NativeLayers(Layers):
         self._packed: list[PackedLinear] = []
         self._rounds = c_int32(0)
         self._held: list[object] = []  # what the structures' addresses point to
-        self._sublayers: list[tuple[native.Layer, native.Joint]] = []
+        self._sublayers: list[tuple[native.Layer, native.Joint, native.Beside | None]] = []
         self._first = native.Joint(None, None, architecture.embed_scale, 1.0, False)
         self._joint = self._first  # behind the last sublayer so far
         self._pool: Pool | None = None
@@ -55,18 +55,25 @@ class NativeLayers(Layers):
         layer = self.architecture.layers[number]
         _check_shapes(weights, self.architecture.layer_shapes(number))
 
-        def add(sublayer: native.Layer, before: str, after: str, parallel: bool) -> None:
+        def add(
+            sublayer: native.Layer,
+            before: str,
+            after: str,
+            parallel: bool = False,
+            beside: native.Beside | None = None,
+        ) -> None:
             self._joint.before = self._vector(weights.get(before))
             norm = self._vector(weights.get(after))
             self._joint = native.Joint(norm, None, layer.residual_scale, 1.0, parallel)
-            self._sublayers.append((sublayer, self._joint))
+            self._sublayers.append((sublayer, self._joint, beside))
 
         if layer.mixer is not None:
             add(self._mixer(layer.mixer, weights), "input_norm", "attended_norm", layer.parallel)
         if isinstance(layer.mlp, MLP):
-            add(self._mlp(layer.mlp, weights), "mlp_norm", "after_norm", False)
+            beside = None if layer.beside is None else self._beside(layer.beside, weights)
+            add(self._mlp(layer.mlp, weights), "mlp_norm", "after_norm", beside=beside)
         elif layer.mlp is not None:
-            add(self._experts(layer.mlp, weights), "mlp_norm", "after_norm", False)
+            add(self._experts(layer.mlp, weights), "mlp_norm", "after_norm")
         if layer.layer_scale:
             self._joint.sum_scale = float(weights["layer_scale"])
 
@@ -145,6 +152,10 @@ class NativeLayers(Layers):
             *(mlp.inner, mlp.gated, native.ACTIVATIONS.index(mlp.activation)),
         )
 
+    def _beside(self, experts: Experts, w: Weights) -> native.Beside:
+        names = "expert_norm", "router_norm", "expert_out_norm", "mlp_out_norm"
+        return native.Beside(self._experts(experts, w), *(self._vector(w[name]) for name in names))
+
     def _experts(self, experts: Experts, w: Weights) -> native.Experts:
         names = [name for name in w if name.startswith("experts.")]
         each = (native.MLP * experts.count)(
@@ -162,7 +173,7 @@ class NativeLayers(Layers):
             *(
                 self._product(w, "router", torch.float32).struct,
                 gate,
-                self._vector(w.get("correction")),
+                *(self._vector(w.get(name)) for name in ("correction", "expert_scale")),
             ),
             *(native.SCORES.index(experts.scores), experts.count, experts.active, experts.groups),
             *(experts.kept_groups, experts.renormalise, experts.epsilon, experts.scale),

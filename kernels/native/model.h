@@ -26,8 +26,15 @@ struct AttentionLayer {
 
 enum SublayerKind : int32_t { ATTENTION, RECURRENT, DENSE, EXPERTS };
 
+// Experts beside an MLP: they and their router read the residual, each by a norm of its own.
+struct Beside {
+    Experts experts;
+    const float *before, *router, *after, *mlp_after;  // norms [hidden]; two of results
+};
+
 struct Sublayer {
-    const void* layer;  // an AttentionLayer, RecurrentLayer, MLP or Experts
+    const void* layer;     // an AttentionLayer, RecurrentLayer, MLP or Experts
+    const Beside* beside;  // of an MLP; or null
     Joint joint;
     SublayerKind kind;
 };
@@ -111,10 +118,13 @@ struct Step {
                 rows = count;
             }
             const void* mlp = sublayer.layer;
-            Upcoming next = panels_of(first_of(i + 1), threads);
+            const Beside* beside = sublayer.beside;
+            Upcoming behind = panels_of(first_of(i + 1), threads), next = behind;
+            if (beside) next = panels_of(beside->experts.router, threads);
             if (out) multiply(b, out->depth, *out, y, hidden, rows, threads, next);
             else if (sublayer.kind == DENSE) ((const MLP*)mlp)->run(x, a, b, y, rows, threads, next);
-            else run_experts(*(const Experts*)mlp, x, y, rows, threads, next);
+            else run_experts(*(const Experts*)mlp, x, x, y, rows, threads, next);
+            if (beside) add_beside(*beside, residual, x, y, rows, behind);
             add(sublayer.joint);
         }
         multiply(x, hidden, model.head, logits, model.head.columns, rows, threads);
@@ -132,6 +142,29 @@ struct Step {
             case DENSE: return *((const MLP*)layer)->in;
             default: return ((const Experts*)layer)->router;
         }
+    }
+
+    // Norms the MLP's result y, and adds that of the experts beside it; x is overwritten.
+    void add_beside(const Beside& beside, const float* residual, T* x, float* y, int64_t rows,
+                    Upcoming next) const {
+        static thread_local Scratch memory;
+        int64_t hidden = model.hidden;
+        float* found = memory.get(2 * rows * hidden);
+        T* routed = (T*)(found + rows * hidden);
+        auto norm_row = [&](const auto* from, const float* weight, auto* to, int64_t row) {
+            norm(from + row * hidden, weight, to + row * hidden, hidden, model.eps, model.centred);
+        };
+        parallel_rows(rows, 2 * hidden, threads, [&](int64_t row) {
+            norm_row(residual, beside.before, x, row);
+            norm_row(residual, beside.router, routed, row);
+        });
+        run_experts(beside.experts, x, routed, found, rows, threads, next);
+        parallel_rows(rows, 3 * hidden, threads, [&](int64_t row) {
+            norm_row(found, beside.after, found, row);
+            norm_row(y, beside.mlp_after, y, row);
+            for (int64_t d = row * hidden, n = hidden; n > 0; d += W, n -= W)
+                store(y + d, load(y + d, n) + load(found + d, n), n);
+        });
     }
 
     // Cosines and sines of the rows by table; the first is for layers without RoPE.

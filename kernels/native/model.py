@@ -65,10 +65,16 @@ class Experts(ctypes.Structure):
     _fields_ = [
         *_fields(c_void_p, "each shared"),
         *_fields(Weight, "router shared_gate"),
-        ("correction", c_void_p),
+        *_fields(c_void_p, "correction each_scale"),
         *_fields(c_int32, "scores count active groups kept_groups renormalise"),
         *_fields(c_float, "epsilon scale"),
     ]
+
+
+class Beside(ctypes.Structure):
+    """`Beside` of model.h."""
+
+    _fields_ = [("experts", Experts), *_fields(c_void_p, "before router after mlp_after")]
 
 
 class Joint(ctypes.Structure):
@@ -88,7 +94,7 @@ class RopeTable(ctypes.Structure):
 
 
 class _Sublayer(ctypes.Structure):
-    _fields_ = [("layer", c_void_p), ("joint", Joint), ("kind", c_int32)]
+    _fields_ = [*_fields(c_void_p, "layer beside"), ("joint", Joint), ("kind", c_int32)]
 
 
 class _Model(ctypes.Structure):
@@ -113,7 +119,7 @@ class NativeModel:
     """A model of sublayers that were made of weights of the right shapes, which outlive it.
 
     Args:
-        sublayers: with the joint behind each; at least one attends.
+        sublayers: with the joint behind each, and the experts beside it; at least one attends.
         ropes: the tables that `AttentionLayer.rope` counts.
         first: the joint behind the embedding.
         embedding, head: [vocab_size, hidden] each; one object if they are tied.
@@ -123,7 +129,7 @@ class NativeModel:
 
     def __init__(
         self,
-        sublayers: Sequence[tuple[Layer, Joint]],
+        sublayers: Sequence[tuple[Layer, Joint, Beside | None]],
         ropes: Sequence[RopeTable],
         first: Joint,
         embedding: PackedLinear,
@@ -132,7 +138,7 @@ class NativeModel:
         **settings: float,
     ) -> None:
         self._dtype, self._vocab_size = dtype, head.out_features
-        layers = [layer for layer, _ in sublayers]
+        layers = [layer for layer, *_ in sublayers]
         mixers = [x for x in layers if isinstance(x, AttentionLayer | RecurrentLayer)]
         self._attends = [layer for layer in layers if isinstance(layer, AttentionLayer)]
         self._recurs = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
@@ -144,12 +150,16 @@ class NativeModel:
         }
         """The first layer without a window, and the first with one."""
         made = [
-            _Sublayer(ctypes.addressof(layer), joint, _KINDS.index(type(layer)))
-            for layer, joint in sublayers
+            _Sublayer(
+                ctypes.addressof(layer),
+                None if beside is None else ctypes.addressof(beside),
+                *(joint, _KINDS.index(type(layer))),
+            )
+            for layer, joint, beside in sublayers
         ]
         self._sublayers = (_Sublayer * len(made))(*made)
         self._ropes = (RopeTable * len(ropes))(*ropes)
-        self._held = layers, embedding, head
+        self._held = sublayers, embedding, head
         self._model = _Model(
             *(ctypes.addressof(self._sublayers), ctypes.addressof(self._ropes)),
             *(len(sublayers), len(ropes), layers.index(mixers[-1]), embedding.in_features),

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch.nn import functional as F
 
-from radixcache.kernels.backend import Backend, Linear, Mixer, Pair, Part
+from radixcache.kernels.backend import Backend, ExpertLinear, Linear, Mixer, Pair, Part
 from radixcache.kernels.quantized import Quantized, dense, join_rows
 from radixcache.kernels.spec import MLP, RECURRENT, Attention, Experts, Weight, Weights
 from radixcache.kernels.torch.experts import GroupedExperts, activate
@@ -82,7 +82,7 @@ class TorchBackend(Backend):
     def gate_up(self, gate: Part, up: Part) -> Any:
         return self.linear(gate), self.linear(up)
 
-    def experts(self, spec: Experts, weights: Weights) -> Linear:
+    def experts(self, spec: Experts, weights: Weights) -> ExpertLinear:
         return GroupedExperts(spec, weights, self.dtype, self.triton.grouped_product)
 
     def mixer(self, spec: RECURRENT, weights: Weights) -> Mixer:

@@ -16,7 +16,7 @@ import torch
 from radixcache.errors import ModelError
 from radixcache.kernels.attention import AttentionBackend, AttentionPlan
 from radixcache.kernels.choose import choose_attention, choose_backend
-from radixcache.kernels.spec import Architecture, Experts, Unknown, Weights
+from radixcache.kernels.spec import Architecture, Unknown, Weights
 from radixcache.runtime.model import reference
 from radixcache.runtime.model.generation import GenerationDefaults
 from radixcache.runtime.model.host.system_memory import give_back
@@ -135,7 +135,7 @@ class Decoder(PagedModel):
         got = [text.run({0: count})[:, checked] for count in (len(tokens) - 3, 2, 1)]
         wrong = torch.cat(got) - expected
         error = float(wrong.std() / expected.std())
-        experts = any(isinstance(layer.mlp, Experts) for layer in self.architecture.layers)
+        experts = any(layer.experts for layer in self.architecture.layers)
         if experts and self.dtype != torch.float32:
             # Nearly tied experts may change places, and give some tokens another MLP.
             by_token = wrong.std(1) / expected.std()

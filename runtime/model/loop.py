@@ -10,10 +10,10 @@ import torch
 from torch.nn import functional as F
 
 from radixcache.kernels.attention import AttentionPlan, LayerInputs, LayerPages
-from radixcache.kernels.backend import Backend, Layers, Linear, Mixer, Part, Pool, SlotUse
+from radixcache.kernels.backend import Backend, ExpertLinear, Layers, Mixer, Part, Pool, SlotUse
 from radixcache.kernels.quantized import Quantized, dense
 from radixcache.kernels.recurrence import StepStates
-from radixcache.kernels.spec import MLP, Attention, Experts, Layer, Weight, Weights
+from radixcache.kernels.spec import MLP, Attention, Layer, Weight, Weights
 
 _MLP_ROWS = 512
 """Rows whose activations between the linears of an MLP are held at once."""
@@ -29,7 +29,7 @@ class LoadedLayer:
         recurrent: in place of attention.
         out: the output of attention, or of a recurrent layer.
         gate_up, down: of the MLP; `Backend.activation` takes the first.
-        experts: in place of an MLP.
+        experts: in place of an MLP, or beside it.
         sinks: [heads], or None.
         scale: the factor on the layer's output, or None.
     """
@@ -41,7 +41,7 @@ class LoadedLayer:
     out: Any = None
     gate_up: Any = None
     down: Any = None
-    experts: Linear | None = None
+    experts: ExpertLinear | None = None
     sinks: torch.Tensor | None = None
     scale: torch.Tensor | None = None
 
@@ -110,10 +110,10 @@ class LayerLoop(Layers):
                 backend.gate_up(part("gate"), up) if spec.mlp.gated else backend.linear(up)
             )
             loaded.down = backend.linear(part("down"))
-        elif isinstance(spec.mlp, Experts):
+        if spec.experts is not None:
             if isinstance(weights["experts.up"][0], Quantized):
                 backend.weights_by.add("dense experts")
-            loaded.experts = backend.experts(spec.mlp, weights)
+            loaded.experts = backend.experts(spec.experts, weights)
         if spec.layer_scale:
             loaded.scale = weights["layer_scale"].to(self._dtype)
         self._layers.append(loaded)
@@ -188,6 +188,8 @@ class LayerLoop(Layers):
             x = x if layer.spec.parallel else normed
         if mlp is not None:
             y, after = self._mlp(layer, x), layer.norms.get("after_norm")
+            if layer.spec.beside is not None:
+                y = self._beside(layer, residual, y)
             residual, x = self._add(y, residual, layer.spec, after, next_norm, layer.scale)
         return residual, x
 
@@ -232,10 +234,10 @@ class LayerLoop(Layers):
 
     def _mlp(self, layer: LoadedLayer, x: torch.Tensor) -> torch.Tensor:
         """The MLP or the experts [T, hidden_size], without residual; many rows go in parts."""
-        if layer.experts is not None:
-            return layer.experts(x)
         mlp, activation = layer.spec.mlp, self._backend.activation
-        assert isinstance(mlp, MLP)
+        if not isinstance(mlp, MLP):
+            assert layer.experts is not None
+            return layer.experts(x)
         if len(x) <= _MLP_ROWS:
             out: torch.Tensor = layer.down(activation(mlp, x, layer.gate_up))
             return out
@@ -243,6 +245,14 @@ class LayerLoop(Layers):
         for rows, to in zip(x.split(_MLP_ROWS), out.split(_MLP_ROWS), strict=True):
             to.copy_(layer.down(activation(mlp, rows, layer.gate_up)))
         return out
+
+    def _beside(self, layer: LoadedLayer, residual: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The MLP's result y and that of the experts beside it, each normed."""
+        assert layer.experts is not None
+        norm, norms = self._backend.norm, layer.norms
+        rows, routed = (norm(residual, norms[name]) for name in ("expert_norm", "router_norm"))
+        found = norm(layer.experts(rows, routed), norms["expert_out_norm"])
+        return norm(y, norms["mlp_out_norm"]).add_(found)
 
     def _attend(
         self,

@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional as F
 
 from radixcache.kernels.attention import LayerPages, PagedBatch
-from radixcache.kernels.backend import Linear, Part, TritonKernels
+from radixcache.kernels.backend import ExpertLinear, Linear, Part, TritonKernels
 from radixcache.kernels.quantized import Quantized, dense
 from radixcache.kernels.spec import MLP, Architecture, Experts, Weight, Weights
 from radixcache.kernels.torch.attention import TorchAttention
@@ -39,7 +39,7 @@ class _Unpacked(TorchBackend):
     def linear(self, *parts: Part) -> Linear:
         return lambda x: torch.cat([_linear(x, *part) for part in parts], -1)
 
-    def experts(self, spec: Experts, weights: Weights) -> Linear:
+    def experts(self, spec: Experts, weights: Weights) -> ExpertLinear:
         return partial(_experts, spec, weights)
 
 
@@ -125,10 +125,13 @@ def _linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch
     return out if bias is None else out + bias.float()
 
 
-def _experts(spec: Experts, w: Weights, x: torch.Tensor) -> torch.Tensor:
+def _experts(
+    spec: Experts, w: Weights, x: torch.Tensor, routed: torch.Tensor | None = None
+) -> torch.Tensor:
     """[T, hidden_size], expert by expert; routers are never rounded."""
-    scores = F.linear(x, dense(w["router"]).float(), w.get("router.bias"))
-    factors, chosen = choose(spec, scores, w.get("correction"))
+    read = x if routed is None else routed
+    scores = F.linear(read, dense(w["router"]).float(), w.get("router.bias"))
+    factors, chosen = choose(spec, scores, w.get("correction"), w.get("expert_scale"))
     out = torch.zeros_like(x)
     for number in chosen.unique().tolist():
         rows, place = (chosen == number).nonzero(as_tuple=True)

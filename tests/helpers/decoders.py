@@ -40,7 +40,10 @@ DECODERS: dict[str, dict[str, Any]] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     }},
-    "gemma4_text": {**_GEMMA4, "hidden_size_per_layer_input": 0},
+    "gemma4_text": {
+        **_GEMMA4, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 8,
+        "top_k_experts": 3, "moe_intermediate_size": 48,
+    },
     "gemma4_unified_text": _GEMMA4,
     "vaultgemma": {**_WINDOWS, "query_pre_attn_scalar": 24},
     "phi3": {"sliding_window": 9, "partial_rotary_factor": 0.5},

@@ -89,10 +89,12 @@ _GEMMA2: dict[str, Any] = {
     "scale": lambda config: config.size("query_pre_attn_scalar") ** -0.5,
 }  # fmt: skip
 _GEMMA4: dict[str, Any] = {
-    **_GEMMA2, "head_norms": "head", "nested_rope": True, "partial_rope": True, "offset": 0.0,
+    **_GEMMA2, "norms": _PRE | _POST | parts.GEMMA4_BESIDE, "head_norms": "head",
+    "nested_rope": True, "partial_rope": True, "offset": 0.0, "adjust": parts.gemma4,
     "scale": lambda config: 1.0, "heads": _gemma4_heads, "value_norm": True, "value_is_key": True,
     "layer_scale": True,
-    "ignored": "attention_k_eq_v hidden_act use_double_wide_mlp vocab_size_per_layer_input",
+    "ignored": "attention_k_eq_v hidden_act moe_intermediate_size num_experts top_k_experts "
+    "use_double_wide_mlp vocab_size_per_layer_input",
 }  # fmt: skip
 _GRANITE: dict[str, Any] = {
     "scale": lambda config: config.number("attention_multiplier"), "scales": _granite_scales,

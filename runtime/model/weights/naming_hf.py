@@ -35,6 +35,12 @@ _MLP = {
 }  # fmt: skip
 _NORMS = ("input_norm", "attended_norm", "mlp_norm", "after_norm", "query_norm", "key_norm")
 _THEN = {**dict.fromkeys(_NORMS, "plus offset"), "rate": "negative exp", "conv": "transpose"}
+_THEN["router_norm"] = "over root of size"
+_OTHERS = {
+    "layer_scalar": "layer_scale", "router.proj": "router",
+    "router.per_expert_scale": "expert_scale", "experts.gate_up_proj": "experts.gate_up",
+    "experts.down_proj": "experts.down",
+}  # fmt: skip
 
 
 def name_checkpoint(architecture: Architecture, stored: Collection[str]) -> Naming:
@@ -76,7 +82,7 @@ def _name(stored: str, dense: bool) -> str:
     if place in _MIXERS and stem in _MIXER:
         return _MIXER[stem] + end
     if place not in _MLPS:
-        return "layer_scale" if stored == "layer_scalar" else stored
+        return _OTHERS.get(stored, stored)
     if stem.endswith(("e_score_correction_bias", "expert_bias")):
         return "correction"
     if place == "block_sparse_moe" and stem in ("input_linear", "output_linear"):

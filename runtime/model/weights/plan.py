@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from radixcache.errors import ModelError
-from radixcache.kernels.spec import Architecture, Attention, DeltaNet, Experts, Unknown
+from radixcache.kernels.spec import Architecture, Attention, DeltaNet, Unknown
 from radixcache.runtime.model.families.table import FAMILIES
 
 Shape = tuple[int, ...]
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
     Attributes:
         shape: the tensor's expected shape; dimensions of 1 do not count.
         expert: which of the experts in the tensor; None if it has none.
-        then: "transpose", "negative exp" or "plus offset".
+        then: "transpose", "negative exp", "over root of size" or "plus offset".
         vector: it becomes float32, as all but matrices do.
     """
 
@@ -133,14 +133,15 @@ class _Layer:
         self._family, self._names, self._tensors = FAMILIES[architecture.family], names, tensors
 
     def pieces(self, name: str, shape: Shape) -> list[Piece]:
-        stem, mixer, mlp = name.removesuffix(".bias"), self._layer.mixer, self._layer.mlp
+        stem, mixer = name.removesuffix(".bias"), self._layer.mixer
         end = name[len(stem) :]
         if isinstance(mixer, Attention) and stem in _HEADS:
             return [self._attention(stem, end, mixer, shape)]
         if isinstance(mixer, DeltaNet) and stem in _VALUE_HEADS:
             return self._delta(stem, mixer, shape)
         prefix, dot, part = stem.rpartition(".")
-        experts = mlp.count if isinstance(mlp, Experts) and prefix == "experts" else 0
+        mixture = self._layer.experts if prefix == "experts" else None
+        experts = 0 if mixture is None else mixture.count
         if experts and self._has("experts.0.up"):
             return [self._piece(f"experts.{n}.{part}{end}", shape) for n in range(experts)]
         rows: Part = None

@@ -90,6 +90,8 @@ class ModelWeights(ABC):
             return dense(found).T.contiguous()
         if piece.then == "negative exp":
             return -dense(found).exp()
+        if piece.then == "over root of size":
+            return dense(found) * dense(found).numel() ** -0.5
         return dense(found) + self._architecture.norm_offset if piece.then else found
 
 

@@ -38,6 +38,8 @@ F32, BF16 = torch.float32, torch.bfloat16
 HIDDEN, VOCAB, PAGE = 48, 90, 4
 ALL_NORMS = ("input_norm", "attended_norm", "mlp_norm", "after_norm")
 
+BESIDE = ("mlp_out_norm", "expert_norm", "router_norm", "expert_out_norm")
+
 PLAIN = LayerKind(4, 2, 16, 16, 0.25)
 HEADS = Attention(PLAIN, rope=0)
 DENSE = MLP(100)
@@ -99,6 +101,10 @@ ARCHITECTURES = {
     "experts, not renormalised": architecture(
         LLAMA, Layer(HEADS, replace(FEW, renormalise=False, shared=MLP(40), shared_gate=True))
     ),
+    "experts beside": architecture(
+        *[Layer(HEADS, MLP(64, "gelu_tanh"), (*ALL_NORMS, *BESIDE), layer_scale=True,
+                beside=replace(FEW, each=MLP(40, "gelu_tanh"), each_scale=True))] * 2
+    ),
     "short convolutions": architecture(
         Layer(ShortConv(3, 44), DENSE), LLAMA, Layer(ShortConv(4, 40, True, True), DENSE)
     ),
@@ -128,9 +134,10 @@ def random_weights(a: Architecture, number: int, rng: torch.Generator, few_bits:
         return eight_bits(x) if few_bits and name in ("k", "up") else x
 
     def one_or_all(name: str, shape: tuple[int, ...]) -> Any:
-        count = getattr(a.layers[number].mlp, "count", 0)
-        all_of = name.startswith("experts.")
-        return [make(name, shape) for _ in range(count)] if all_of else make(name, shape)
+        experts = a.layers[number].experts
+        if experts is None or not name.startswith("experts."):
+            return make(name, shape)
+        return [make(name, shape) for _ in range(experts.count)]
 
     return {name: one_or_all(name, shape) for name, shape in a.layer_shapes(number).items()}
 
@@ -250,7 +257,9 @@ def test_a_token_has_the_same_bits_in_any_chunks_and_company(name: str, dtype: t
                 done[5], slots[5], waiting = 28, kept, False
 
 
-@pytest.mark.parametrize("name", ["experts in groups", "experts, not renormalised", "delta nets"])
+@pytest.mark.parametrize(
+    "name", ["experts in groups", "experts, not renormalised", "experts beside", "delta nets"]
+)
 def test_many_rows_have_the_bits_of_few(name: str) -> None:
     """More than an MLP takes at once, and more of one expert than of a task."""
     model, text = Model(name), np.random.default_rng(2).integers(0, VOCAB, 1200)

@@ -33,6 +33,7 @@ from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.families import config
 from radixcache.runtime.model.families import describe as module
 from radixcache.runtime.model.families.describe import describe
+from radixcache.runtime.model.families.parts import GEMMA4_BESIDE
 from radixcache.runtime.model.families.table import FAMILIES, WRAPPERS
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.weights.plan import halves
@@ -74,6 +75,15 @@ def flip_router(weights: Weights, attention: Attention | None, turned: int) -> N
         weights["router"] = weights["router"].flip(0)
 
 
+def absent(*names: str) -> Any:
+    """These weights of a layer change nothing."""
+
+    def change(weights: Weights, attention: Attention | None, turned: int) -> None:
+        weights.update({name: torch.ones_like(weights[name]) for name in names if name in weights})
+
+    return change
+
+
 def interleave(weights: Weights, attention: Attention | None, turned: int) -> None:
     if attention is not None and turned:
         for name in "qk":
@@ -87,8 +97,11 @@ def faults(right: Architecture) -> Iterator[tuple[str, Architecture, Any]]:
         yield "norms", right, swap_norms
     if right.kinds:
         yield "heads", right, flip_heads
-    if any(isinstance(layer.mlp, Experts) for layer in right.layers):
+    if any(layer.experts for layer in right.layers):
         yield "router", right, flip_router
+    if any(layer.beside for layer in right.layers):
+        for name in (*GEMMA4_BESIDE, "expert_scale", "layer_scale"):
+            yield f"{name} is absent", right, absent(name)
     if right.ropes:
         yield "pairs", right, interleave
         ropes = tuple(replace(rope, frequencies=rope.frequencies**1.02) for rope in right.ropes)
