@@ -36,6 +36,9 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
+Heads = tuple[torch.Tensor, ...]
+"""Queries and keys, or queries alone."""
+
 ExpertLinear = Callable[..., torch.Tensor]
 """Experts: rows [T, hidden] to their weighted sum; a second argument is what the router reads, if
 it is not the rows."""
@@ -172,7 +175,7 @@ class Backend(ABC):
         """The sum of both, which may be overwritten, and its norm."""
 
     @abstractmethod
-    def head_norms(self, spec: Attention, heads: Pair, norms: Mapping[str, torch.Tensor]) -> Pair:
+    def head_norms(self, spec: Attention, heads: Heads, norms: Mapping[str, torch.Tensor]) -> Heads:
         """Queries and keys [T, heads * head_dim], normed each or all heads at once, by the norms of
         these names; they may be overwritten."""
 
@@ -181,7 +184,7 @@ class Backend(ABC):
         """Once per step, for each RoPE: the rows' positions [T] in the form that `rope` needs."""
 
     @abstractmethod
-    def rope(self, heads: Pair, positions: Any) -> Pair:
+    def rope(self, heads: Heads, positions: Any) -> Heads:
         """Queries and keys [T, heads, head_dim] with RoPE; they may be overwritten."""
 
     @abstractmethod

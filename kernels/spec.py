@@ -69,6 +69,8 @@ class Attention:
         bias: whether queries, keys and values have biases.
         out_bias: whether the output has one.
         sinks: whether each head has a sink (`LayerInputs.sinks`).
+        shares: it has queries alone, and attends over K/V of the last layer before it that has its
+            own, of the same kind.
         query_scaling: (beta, length): queries at position p are multiplied by
             1 + beta * log(1 + p // length), as in Ministral 3.
     """
@@ -81,6 +83,7 @@ class Attention:
     bias: bool = False
     out_bias: bool = False
     sinks: bool = False
+    shares: bool = False
     query_scaling: tuple[float, int] | None = None
 
     @property
@@ -245,6 +248,10 @@ class Layer:
         """The layer's experts, in the MLP's place or beside it."""
         return self.mlp if isinstance(self.mlp, Experts) else self.beside
 
+    @property
+    def shares_kv(self) -> bool:
+        return isinstance(self.mixer, Attention) and self.mixer.shares
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -277,8 +284,9 @@ class Architecture:
 
     @property
     def kinds(self) -> list[LayerKind]:
-        """The attention of each layer that attends, in order."""
-        return [x.mixer.kind for x in self.layers if isinstance(x.mixer, Attention)]
+        """The attention of each layer that has KV pages, in order."""
+        mixers = [x.mixer for x in self.layers if isinstance(x.mixer, Attention)]
+        return [mixer.kind for mixer in mixers if not mixer.shares]
 
     @property
     def is_recurrent(self) -> bool:
@@ -344,13 +352,15 @@ def _attention_shapes(shapes: Shapes, attention: Attention, hidden: int) -> None
     _product(shapes, "q", queries, hidden, attention.bias)
     if attention.gated:
         _product(shapes, "q_gate", attention.width, hidden, attention.bias)
-    _product(shapes, "k", keys, hidden, attention.bias)
-    _product(shapes, "v", kind.kv_heads * kind.value_dim, hidden, attention.bias)
+    if not attention.shares:
+        _product(shapes, "k", keys, hidden, attention.bias)
+        _product(shapes, "v", kind.kv_heads * kind.value_dim, hidden, attention.bias)
     _product(shapes, "o", hidden, attention.width, attention.out_bias)
     if attention.head_norms is not None:
         one = attention.head_norms == "head"
         shapes["query_norm"] = (kind.head_dim if one else queries,)
-        shapes["key_norm"] = (kind.head_dim if one else keys,)
+        if not attention.shares:
+            shapes["key_norm"] = (kind.head_dim if one else keys,)
     if attention.sinks:
         shapes["sinks"] = (kind.query_heads,)
 

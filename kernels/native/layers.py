@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from radixcache.kernels.attention import AttentionPlan, TablesPlan
+from radixcache.kernels.attention import AttentionPlan, LayerKind, TablesPlan
 from radixcache.kernels.backend import Layers, Pool, SlotUse
 from radixcache.kernels.huge_pages import use_huge_pages
 from radixcache.kernels.native import model as native
@@ -43,6 +43,7 @@ class NativeLayers(Layers):
         self._sublayers: list[tuple[native.Layer, native.Joint, native.Beside | None]] = []
         self._first = native.Joint(None, None, architecture.embed_scale, 1.0, False)
         self._joint = self._first  # behind the last sublayer so far
+        self._pages: list[LayerKind] = []  # of the layers that have some
         self._pool: Pool | None = None
 
     def embedding(self, embedding: Weight, head: Weight | None) -> None:
@@ -134,13 +135,25 @@ class NativeLayers(Layers):
             rope >= 0 and 2 * len(self.architecture.ropes[rope].frequencies) > kind.head_dim
         ):
             raise ValueError(f"no RoPE number {rope} for heads of {kind.head_dim}")
-        names = ["q", "q_gate", "k", "v"] if attention.gated else ["q", "k", "v"]
+        names = ["q"] + ["q_gate"] * attention.gated + ["k", "v"] * (not attention.shares)
+        if not attention.shares:
+            self._pages.append(kind)
+        elif kind not in self._pages:
+            raise ValueError("a layer shares K/V that none has")
+        pages = len(self._pages) - 1 - self._pages[::-1].index(kind)
         scaling, length = attention.query_scaling or (0.0, 0)
         return native.AttentionLayer(
             *(heads_of(kind), self._structs(4, self._products(w, *names))),
             self._product(w, "o").struct,
             *(self._vector(w.get(name)) for name in ("query_norm", "key_norm", "sinks")),
-            *(rope, attention.gated, attention.head_norms == "whole", attention.value_norm),
+            *(
+                pages,
+                attention.shares,
+                rope,
+                attention.gated,
+                attention.head_norms == "whole",
+                attention.value_norm,
+            ),
             *(length, scaling),
         )
 

@@ -18,6 +18,8 @@ struct AttentionLayer {
     Weight out;
     const float *query_norm, *key_norm;  // [dim] each, or [heads * dim] if `whole_norms`; or null
     const float* sinks;                  // [heads]; or null
+    int32_t pages;                       // the number of its pages
+    int32_t shares;                      // no keys and values: the pages have those of a layer before
     int32_t rope;                        // the number of its table; -1 for none
     int32_t gated, whole_norms, value_norm;
     int32_t scaled_length;               // 0, or queries at position p are multiplied by
@@ -61,7 +63,7 @@ struct Step {
     const Model& model;
     const Batch& batch;
     const Batch& window;  // the tables of layers with a window
-    const Pages* pages;   // of each layer that attends
+    const Pages* pages;   // of each layer that has some
     const States& states;
     int threads;
 
@@ -92,7 +94,6 @@ struct Step {
         std::fill(residual, residual + rows * hidden, 0.0f);
         add(model.first);
         std::list<Plan> plans;
-        const Pages* kv = pages;
         float* const* state = states.tensors;
         for (int i = 0; i < model.count; i++) {
             const Sublayer& sublayer = model.sublayers[i];
@@ -100,7 +101,7 @@ struct Step {
             if (sublayer.kind == ATTENTION) {
                 auto& layer = *(const AttentionLayer*)sublayer.layer;
                 const Plan& plan = plan_of(plans, layer.heads);
-                attend(layer, ropes[layer.rope + 1], plan, *kv++, positions, x, a, b);
+                attend(layer, ropes[layer.rope + 1], plan, pages[layer.pages], positions, x, a, b);
                 out = &layer.out;
             } else if (sublayer.kind == RECURRENT) {
                 auto& layer = *(const RecurrentLayer*)sublayer.layer;
@@ -198,12 +199,13 @@ struct Step {
                 const Pages& pages, const int64_t* positions, const T* x, T* both, T* out) const {
         const Heads& h = layer.heads;
         int64_t rows = batch.qo_indptr[batch.sequences], width = h.heads * h.value_dim;
-        int64_t query = h.heads * h.dim, gates = layer.gated ? width : 0, key = h.kv_heads * h.dim;
-        int64_t stride = query + gates + key + h.kv_heads * h.value_dim;
+        int64_t query = h.heads * h.dim, gates = layer.gated ? width : 0;
+        int64_t kv_heads = layer.shares ? 0 : h.kv_heads, key = kv_heads * h.dim;
+        int64_t stride = query + gates + key + kv_heads * h.value_dim;
         Upcoming next = panels_of(layer.out, threads);
         several(layer.in, 4, x, model.hidden, both, stride, rows, threads, next);
         T *gate = both + query, *key_at = gate + gates;
-        Tokens<T> q{both, stride}, k{key_at, stride}, v{key_at + key, stride};
+        Tokens<T> q{both, stride}, k{kv_heads ? key_at : nullptr, stride}, v{key_at + key, stride};
         HeadNorms norms{layer.query_norm,       layer.key_norm,          model.eps,
                         (bool)model.centred,    (bool)layer.whole_norms, (bool)layer.value_norm};
         write_kv(plan.batch, h, q, k, v, rope, norms, pages, threads);

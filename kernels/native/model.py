@@ -34,7 +34,7 @@ class AttentionLayer(ctypes.Structure):
     _fields_ = [
         *(("heads", Heads), ("inputs", Weight * 4), ("out", Weight)),
         *_fields(c_void_p, "query_norm key_norm sinks"),
-        *_fields(c_int32, "rope gated whole_norms value_norm scaled_length"),
+        *_fields(c_int32, "pages shares rope gated whole_norms value_norm scaled_length"),
         ("scaling", c_float),
     ]
 
@@ -140,10 +140,14 @@ class NativeModel:
         self._dtype, self._vocab_size = dtype, head.out_features
         layers = [layer for layer, *_ in sublayers]
         mixers = [x for x in layers if isinstance(x, AttentionLayer | RecurrentLayer)]
-        self._attends = [layer for layer in layers if isinstance(layer, AttentionLayer)]
+        attends = [layer for layer in layers if isinstance(layer, AttentionLayer)]
+        self._attends = [layer for layer in attends if not layer.shares]
         self._recurs = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
         if not self._attends:
             raise ValueError("no layer attends")
+        for layer in attends:
+            if bytes(self._attends[layer.pages].heads) != bytes(layer.heads):
+                raise ValueError("a layer attends over pages of other heads")
         self._first_of = {
             layer.heads.window != NO_WINDOW: at
             for at, layer in reversed([*enumerate(self._attends)])
@@ -189,7 +193,7 @@ class NativeModel:
 
         Args:
             window: the plan of the layers with a window; or the same.
-            pages: of each layer that attends; the same object is checked only once.
+            pages: of each layer that has some; the same object is checked only once.
             states: of each recurrent layer, float32: [slots, width - 1, channels], and unless it is
                 a short convolution [slots, heads, key, value]; likewise.
             slots: of each sequence; none if no layer is recurrent.

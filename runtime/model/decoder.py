@@ -21,7 +21,7 @@ from radixcache.runtime.model import reference
 from radixcache.runtime.model.generation import GenerationDefaults
 from radixcache.runtime.model.host.system_memory import give_back
 from radixcache.runtime.model.kv_pool import KVPool
-from radixcache.runtime.model.loop import LayerLoop, layers_of
+from radixcache.runtime.model.loop import Kept, LayerLoop, layers_of
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import track
 from radixcache.runtime.model.selfcheck import PagedTexts
@@ -96,14 +96,14 @@ class Decoder(PagedModel):
         tokens = torch.arange(_CHECKED_TOKENS, device=device) * 7919 % self.vocab_size
         step = -(-self.vocab_size // _CHECKED_ROWS)
         checked = torch.arange(0, self.vocab_size, step, device=device)
-        hidden = reference.embed(architecture, tokens, embedding)
+        hidden, kept = reference.embed(architecture, tokens, embedding), Kept()
         rows = reference.dense_rows(embedding if head is None else head, checked)
         self._layers.embedding(embedding, head)
         del embedding, head
         for number in track(range(len(architecture.layers)), "reading weights"):
             layer = weights.layer(number)
             _check_numbers(layer, number)
-            hidden = reference.run_layer(architecture, number, hidden, layer)
+            hidden = reference.run_layer(architecture, number, hidden, layer, kept)
             self._layers.layer(number, layer)
             give_back()
         last_norm = weights.last_norm()

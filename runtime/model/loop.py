@@ -9,8 +9,17 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from radixcache.kernels.attention import AttentionPlan, LayerInputs, LayerPages
-from radixcache.kernels.backend import Backend, ExpertLinear, Layers, Mixer, Part, Pool, SlotUse
+from radixcache.kernels.attention import AttentionPlan, LayerInputs, LayerKind, LayerPages
+from radixcache.kernels.backend import (
+    Backend,
+    ExpertLinear,
+    Heads,
+    Layers,
+    Mixer,
+    Part,
+    Pool,
+    SlotUse,
+)
 from radixcache.kernels.quantized import Quantized, dense
 from radixcache.kernels.recurrence import StepStates
 from radixcache.kernels.spec import MLP, Attention, Layer, Weight, Weights
@@ -25,7 +34,8 @@ class LoadedLayer:
 
     Attributes:
         norms: by the names of `Layer.norms`, and those of queries, keys and values.
-        qkv: queries, keys and values side by side, then the gates of the output, if it has them.
+        qkv: queries, keys and values side by side, then the gates of the output, if it has them;
+            no keys and values in a layer that shares those of another.
         recurrent: in place of attention.
         out: the output of attention, or of a recurrent layer.
         gate_up, down: of the MLP; `Backend.activation` takes the first.
@@ -50,10 +60,15 @@ class LoadedLayer:
         return self.norms.get("mlp_norm" if self.spec.mixer is None else "input_norm")
 
 
+Kept = dict[LayerKind, tuple[torch.Tensor, torch.Tensor, LayerPages]]
+"""The last K/V that a step has written of each kind, and the pages that have them."""
+
+
 class Step(NamedTuple):
     """A planned step.
 
     Attributes:
+        kept: for layers that share K/V.
         positions: [T] of its rows; `rope_positions` in the backend's form, for each RoPE.
         states: where the sequences of a recurrent model have theirs.
     """
@@ -62,6 +77,7 @@ class Step(NamedTuple):
     positions: torch.Tensor
     rope_positions: list[Any]
     states: StepStates | None
+    kept: Kept
 
 
 def layers_of(backend: Backend) -> Layers:
@@ -94,7 +110,8 @@ class LayerLoop(Layers):
             return weights[name], weights.get(f"{name}.bias")
 
         if isinstance(mixer := spec.mixer, Attention):
-            loaded.qkv = backend.linear(*map(part, ["q", "k", "v"] + ["q_gate"] * mixer.gated))
+            names = ["q"] + ["k", "v"] * (not mixer.shares) + ["q_gate"] * mixer.gated
+            loaded.qkv = backend.linear(*map(part, names))
             loaded.out = backend.linear(part("o"))
             if mixer.sinks:
                 loaded.sinks = weights["sinks"].to(self._dtype)
@@ -130,8 +147,8 @@ class LayerLoop(Layers):
         x = self.first_norm(residual)
         for number, layer in enumerate(self._layers):
             of_layer: Any = None
-            if isinstance(layer.spec.mixer, Attention):
-                of_layer = next(pages)
+            if isinstance(mixer := layer.spec.mixer, Attention):
+                of_layer = None if mixer.shares else next(pages)
             elif layer.recurrent is not None:
                 of_layer = pool.states.of_layer[number]
             rows = logit_rows if number == last else None
@@ -143,7 +160,7 @@ class LayerLoop(Layers):
         """What all layers of a planned step share."""
         _, positions, _, *slots = plan.arrays
         states = StepStates.of(slots, self._spec.conv_widths) if slots else None
-        return Step(plan, positions, self._backend.rope_positions(positions), states)
+        return Step(plan, positions, self._backend.rope_positions(positions), states, {})
 
     def first_norm(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the first layer reads."""
@@ -259,28 +276,37 @@ class LayerLoop(Layers):
         x: torch.Tensor,
         step: Step,
         layer: LoadedLayer,
-        pages: LayerPages,
+        pages: LayerPages | None,
     ) -> torch.Tensor:
-        """Write K and V of the rows into the pages, and attend: [T, query heads * value_dim]."""
+        """Write K and V of the rows into the pages, and attend: [T, query heads * value_dim].
+
+        Without pages, the layer attends over what is kept of its kind.
+        """
         backend, spec = self._backend, layer.spec.mixer
         assert isinstance(spec, Attention)
         kind = spec.kind
-        keys, values = kind.kv_heads * kind.head_dim, kind.kv_heads * kind.value_dim
-        sizes = [kind.query_heads * kind.head_dim, keys, values] + [spec.width] * spec.gated
-        query, key, value, *gate = layer.qkv(x).split(sizes, -1)
+        own = [kind.kv_heads * kind.head_dim, kind.kv_heads * kind.value_dim] * (not spec.shares)
+        sizes = [kind.query_heads * kind.head_dim, *own] + [spec.width] * spec.gated
+        query, *others = layer.qkv(x).split(sizes, -1)
+        heads: Heads = (query, *others[: len(own) // 2])
         if spec.head_norms is not None:
-            query, key = backend.head_norms(spec, (query, key), layer.norms)
-        query, key = (t.unflatten(-1, (-1, kind.head_dim)) for t in (query, key))
-        value = value.unflatten(-1, (-1, kind.value_dim))
-        if spec.value_norm:
-            value = backend.norm(value, layer.norms["value_norm"])
+            heads = backend.head_norms(spec, heads, layer.norms)
+        heads = tuple(t.unflatten(-1, (-1, kind.head_dim)) for t in heads)
         if spec.rope is not None:
-            query, key = backend.rope((query, key), step.rope_positions[spec.rope])
+            heads = backend.rope(heads, step.rope_positions[spec.rope])
+        query = heads[0]
+        if pages is None:
+            key, value, pages = step.kept[kind]
+        else:
+            key, value = heads[1], others[1].unflatten(-1, (-1, kind.value_dim))
+            if spec.value_norm:
+                value = backend.norm(value, layer.norms["value_norm"])
+            step.kept[kind] = key, value, pages
         if spec.query_scaling is not None:
             beta, length = spec.query_scaling
             lengths = step.positions.div(length, rounding_mode="floor").float()
             factor = 1 + beta * torch.log1p(lengths)
             query = query * factor.to(self._dtype)[:, None, None]
-        inputs = LayerInputs(query, key, value, pages, kind, layer.sinks)
+        inputs = LayerInputs(query, key, value, pages, kind, layer.sinks, spec.shares)
         out = step.plan.run(inputs).flatten(1)
-        return out.mul_(gate[0].sigmoid()) if gate else out
+        return out.mul_(others[-1].sigmoid()) if spec.gated else out

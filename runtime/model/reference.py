@@ -25,7 +25,7 @@ from radixcache.kernels.torch.attention import TorchAttention
 from radixcache.kernels.torch.experts import activate, choose
 from radixcache.kernels.torch.operators import TorchBackend
 from radixcache.kernels.torch.recurrence import recur
-from radixcache.runtime.model.loop import LayerLoop
+from radixcache.runtime.model.loop import Kept, LayerLoop
 from radixcache.runtime.model.state_pool import StatePool, slot_arrays
 from radixcache.runtime.model.weights.sources import ModelWeights
 from radixcache.states import SequenceStates
@@ -55,9 +55,10 @@ def rounded_logits(
     Their distance from those of `run_layer` alone is that of a loop that rounds nothing else.
     """
     embedding = weights.embedding()
-    hidden = embed(architecture, tokens, embedding)
+    hidden, kept = embed(architecture, tokens, embedding), Kept()
     for number in range(len(architecture.layers)):
-        hidden = run_layer(architecture, number, hidden, weights.layer(number)).to(dtype).float()
+        hidden = run_layer(architecture, number, hidden, weights.layer(number), kept)
+        hidden = hidden.to(dtype).float()
     head = weights.head()
     head = embedding if head is None else head
     return logits(architecture, hidden, weights.last_norm(), dense_rows(head, rows))
@@ -77,9 +78,10 @@ def logits(
 
 
 def run_layer(
-    architecture: Architecture, number: int, hidden: torch.Tensor, weights: Weights
+    architecture: Architecture, number: int, hidden: torch.Tensor, weights: Weights, kept: Kept
 ) -> torch.Tensor:
-    """[T, hidden_size] float32 after a layer, by the weights of `layer_shapes`."""
+    """[T, hidden_size] float32 after a layer, by the weights of `layer_shapes`; `kept` is that of
+    the layers before."""
     one = replace(architecture, layers=(architecture.layers[number],))
     loop, device, count = _loop(one, hidden.device), hidden.device, len(hidden)
     loop.layer(0, weights)
@@ -95,7 +97,8 @@ def run_layer(
     if states:
         memory = StatePool(one.state_shapes, 1, device).of_layer[0]
     x = loop.first_norm(hidden)
-    return loop.run_layer(0, x, hidden.clone(), loop.begin(plan), memory, None)[0]
+    step = loop.begin(plan)._replace(kept=kept)
+    return loop.run_layer(0, x, hidden.clone(), step, memory, None)[0]
 
 
 def product(x: torch.Tensor, weight: Weight) -> torch.Tensor:

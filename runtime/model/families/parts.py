@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from radixcache.kernels.spec import MLP, DeltaNet, Experts, Layer, Mamba2, ShortConv, Unknown
+from radixcache.kernels.spec import MLP, DeltaNet, Experts, Mamba2, ShortConv, Unknown
 from radixcache.runtime.model.families.config import Config
 from radixcache.runtime.model.families.family import Family
 
@@ -20,23 +20,6 @@ def _experts(
     each = replace(family.dense(config, inner), bias=False)
     one = family.dense(config, shared) if shared else None
     return Experts(config.size(count), active, each, shared=one, **more)
-
-
-GEMMA4_BESIDE = {
-    "mlp_out_norm": "post_feedforward_layernorm_1", "expert_norm": "pre_feedforward_layernorm_2",
-    "expert_out_norm": "post_feedforward_layernorm_2", "router_norm": "router.scale",
-}  # fmt: skip
-
-
-def gemma4(config: Config, family: Family, layers: list[Layer]) -> list[Layer]:
-    """Experts beside the MLPs."""
-    beside, absent = None, {*GEMMA4_BESIDE}
-    if config.flag("enable_moe_block"):
-        count, active = config.size("num_experts"), config.size("top_k_experts")
-        each, absent = family.dense(config, "moe_intermediate_size"), set()
-        beside = Experts(count, active, each, each_scale=True)
-    norms = tuple(name for name in layers[0].norms if name not in absent)
-    return [replace(layer, norms=norms, beside=beside) for layer in layers]
 
 
 def qwen(config: Config, family: Family, number: int) -> MLP | Experts:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from radixcache.kernels.spec import MLP, Architecture
 from radixcache.runtime.model.checkpoint import is_spare
 from radixcache.runtime.model.families.table import FAMILIES
-from radixcache.runtime.model.weights.plan import Names, Naming
+from radixcache.runtime.model.weights.plan import SHARED, Names, Naming
 
 # Where the text of a model is, and what else it may be beside; of the others all is text.
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.")
@@ -53,8 +53,12 @@ def name_checkpoint(architecture: Architecture, stored: Collection[str]) -> Nami
     def spare(name: str) -> bool:
         """Whether a tensor is not for the layers of a text's next token, but for images, say."""
         text = prefix in _TEXT_PREFIXES or name.startswith(prefix) or name in _HEADS
-        behind = family.spare_layers and (at := layer_of(name)) and int(at[1]) >= count
-        return bool(not text or behind or is_spare(name))
+        unread = False
+        if (at := layer_of(name)) and (number := int(at[1])) >= count:
+            unread = family.spare_layers
+        elif at and architecture.layers[number].shares_kv:
+            unread = _name(at[2], True).removesuffix(".bias") in SHARED
+        return bool(not text or unread or is_spare(name))
 
     tensors: list[dict[str, str]] = [{} for _ in architecture.layers]
     for name in stored:

@@ -22,6 +22,8 @@ Part = torch.Tensor | slice | None
 """The rows or columns to take, in this order; None takes all."""
 
 _HEADS = ("q", "k", "v", "q_gate", "query_norm", "key_norm")
+SHARED = ("k", "v", "key_norm")
+"""What a layer that attends over K/V of another does not read, though files may have it."""
 _VALUE_HEADS = ("in", "z", "ba", "conv", "rate", "rate_bias", "o")
 
 

@@ -29,6 +29,7 @@ from radixcache.kernels.spec import (
 )
 from radixcache.runtime.model import reference
 from radixcache.runtime.model.kv_pool import KVPool, LayerShape
+from radixcache.runtime.model.loop import Kept
 from radixcache.runtime.model.state_pool import StatePool
 from radixcache.states import SequenceStates
 from tests.helpers.native import needs_kernels
@@ -41,6 +42,7 @@ ALL_NORMS = ("input_norm", "attended_norm", "mlp_norm", "after_norm")
 BESIDE = ("mlp_out_norm", "expert_norm", "router_norm", "expert_out_norm")
 
 PLAIN = LayerKind(4, 2, 16, 16, 0.25)
+WINDOW = PLAIN._replace(kv_heads=1, window=6)
 HEADS = Attention(PLAIN, rope=0)
 DENSE = MLP(100)
 FEW = Experts(6, 2, MLP(40))
@@ -104,6 +106,10 @@ ARCHITECTURES = {
     "experts beside": architecture(
         *[Layer(HEADS, MLP(64, "gelu_tanh"), (*ALL_NORMS, *BESIDE), layer_scale=True,
                 beside=replace(FEW, each=MLP(40, "gelu_tanh"), each_scale=True))] * 2
+    ),
+    "shared keys": architecture(
+        *(Layer(Attention(kind, 0, "head", value_norm=True, shares=shares, gated=shares), DENSE)
+          for shares in (False, False, True, True) for kind in (PLAIN, WINDOW)),
     ),
     "short convolutions": architecture(
         Layer(ShortConv(3, 44), DENSE), LLAMA, Layer(ShortConv(4, 40, True, True), DENSE)
@@ -214,8 +220,9 @@ def bits(logits: torch.Tensor) -> np.ndarray:
 def test_it_computes_what_the_reference_does(name: str) -> None:
     model, text = Model(name), np.random.default_rng(1).integers(0, VOCAB, 70)
     hidden = reference.embed(model.architecture, torch.tensor(text), model.embedding)
+    kept: Kept = {}
     for number, weights in enumerate(model.layers):
-        hidden = reference.run_layer(model.architecture, number, hidden, weights)
+        hidden = reference.run_layer(model.architecture, number, hidden, weights, kept)
     head = model.embedding if model.head is None else model.head
     expected = reference.logits(model.architecture, hidden, model.last_norm, head)
     error = (model.alone(text) - expected).abs().max() / (expected.max() - expected.min())
@@ -309,9 +316,10 @@ def test_weights_of_other_shapes_are_refused(change: Weights) -> None:
 @pytest.mark.parametrize("layer", [
     Layer(Attention(PLAIN, 1), DENSE), Layer(Attention(PLAIN._replace(kv_heads=3)), DENSE),
     Layer(replace(DELTA, key_heads=3), DENSE), Layer(replace(MAMBA, groups=5), DENSE),
+    Layer(replace(HEADS, shares=True), DENSE),
 ])  # fmt: skip
 def test_numbers_that_contradict_each_other_are_refused(layer: Layer) -> None:
     a = architecture(layer)
     weights = random_weights(a, 0, torch.Generator(), False)
-    with pytest.raises(ValueError, match=r"on 3|no RoPE|different sizes"):
+    with pytest.raises(ValueError, match=r"on 3|no RoPE|different sizes|that none has"):
         NativeLayers(a, F32).layer(0, weights)

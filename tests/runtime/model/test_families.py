@@ -24,6 +24,7 @@ from radixcache.kernels.spec import (
     Architecture,
     Attention,
     Experts,
+    Layer,
     Unknown,
     Weights,
 )
@@ -33,7 +34,7 @@ from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.families import config
 from radixcache.runtime.model.families import describe as module
 from radixcache.runtime.model.families.describe import describe
-from radixcache.runtime.model.families.parts import GEMMA4_BESIDE
+from radixcache.runtime.model.families.gemma4 import BESIDE
 from radixcache.runtime.model.families.table import FAMILIES, WRAPPERS
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.weights.plan import halves
@@ -86,9 +87,17 @@ def absent(*names: str) -> Any:
 
 def interleave(weights: Weights, attention: Attention | None, turned: int) -> None:
     if attention is not None and turned:
-        for name in "qk":
+        for name in {*"qk"} & weights.keys():
             dim = attention.kind.head_dim
             weights[name] = weights[name][halves(len(weights[name]) // dim, dim, turned)]
+
+
+def without_last_owner(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    """Layers that share keys take those of the owner before the last, whose kind is another."""
+    mixers = [(n, x.mixer) for n, x in enumerate(layers) if isinstance(x.mixer, Attention)]
+    owner, mixer = [own for own in mixers if own[1].kind.window and not own[1].shares][-1]
+    other = replace(mixer, kind=mixer.kind._replace(scale=mixer.kind.scale * (1 + 1e-12)))
+    return (*layers[:owner], replace(layers[owner], mixer=other), *layers[owner + 1 :])
 
 
 def faults(right: Architecture) -> Iterator[tuple[str, Architecture, Any]]:
@@ -100,12 +109,14 @@ def faults(right: Architecture) -> Iterator[tuple[str, Architecture, Any]]:
     if any(layer.experts for layer in right.layers):
         yield "router", right, flip_router
     if any(layer.beside for layer in right.layers):
-        for name in (*GEMMA4_BESIDE, "expert_scale", "layer_scale"):
+        for name in (*BESIDE, "expert_scale", "layer_scale"):
             yield f"{name} is absent", right, absent(name)
     if right.ropes:
         yield "pairs", right, interleave
         ropes = tuple(replace(rope, frequencies=rope.frequencies**1.02) for rope in right.ropes)
         yield "base", replace(right, ropes=ropes), None
+    if any(layer.shares_kv for layer in right.layers):
+        yield "owner", replace(right, layers=without_last_owner(right.layers)), None
     layers = []
     for layer in right.layers:
         mixer = layer.mixer
