@@ -91,6 +91,11 @@ class Layers(ABC):
         it is the embedding."""
 
     @abstractmethod
+    def per_layer(self, weights: Weights) -> None:
+        """At load: take the weights of the layers' inputs, by the names of `per_layer_shapes`; the
+        table stays in its format."""
+
+    @abstractmethod
     def layer(self, number: int, weights: Weights) -> None:
         """At load: take the weights of the next layer, by the names of `layer_shapes`."""
 

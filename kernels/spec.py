@@ -233,6 +233,8 @@ class Layer:
         beside: experts that read the residual x beside the MLP: in place of the MLP's result y,
             `after_norm` gets mlp_out_norm(y) + expert_out_norm(z), where z is their result for
             expert_norm(x), chosen by router_norm(x). All four are in `norms`.
+        per_layer: an MLP without a gate for what the row has beside x for this layer, its input:
+            at the layer's end x += per_layer_norm(down(act(up(x)) * input)).
     """
 
     mixer: Mixer | None
@@ -242,6 +244,7 @@ class Layer:
     residual_scale: float = 1.0
     layer_scale: bool = False
     beside: Experts | None = None
+    per_layer: MLP | None = None
 
     @property
     def experts(self) -> Experts | None:
@@ -313,6 +316,20 @@ class Architecture:
                 shapes["recurrent", number, 0] = shape, torch.float32
         return shapes
 
+    @property
+    def per_layer_shapes(self) -> Shapes:
+        """The shapes of the weights behind the inputs of each layer [layers, size]; none if the
+        layers have no inputs.
+
+        They are (norm(projection(e)) + table[token] * size^0.5) / 2^0.5 for a token and its row e
+        of the embedding, before `embed_scale`.
+        """
+        if (mlp := self.layers[0].per_layer) is None:
+            return {}
+        width = len(self.layers) * mlp.inner
+        table, projection = (self.vocab_size, width), (width, self.hidden_size)
+        return {"table": table, "projection": projection, "norm": (mlp.inner,)}
+
     def layer_shapes(self, number: int) -> Shapes:
         """The shapes of a layer's weights by name. Those of experts are one expert's, and stand in
         lists. [out, in] for products; norms are float32."""
@@ -337,6 +354,8 @@ class Architecture:
                 _mlp_shapes(shapes, experts.shared, hidden, "shared.")
             if experts.shared_gate:
                 shapes["shared.router"] = (1, hidden)
+        if layer.per_layer is not None:
+            _mlp_shapes(shapes, layer.per_layer, hidden, "per_layer.")
         return shapes
 
 

@@ -31,21 +31,25 @@ struct MLP {
     int64_t wide() const { return (int64_t)inner * (1 + gated); }
 
     template <class T>
-    void activate(const T* both, T* out, int64_t rows, int threads) const {
-        const T* up = gated ? both + inner : nullptr;
-        ::activation(both, up, out, rows, inner, wide(), wide(), activation, threads);
+    void activate(const T* both, T* out, int64_t rows, int threads, const T* given = nullptr,
+                  int64_t given_stride = 0) const {
+        const T* up = gated ? both + inner : given;
+        int64_t stride = gated ? wide() : given_stride;
+        ::activation(both, up, out, rows, inner, wide(), stride, activation, threads);
     }
 
-    // out [rows][hidden]. `both` and `activated` are room for MLP_ROWS rows.
+    // out [rows][hidden]. `both` and `activated` are room for MLP_ROWS rows. Without a gate, what is
+    // activated is multiplied with the rows `given`, if they are not null.
     template <class T>
     void run(const T* x, T* both, T* activated, float* out, int64_t rows, int threads,
-             Upcoming next) const {
+             Upcoming next, const T* given = nullptr, int64_t given_stride = 0) const {
         int64_t hidden = down.columns;
         for (int64_t n; rows > 0; rows -= n, x += n * hidden, out += n * hidden) {
             n = std::min(rows, MLP_ROWS);
             several(in, 2, x, hidden, both, wide(), n, threads, panels_of(down, threads));
-            activate(both, activated, n, threads);
+            activate(both, activated, n, threads, given, given_stride);
             multiply(activated, inner, down, out, hidden, n, threads, next);
+            if (given) given += n * given_stride;
         }
     }
 };

@@ -40,7 +40,8 @@ class NativeLayers(Layers):
         self._packed: list[PackedLinear] = []
         self._rounds = c_int32(0)
         self._held: list[object] = []  # what the structures' addresses point to
-        self._sublayers: list[tuple[native.Layer, native.Joint, native.Beside | None]] = []
+        self._sublayers: list[native.Sublayer] = []
+        self._per_layer: native.PerLayer | None = None
         self._first = native.Joint(None, None, architecture.embed_scale, 1.0, False)
         self._joint = self._first  # behind the last sublayer so far
         self._pages: list[LayerKind] = []  # of the layers that have some
@@ -49,6 +50,12 @@ class NativeLayers(Layers):
     def embedding(self, embedding: Weight, head: Weight | None) -> None:
         self._table = self._pack([embedding])
         self._head = self._table if head is None else self._pack([head])
+
+    def per_layer(self, weights: Weights) -> None:
+        _check_shapes(weights, self.architecture.per_layer_shapes)
+        structs = (self._product(weights, name).struct for name in ("table", "projection"))
+        norm = weights["norm"]
+        self._per_layer = native.PerLayer(*structs, self._vector(norm), len(norm))
 
     def layer(self, number: int, weights: Weights) -> None:
         """As in `Layers`; `ValueError` if the shapes are others, or the layer's numbers contradict
@@ -62,11 +69,12 @@ class NativeLayers(Layers):
             after: str,
             parallel: bool = False,
             beside: native.Beside | None = None,
+            at: int = -1,
         ) -> None:
             self._joint.before = self._vector(weights.get(before))
             norm = self._vector(weights.get(after))
             self._joint = native.Joint(norm, None, layer.residual_scale, 1.0, parallel)
-            self._sublayers.append((sublayer, self._joint, beside))
+            self._sublayers.append(native.Sublayer(sublayer, self._joint, beside, at))
 
         if layer.mixer is not None:
             add(self._mixer(layer.mixer, weights), "input_norm", "attended_norm", layer.parallel)
@@ -75,6 +83,11 @@ class NativeLayers(Layers):
             add(self._mlp(layer.mlp, weights), "mlp_norm", "after_norm", beside=beside)
         elif layer.mlp is not None:
             add(self._experts(layer.mlp, weights), "mlp_norm", "after_norm")
+        if (mlp := layer.per_layer) is not None:
+            if self._per_layer is None:
+                raise ValueError("a layer has inputs that nothing makes")
+            own = self._mlp(mlp, weights, "per_layer.")
+            add(own, "", "per_layer_norm", at=number * mlp.inner)
         if layer.layer_scale:
             self._joint.sum_scale = float(weights["layer_scale"])
 
@@ -88,6 +101,7 @@ class NativeLayers(Layers):
         ]
         self._model = native.NativeModel(
             *(self._sublayers, ropes, self._first, self._table, self._head, self._dtype),
+            self._per_layer,
             eps=a.eps,
             centred=a.centred,
             logit_scale=a.logit_scale,

@@ -39,6 +39,14 @@ struct Sublayer {
     const Beside* beside;  // of an MLP; or null
     Joint joint;
     SublayerKind kind;
+    int32_t input;         // of an MLP without a gate: where its inputs stand in a row's; or -1
+};
+
+// Of the inputs of all layers, a row of them for each token.
+struct PerLayer {
+    Weight table, projection;  // [vocab, layers * size], [layers * size, hidden]
+    const float* norm;         // [size]
+    int32_t size;
 };
 
 struct RopeTable {
@@ -50,6 +58,7 @@ struct RopeTable {
 struct Model {
     const Sublayer* sublayers;
     const RopeTable* ropes;
+    const PerLayer* per_layer;  // or null
     int32_t count, rope_count, last_mixer, hidden;
     int32_t mixer_in, mixer_out, inner;  // the most columns before and behind a mixer, in an MLP
     int32_t centred;
@@ -75,21 +84,23 @@ struct Step {
         int64_t most = std::max(rows, count);  // a row's logits may be asked for more than once
         int64_t inner = std::min(most, MLP_ROWS) * model.inner, half = 0;
         for (int i = 0; i < model.rope_count; i++) half += model.ropes[i].half;
+        int64_t width = model.per_layer ? model.per_layer->table.depth : 0;
         int64_t sizes[] = {2 * rows * half, most * hidden, most * hidden, most * hidden,
                            std::max(rows * model.mixer_in, 2 * inner),
-                           std::max(most * model.mixer_out, inner)};
-        float* places[6];
+                           std::max(most * model.mixer_out, inner), most * width};
+        float* places[7];
         size_t total = 0;
         for (int64_t& size : sizes) total += size = (size + 15) / 16 * 16;
         places[0] = memory.get(total);
-        for (int i = 1; i < 6; i++) places[i] = places[i - 1] + sizes[i - 1];
+        for (int i = 1; i < 7; i++) places[i] = places[i - 1] + sizes[i - 1];
         float *residual = places[1], *y = places[2];
-        T *x = (T*)places[3], *a = (T*)places[4], *b = (T*)places[5];
+        T *x = (T*)places[3], *a = (T*)places[4], *b = (T*)places[5], *inputs = (T*)places[6];
 
         std::vector<Rope> ropes = rope_tables(positions, rows, places[0]);
         auto add = [&](const Joint& joint) {
             add_norm(y, residual, x, rows, hidden, joint, model.eps, model.centred, threads);
         };
+        if (width) make_inputs(*model.per_layer, ids, x, inputs, rows);
         rows_of(model.embedding, ids, rows, y, threads);
         std::fill(residual, residual + rows * hidden, 0.0f);
         add(model.first);
@@ -116,6 +127,7 @@ struct Step {
                 pick(wanted, count, out->depth, b);
                 pick(wanted, count, hidden, residual);
                 if (sublayer.joint.parallel) pick(wanted, count, hidden, x);
+                if (width) pick(wanted, count, width, inputs);
                 rows = count;
             }
             const void* mlp = sublayer.layer;
@@ -123,7 +135,9 @@ struct Step {
             Upcoming behind = panels_of(first_of(i + 1), threads), next = behind;
             if (beside) next = panels_of(beside->experts.router, threads);
             if (out) multiply(b, out->depth, *out, y, hidden, rows, threads, next);
-            else if (sublayer.kind == DENSE) ((const MLP*)mlp)->run(x, a, b, y, rows, threads, next);
+            else if (sublayer.kind == DENSE)
+                ((const MLP*)mlp)->run(x, a, b, y, rows, threads, next,
+                                       sublayer.input < 0 ? nullptr : inputs + sublayer.input, width);
             else run_experts(*(const Experts*)mlp, x, x, y, rows, threads, next);
             if (beside) add_beside(*beside, residual, x, y, rows, behind);
             add(sublayer.joint);
@@ -142,6 +156,28 @@ struct Step {
             case RECURRENT: return *((const RecurrentLayer*)layer)->in;
             case DENSE: return *((const MLP*)layer)->in;
             default: return ((const Experts*)layer)->router;
+        }
+    }
+
+    // The inputs of all layers; x is room for rows of the embedding.
+    void make_inputs(const PerLayer& of, const int64_t* ids, T* x, T* inputs, int64_t rows) const {
+        static thread_local Scratch memory;
+        int64_t width = of.table.depth, size = of.size, hidden = model.hidden;
+        float *context = memory.get(std::min(rows, MLP_ROWS) * width), factor = std::sqrt(size);
+        rows_of(model.embedding, ids, rows, x, threads);
+        rows_of(of.table, ids, rows, inputs, threads);
+        for (int64_t n; rows > 0; rows -= n, x += n * hidden, inputs += n * width) {
+            n = std::min(rows, MLP_ROWS);
+            multiply(x, hidden, of.projection, context, width, n, threads);
+            parallel_rows(n * width / size, size, threads, [&](int64_t i) {
+                float* from = context + i * size;
+                T* to = inputs + i * size;
+                norm(from, of.norm, from, size, model.eps, model.centred);
+                for (int64_t d = 0; d < size; d += W) {
+                    vec sum = fma(load(to + d, size - d), all(factor), load(from + d, size - d));
+                    store(to + d, sum * (float)M_SQRT1_2, size - d);
+                }
+            });
         }
     }
 

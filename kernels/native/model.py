@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_void_p
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -87,6 +87,12 @@ class Joint(ctypes.Structure):
     ]
 
 
+class PerLayer(ctypes.Structure):
+    """`PerLayer` of model.h."""
+
+    _fields_ = [*_fields(Weight, "table projection"), ("norm", c_void_p), ("size", c_int32)]
+
+
 class RopeTable(ctypes.Structure):
     """`RopeTable` of model.h."""
 
@@ -94,12 +100,15 @@ class RopeTable(ctypes.Structure):
 
 
 class _Sublayer(ctypes.Structure):
-    _fields_ = [*_fields(c_void_p, "layer beside"), ("joint", Joint), ("kind", c_int32)]
+    _fields_ = [
+        *(*_fields(c_void_p, "layer beside"), ("joint", Joint)),
+        *_fields(c_int32, "kind input"),
+    ]
 
 
 class _Model(ctypes.Structure):
     _fields_ = [
-        *_fields(c_void_p, "sublayers ropes"),
+        *_fields(c_void_p, "sublayers ropes per_layer"),
         *_fields(c_int32, "count rope_count last_mixer hidden mixer_in mixer_out inner centred"),
         *_fields(c_float, "eps logit_scale logit_softcap"),
         ("first", Joint),
@@ -115,30 +124,42 @@ Layer = AttentionLayer | RecurrentLayer | MLP | Experts
 _KINDS = (AttentionLayer, RecurrentLayer, MLP, Experts)  # in the order of model.h
 
 
+class Sublayer(NamedTuple):
+    """A layer's mixer or MLP, the joint behind it, the experts beside it, and where in a row's
+    inputs its own stand, if it has any."""
+
+    layer: Layer
+    joint: Joint
+    beside: Beside | None = None
+    input: int = -1
+
+
 class NativeModel:
     """A model of sublayers that were made of weights of the right shapes, which outlive it.
 
     Args:
-        sublayers: with the joint behind each, and the experts beside it; at least one attends.
+        sublayers: at least one attends.
         ropes: the tables that `AttentionLayer.rope` counts.
         first: the joint behind the embedding.
         embedding, head: [vocab_size, hidden] each; one object if they are tied.
         dtype: of the step: float32 or bfloat16.
+        per_layer: of the inputs of all layers, if they have some.
         settings: `eps`, `centred`, `logit_scale` and `logit_softcap` (0 for none).
     """
 
     def __init__(
         self,
-        sublayers: Sequence[tuple[Layer, Joint, Beside | None]],
+        sublayers: Sequence[Sublayer],
         ropes: Sequence[RopeTable],
         first: Joint,
         embedding: PackedLinear,
         head: PackedLinear,
         dtype: torch.dtype,
+        per_layer: PerLayer | None = None,
         **settings: float,
     ) -> None:
         self._dtype, self._vocab_size = dtype, head.out_features
-        layers = [layer for layer, *_ in sublayers]
+        layers = [sublayer.layer for sublayer in sublayers]
         mixers = [x for x in layers if isinstance(x, AttentionLayer | RecurrentLayer)]
         attends = [layer for layer in layers if isinstance(layer, AttentionLayer)]
         self._attends = [layer for layer in attends if not layer.shares]
@@ -157,15 +178,16 @@ class NativeModel:
             _Sublayer(
                 ctypes.addressof(layer),
                 None if beside is None else ctypes.addressof(beside),
-                *(joint, _KINDS.index(type(layer))),
+                *(joint, _KINDS.index(type(layer)), at),
             )
-            for layer, joint, beside in sublayers
+            for layer, joint, beside, at in sublayers
         ]
         self._sublayers = (_Sublayer * len(made))(*made)
         self._ropes = (RopeTable * len(ropes))(*ropes)
-        self._held = sublayers, embedding, head
+        self._held = sublayers, embedding, head, per_layer
         self._model = _Model(
             *(ctypes.addressof(self._sublayers), ctypes.addressof(self._ropes)),
+            None if per_layer is None else ctypes.addressof(per_layer),
             *(len(sublayers), len(ropes), layers.index(mixers[-1]), embedding.in_features),
             mixer_in=max(sum(w.columns for w in mixer.inputs) for mixer in mixers),
             mixer_out=max(mixer.out.depth for mixer in mixers),

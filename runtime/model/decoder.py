@@ -16,12 +16,13 @@ import torch
 from radixcache.errors import ModelError
 from radixcache.kernels.attention import AttentionBackend, AttentionPlan
 from radixcache.kernels.choose import choose_attention, choose_backend
+from radixcache.kernels.quantized import dense_rows
 from radixcache.kernels.spec import Architecture, Unknown, Weights
 from radixcache.runtime.model import reference
 from radixcache.runtime.model.generation import GenerationDefaults
 from radixcache.runtime.model.host.system_memory import give_back
 from radixcache.runtime.model.kv_pool import KVPool
-from radixcache.runtime.model.loop import Kept, LayerLoop, layers_of
+from radixcache.runtime.model.loop import LayerLoop, layers_of
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import track
 from radixcache.runtime.model.selfcheck import PagedTexts
@@ -92,18 +93,20 @@ class Decoder(PagedModel):
         )
         self.state_shapes = architecture.state_shapes
         self.plans_slots = architecture.is_recurrent and isinstance(self._layers, LayerLoop)
-        embedding, head = weights.embedding(), weights.head()
+        embedding, head, per_layer = weights.embedding(), weights.head(), weights.per_layer()
         tokens = torch.arange(_CHECKED_TOKENS, device=device) * 7919 % self.vocab_size
         step = -(-self.vocab_size // _CHECKED_ROWS)
         checked = torch.arange(0, self.vocab_size, step, device=device)
-        hidden, kept = reference.embed(architecture, tokens, embedding), Kept()
-        rows = reference.dense_rows(embedding if head is None else head, checked)
+        hidden, shared = reference.embed(architecture, tokens, embedding, per_layer)
+        rows = dense_rows(embedding if head is None else head, checked)
         self._layers.embedding(embedding, head)
-        del embedding, head
+        if per_layer:
+            self._layers.per_layer(per_layer)
+        del embedding, head, per_layer
         for number in track(range(len(architecture.layers)), "reading weights"):
             layer = weights.layer(number)
             _check_numbers(layer, number)
-            hidden = reference.run_layer(architecture, number, hidden, layer, kept)
+            hidden = reference.run_layer(architecture, number, hidden, layer, shared)
             self._layers.layer(number, layer)
             give_back()
         last_norm = weights.last_norm()

@@ -20,7 +20,7 @@ from radixcache.kernels.backend import (
     Pool,
     SlotUse,
 )
-from radixcache.kernels.quantized import Quantized, dense
+from radixcache.kernels.quantized import Quantized, dense, dense_rows
 from radixcache.kernels.recurrence import StepStates
 from radixcache.kernels.spec import MLP, Attention, Layer, Weight, Weights
 
@@ -42,6 +42,7 @@ class LoadedLayer:
         experts: in place of an MLP, or beside it.
         sinks: [heads], or None.
         scale: the factor on the layer's output, or None.
+        input_up, input_down: of `Layer.per_layer`.
     """
 
     spec: Layer
@@ -54,6 +55,8 @@ class LoadedLayer:
     experts: ExpertLinear | None = None
     sinks: torch.Tensor | None = None
     scale: torch.Tensor | None = None
+    input_up: Any = None
+    input_down: Any = None
 
     @property
     def first_norm(self) -> torch.Tensor | None:
@@ -69,6 +72,7 @@ class Step(NamedTuple):
 
     Attributes:
         kept: for layers that share K/V.
+        inputs: [T, layers, size] of the layers, or None.
         positions: [T] of its rows; `rope_positions` in the backend's form, for each RoPE.
         states: where the sequences of a recurrent model have theirs.
     """
@@ -78,6 +82,7 @@ class Step(NamedTuple):
     rope_positions: list[Any]
     states: StepStates | None
     kept: Kept
+    inputs: torch.Tensor | None = None
 
 
 def layers_of(backend: Backend) -> Layers:
@@ -98,6 +103,11 @@ class LayerLoop(Layers):
         table = dense(embedding).to(self._dtype)
         head_linear: Any = self._backend.linear((table if head is None else head, None))
         self._lm_head, self._table = head_linear, head_linear.weight if head is None else table
+
+    def per_layer(self, weights: Weights) -> None:
+        self._input_table = weights["table"]
+        self._projection = self._backend.linear((weights["projection"], None))
+        self._input_norm = self._backend.norm_weight(weights["norm"])
 
     def layer(self, number: int, weights: Weights) -> None:
         backend, spec = self._backend, self._spec.layers[number]
@@ -131,6 +141,9 @@ class LayerLoop(Layers):
             if isinstance(weights["experts.up"][0], Quantized):
                 backend.weights_by.add("dense experts")
             loaded.experts = backend.experts(spec.experts, weights)
+        if spec.per_layer is not None:
+            loaded.input_up = backend.linear(part("per_layer.up"))
+            loaded.input_down = backend.linear(part("per_layer.down"))
         if spec.layer_scale:
             loaded.scale = weights["layer_scale"].to(self._dtype)
         self._layers.append(loaded)
@@ -140,10 +153,13 @@ class LayerLoop(Layers):
 
     def run(self, pool: Pool, plan: AttentionPlan, states: Sequence[SlotUse] = ()) -> torch.Tensor:
         spec, (token_ids, _, logit_rows, *_) = self._spec, plan.arrays
-        residual = F.embedding(token_ids, self._table).to(self._dtype)
+        residual, inputs = F.embedding(token_ids, self._table).to(self._dtype), None
+        if spec.per_layer_shapes:
+            inputs = self.layer_inputs(token_ids, residual)
         if spec.embed_scale != 1:
             residual = residual * spec.embed_scale
         step, pages, last = self.begin(plan), iter(pool.layers), len(self._layers) - 1
+        step = step._replace(inputs=inputs)
         x = self.first_norm(residual)
         for number, layer in enumerate(self._layers):
             of_layer: Any = None
@@ -161,6 +177,14 @@ class LayerLoop(Layers):
         _, positions, _, *slots = plan.arrays
         states = StepStates.of(slots, self._spec.conv_widths) if slots else None
         return Step(plan, positions, self._backend.rope_positions(positions), states, {})
+
+    def layer_inputs(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """[T, layers, size], by the tokens and their rows of the embedding."""
+        size = len(self._input_norm)
+        context = self._projection(rows).unflatten(-1, (-1, size))
+        context = self._backend.norm(context, self._input_norm)
+        tokens = dense_rows(self._input_table, token_ids).to(self._dtype).view_as(context)
+        return context.add_(tokens, alpha=size**0.5).mul_(0.5**0.5)
 
     def first_norm(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the first layer reads."""
@@ -186,7 +210,7 @@ class LayerLoop(Layers):
             rows: those that go on after the mixer, once K/V of all are written; None for all.
         """
         layer = self._layers[number]
-        mixer, mlp = layer.spec.mixer, layer.spec.mlp
+        mixer, mlp, per_layer = layer.spec.mixer, layer.spec.mlp, layer.spec.per_layer
         if isinstance(mixer, Attention):
             y = self._attend(x, step, layer, memory)
         elif layer.recurrent is not None:
@@ -207,6 +231,14 @@ class LayerLoop(Layers):
             y, after = self._mlp(layer, x), layer.norms.get("after_norm")
             if layer.spec.beside is not None:
                 y = self._beside(layer, residual, y)
+            ends = (next_norm, layer.scale) if per_layer is None else (None, None)
+            residual, x = self._add(y, residual, layer.spec, after, *ends)
+        if per_layer is not None:
+            assert step.inputs is not None
+            inputs = step.inputs[:, number]
+            inputs = inputs if rows is None else inputs.index_select(0, rows)
+            y = self._backend.activation(per_layer, x, layer.input_up)
+            y, after = layer.input_down(y.mul_(inputs)), layer.norms["per_layer_norm"]
             residual, x = self._add(y, residual, layer.spec, after, next_norm, layer.scale)
         return residual, x
 

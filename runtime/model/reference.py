@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from radixcache.kernels.attention import LayerPages, PagedBatch
 from radixcache.kernels.backend import ExpertLinear, Linear, Part, TritonKernels
-from radixcache.kernels.quantized import Quantized, dense
+from radixcache.kernels.quantized import Quantized, dense, dense_rows
 from radixcache.kernels.spec import MLP, Architecture, Experts, Weight, Weights
 from radixcache.kernels.torch.attention import TorchAttention
 from radixcache.kernels.torch.experts import activate, choose
@@ -31,6 +31,13 @@ from radixcache.runtime.model.weights.sources import ModelWeights
 from radixcache.states import SequenceStates
 
 _PART = 8192  # rows of a weight
+
+
+class Shared(NamedTuple):
+    """What the layers of a text share: `kept` and `inputs` of `loop.Step`, of all of them."""
+
+    kept: Kept
+    inputs: torch.Tensor | None
 
 
 class _Unpacked(TorchBackend):
@@ -55,18 +62,29 @@ def rounded_logits(
     Their distance from those of `run_layer` alone is that of a loop that rounds nothing else.
     """
     embedding = weights.embedding()
-    hidden, kept = embed(architecture, tokens, embedding), Kept()
+    hidden, shared = embed(architecture, tokens, embedding, weights.per_layer())
     for number in range(len(architecture.layers)):
-        hidden = run_layer(architecture, number, hidden, weights.layer(number), kept)
+        hidden = run_layer(architecture, number, hidden, weights.layer(number), shared)
         hidden = hidden.to(dtype).float()
     head = weights.head()
     head = embedding if head is None else head
     return logits(architecture, hidden, weights.last_norm(), dense_rows(head, rows))
 
 
-def embed(architecture: Architecture, tokens: torch.Tensor, embedding: Weight) -> torch.Tensor:
-    """[T, hidden_size] float32."""
-    return dense_rows(embedding, tokens) * architecture.embed_scale
+def embed(
+    architecture: Architecture, tokens: torch.Tensor, embedding: Weight, per_layer: Weights
+) -> tuple[torch.Tensor, Shared]:
+    """[T, hidden_size] float32, and what layers read beside it.
+
+    Args:
+        per_layer: the weights of `per_layer_shapes`.
+    """
+    rows, inputs = dense_rows(embedding, tokens), None
+    if per_layer:
+        loop = _loop(architecture, tokens.device)
+        loop.per_layer(per_layer)
+        inputs = loop.layer_inputs(tokens, rows)
+    return rows * architecture.embed_scale, Shared({}, inputs)
 
 
 def logits(
@@ -78,10 +96,9 @@ def logits(
 
 
 def run_layer(
-    architecture: Architecture, number: int, hidden: torch.Tensor, weights: Weights, kept: Kept
+    architecture: Architecture, number: int, hidden: torch.Tensor, weights: Weights, shared: Shared
 ) -> torch.Tensor:
-    """[T, hidden_size] float32 after a layer, by the weights of `layer_shapes`; `kept` is that of
-    the layers before."""
+    """[T, hidden_size] float32 after a layer, by the weights of `layer_shapes`."""
     one = replace(architecture, layers=(architecture.layers[number],))
     loop, device, count = _loop(one, hidden.device), hidden.device, len(hidden)
     loop.layer(0, weights)
@@ -97,7 +114,8 @@ def run_layer(
     if states:
         memory = StatePool(one.state_shapes, 1, device).of_layer[0]
     x = loop.first_norm(hidden)
-    step = loop.begin(plan)._replace(kept=kept)
+    inputs = None if shared.inputs is None else shared.inputs[:, number : number + 1]
+    step = loop.begin(plan)._replace(kept=shared.kept, inputs=inputs)
     return loop.run_layer(0, x, hidden.clone(), step, memory, None)[0]
 
 
@@ -109,13 +127,6 @@ def product(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     else:
         parts = (part.float() for part in weight.split(_PART))
     return torch.cat([x @ part.T for part in parts], 1)
-
-
-def dense_rows(weight: Weight, numbers: torch.Tensor) -> torch.Tensor:
-    """[T, in] float32."""
-    if isinstance(weight, Quantized):
-        return weight.rows(numbers).dense()
-    return weight[numbers].float()
 
 
 def _loop(architecture: Architecture, device: torch.device) -> LayerLoop:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from radixcache.kernels.spec import MLP, Attention, Experts, Layer, Unknown
 from radixcache.runtime.model.families.config import Config
@@ -14,27 +15,32 @@ BESIDE = {
 }  # fmt: skip
 """The norms of experts beside an MLP, by their names in a checkpoint."""
 
+PER_LAYER = {"per_layer_norm": "post_per_layer_input_norm"}
+
 
 def heads(config: Config, number: int) -> tuple[int | None, int | None]:
     own = {int(n): of for n, of in (config.maybe("per_layer_config") or {}).items()}
     found = own.get(number, {})
     if found.keys() - {"head_dim", "num_key_value_heads"}:
         raise Unknown(f"its layers differ in {', '.join(sorted(found))}")
-    if config.maybe("hidden_size_per_layer_input"):
-        raise Unknown("its layers have embeddings of their own")
     return found.get("num_key_value_heads"), found.get("head_dim")
 
 
 def adjust(config: Config, family: Family, layers: list[Layer]) -> list[Layer]:
-    """Experts beside the MLPs; the last layers share the K/V of others."""
-    beside, absent = None, {*BESIDE}
+    """Experts beside the MLPs; inputs of each layer; the last layers share the K/V of others."""
+    beside, per_layer, absent = None, None, {*BESIDE}
     if config.flag("enable_moe_block"):
         each, absent = family.dense(config, "moe_intermediate_size"), set()
         count, active = config.size("num_experts"), config.size("top_k_experts")
         beside = Experts(count, active, each, each_scale=True)
+    if size := config.count("hidden_size_per_layer_input"):
+        config.agree("vocab_size_per_layer_input", config.size("vocab_size"))
+        per_layer = replace(family.dense(config, size), gated=False)
+    else:
+        absent = absent | {*PER_LAYER}
     norms = tuple(name for name in layers[0].norms if name not in absent)
-    layers = _sharing(config, layers)
-    return [replace(layer, norms=norms, beside=beside) for layer in layers]
+    changes: dict[str, Any] = {"norms": norms, "beside": beside, "per_layer": per_layer}
+    return [replace(layer, **changes) for layer in _sharing(config, layers)]
 
 
 def _sharing(config: Config, layers: list[Layer]) -> list[Layer]:

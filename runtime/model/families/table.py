@@ -79,7 +79,7 @@ _GEMMA2: dict[str, Any] = {
     "scale": lambda config: config.size("query_pre_attn_scalar") ** -0.5,
 }  # fmt: skip
 _GEMMA4: dict[str, Any] = {
-    **_GEMMA2, "norms": _PRE | _POST | gemma4.BESIDE, "head_norms": "head",
+    **_GEMMA2, "norms": _PRE | _POST | gemma4.BESIDE | gemma4.PER_LAYER, "head_norms": "head",
     "nested_rope": True, "partial_rope": True, "offset": 0.0, "adjust": gemma4.adjust,
     "scale": lambda config: 1.0, "heads": gemma4.heads, "value_norm": True, "value_is_key": True,
     "layer_scale": True,

@@ -21,6 +21,10 @@ _PARTS = {
     "shared.router": "ffn_gate_inp_shexp", "gate_up": "ffn_up", "shared.gate_up": "ffn_up_shexp",
     "experts.gate_up": "ffn_gate_up_exps",
 }  # fmt: skip
+_PER_LAYER = {
+    "table": "per_layer_token_embd.weight", "projection": "per_layer_model_proj.weight",
+    "norm": "per_layer_proj_norm.weight",
+}  # fmt: skip
 _SHORT_CONV = {"in": "shortconv.in_proj", "conv": "shortconv.conv", "o": "shortconv.out_proj"}
 _MAMBA = {"in": "ssm_in", "conv": "ssm_conv1d", "mixer_norm": "ssm_norm", "o": "ssm_out"}
 _DELTA_NET = {
@@ -50,7 +54,8 @@ def name_gguf(architecture: Architecture, file: GGUFFile) -> Naming:
         for number, layer in enumerate(architecture.layers)
     ]
     last_norms = ["output_norm.weight", "token_embd_norm.weight"]  # the latter is LFM's
-    return Naming(["token_embd.weight"], ["output.weight"], last_norms, "", layers, is_spare)
+    embeddings, heads = ["token_embd.weight"], ["output.weight"]
+    return Naming(embeddings, heads, last_norms, "", layers, is_spare, _PER_LAYER)
 
 
 def _names(at: str, layer: Layer, stored: Container[str]) -> dict[str, str]:

@@ -17,6 +17,10 @@ _TEXT_PREFIXES = ("model.", "backbone.")
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight")
 _LAST_NORMS = ("norm.weight", "embedding_norm.weight", "norm_f.weight", "final_layernorm.weight")
 _HEADS = ["lm_head.weight", "language_model.lm_head.weight"]
+_PER_LAYER = {
+    "table": "embed_tokens_per_layer.weight", "projection": "per_layer_model_projection.weight",
+    "norm": "per_layer_projection_norm.weight",
+}  # fmt: skip
 _MIXERS = ("self_attn", "linear_attn", "mamba", "conv", "mixer")
 _MIXER = {
     "q_proj": "q", "k_proj": "k", "v_proj": "v", "qkv_proj": "qkv", "gate_proj": "q_gate",
@@ -39,7 +43,8 @@ _THEN["router_norm"] = "over root of size"
 _OTHERS = {
     "layer_scalar": "layer_scale", "router.proj": "router",
     "router.per_expert_scale": "expert_scale", "experts.gate_up_proj": "experts.gate_up",
-    "experts.down_proj": "experts.down",
+    "experts.down_proj": "experts.down", "per_layer_input_gate": "per_layer.up",
+    "per_layer_projection": "per_layer.down",
 }  # fmt: skip
 
 
@@ -74,7 +79,8 @@ def name_checkpoint(architecture: Architecture, stored: Collection[str]) -> Nami
             then = {**_THEN, "experts.gate_up": "transpose", "experts.down": "transpose"}
         layers.append(Names(names, then, family.alternating))
     embeddings, last_norms = ([prefix + x for x in ends] for ends in (_EMBEDDINGS, _LAST_NORMS))
-    return Naming(embeddings, _HEADS, last_norms, "plus offset", layers, spare)
+    per_layer = {ours: prefix + name for ours, name in _PER_LAYER.items()}
+    return Naming(embeddings, _HEADS, last_norms, "plus offset", layers, spare, per_layer)
 
 
 @lru_cache(4096)

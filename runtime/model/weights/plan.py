@@ -73,6 +73,7 @@ class Naming(NamedTuple):
     Attributes:
         then: what is done with the last norm (`Piece.then`).
         is_spare: whether no text's next token needs a tensor.
+        per_layer: by the names of `per_layer_shapes`.
     """
 
     embeddings: list[str]
@@ -81,6 +82,7 @@ class Naming(NamedTuple):
     then: str
     layers: list[Names]
     is_spare: Callable[[str], bool]
+    per_layer: Mapping[str, str]
 
 
 class Tensors:
