@@ -221,6 +221,7 @@ class LayerInputs(NamedTuple):
         layer: one of the kinds that the backend was made for.
         sinks: [num_qo_heads] each head's score for an extra key whose value is 0, as in gpt-oss:
             attention whose weights sum to ``exp(lse)`` is multiplied by ``sigmoid(lse - sink)``.
+        written: an earlier layer has written `key` and `value` into the pages.
     """
 
     query: torch.Tensor
@@ -229,6 +230,7 @@ class LayerInputs(NamedTuple):
     pages: LayerPages
     layer: LayerKind
     sinks: torch.Tensor | None = None
+    written: bool = False
 
 
 class AttentionPlan(ABC):
@@ -242,7 +244,7 @@ class AttentionPlan(ABC):
 
     @abstractmethod
     def run(self, inputs: LayerInputs) -> torch.Tensor:
-        """Write the new tokens' K/V into the pages, then attend.
+        """Write the new tokens' K/V into the pages, unless they are `written`, then attend.
 
         Returns:
             [T, num_qo_heads, `layer.out_dim`], contiguous, the query's dtype.

@@ -36,6 +36,13 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
+Heads = tuple[torch.Tensor, ...]
+"""Queries and keys, or queries alone."""
+
+ExpertLinear = Callable[..., torch.Tensor]
+"""Experts: rows [T, hidden] to their weighted sum; a second argument is what the router reads, if
+it is not the rows."""
+
 Mixer = Callable[[torch.Tensor, Mapping[StateName, torch.Tensor], StepStates], torch.Tensor]
 """A recurrent layer without its output linear: rows [T, hidden], the layer's states, which it
 updates, and the step's; gives [T, out_width]."""
@@ -82,6 +89,11 @@ class Layers(ABC):
     def embedding(self, embedding: Weight, head: Weight | None) -> None:
         """At load: take the embedding [vocab_size, hidden_size], and the lm_head's weight; None if
         it is the embedding."""
+
+    @abstractmethod
+    def per_layer(self, weights: Weights) -> None:
+        """At load: take the weights of the layers' inputs, by the names of `per_layer_shapes`; the
+        table stays in its format."""
 
     @abstractmethod
     def layer(self, number: int, weights: Weights) -> None:
@@ -146,8 +158,8 @@ class Backend(ABC):
         """The linears whose results `activation` takes."""
 
     @abstractmethod
-    def experts(self, spec: Experts, weights: Weights) -> Linear:
-        """The experts of a layer with these weights: rows [T, hidden] to their weighted sum."""
+    def experts(self, spec: Experts, weights: Weights) -> ExpertLinear:
+        """The experts of a layer with these weights."""
 
     @abstractmethod
     def mixer(self, spec: RECURRENT, weights: Weights) -> Mixer:
@@ -168,7 +180,7 @@ class Backend(ABC):
         """The sum of both, which may be overwritten, and its norm."""
 
     @abstractmethod
-    def head_norms(self, spec: Attention, heads: Pair, norms: Mapping[str, torch.Tensor]) -> Pair:
+    def head_norms(self, spec: Attention, heads: Heads, norms: Mapping[str, torch.Tensor]) -> Heads:
         """Queries and keys [T, heads * head_dim], normed each or all heads at once, by the norms of
         these names; they may be overwritten."""
 
@@ -177,7 +189,7 @@ class Backend(ABC):
         """Once per step, for each RoPE: the rows' positions [T] in the form that `rope` needs."""
 
     @abstractmethod
-    def rope(self, heads: Pair, positions: Any) -> Pair:
+    def rope(self, heads: Heads, positions: Any) -> Heads:
         """Queries and keys [T, heads, head_dim] with RoPE; they may be overwritten."""
 
     @abstractmethod

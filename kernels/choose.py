@@ -34,7 +34,7 @@ from radixcache.kernels.native.library import DTYPES, problem
 from radixcache.kernels.native.operators import NativeBackend
 from radixcache.kernels.native.sampling import DrawTokens, draw_tokens
 from radixcache.kernels.recurrence import Recurrence, Slots, Tokens
-from radixcache.kernels.spec import Architecture, Experts, Unknown
+from radixcache.kernels.spec import Architecture, Unknown
 from radixcache.kernels.torch.attention import TorchAttention
 from radixcache.kernels.torch.experts import GroupedProduct
 from radixcache.kernels.torch.operators import TorchBackend
@@ -99,7 +99,7 @@ def choose_backend(
     """
     if attention.room == "native":
         return NativeBackend(architecture, dtype, device, attention)
-    has_experts = any(isinstance(layer.mlp, Experts) for layer in architecture.layers)
+    has_experts = any(layer.experts for layer in architecture.layers)
     triton = TritonKernels(
         find_recurrence(architecture, device),
         find_grouped_product(device, dtype) if has_experts else None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import cast
 
 import torch
@@ -117,7 +118,7 @@ class Quantized:
         """float32 of numbers, or of the levels of codes."""
         if not self.levels or self.levels == INT8:
             return numbers.view(torch.int8 if self.levels else torch.uint8).float()
-        return torch.tensor(self.levels, device=numbers.device).float()[numbers.int()]
+        return _levels(self.levels, numbers.device)[numbers.int()]
 
     def times_rounded(self, x: torch.Tensor) -> torch.Tensor:
         """float32 [T, out] of rows [T, in] that are rounded to 8 bits, to the bit of rounded.h."""
@@ -141,6 +142,12 @@ class Quantized:
         return out
 
 
+@lru_cache
+def _levels(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """On the device already when a CUDA graph is captured, which takes no copies from the host."""
+    return torch.tensor(levels, device=device).float()
+
+
 def e2m1(codes: torch.Tensor, scales: torch.Tensor) -> Quantized:
     """Floats of 4 bits, uint8 [out, in], times float32 scales [out, in / 16] (NVFP4) or
     [out, in / 32] (MXFP4)."""
@@ -150,6 +157,13 @@ def e2m1(codes: torch.Tensor, scales: torch.Tensor) -> Quantized:
 def dense(weight: torch.Tensor | Quantized) -> torch.Tensor:
     """A quantized weight as float32; any other as it is."""
     return weight.dense() if isinstance(weight, Quantized) else weight
+
+
+def dense_rows(weight: torch.Tensor | Quantized, numbers: torch.Tensor) -> torch.Tensor:
+    """[T, in] float32, the rows with these numbers."""
+    if isinstance(weight, Quantized):
+        return weight.rows(numbers).dense()
+    return weight[numbers].float()
 
 
 def join_rows(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -69,6 +69,8 @@ class Attention:
         bias: whether queries, keys and values have biases.
         out_bias: whether the output has one.
         sinks: whether each head has a sink (`LayerInputs.sinks`).
+        shares: it has queries alone, and attends over K/V of the last layer before it that has its
+            own, of the same kind.
         query_scaling: (beta, length): queries at position p are multiplied by
             1 + beta * log(1 + p // length), as in Ministral 3.
     """
@@ -81,6 +83,7 @@ class Attention:
     bias: bool = False
     out_bias: bool = False
     sinks: bool = False
+    shares: bool = False
     query_scaling: tuple[float, int] | None = None
 
     @property
@@ -190,6 +193,7 @@ class Experts:
         router_bias: whether the router has a bias.
         shared: the shared expert; None if there is none.
         shared_gate: whether the sigmoid of a product with the row scales it.
+        each_scale: whether a weight `expert_scale` [count] multiplies the scores last.
     """
 
     count: int
@@ -205,6 +209,7 @@ class Experts:
     router_bias: bool = False
     shared: MLP | None = None
     shared_gate: bool = False
+    each_scale: bool = False
 
     def __post_init__(self) -> None:
         size, kept = self.count // max(self.groups, 1), self.kept_groups
@@ -225,6 +230,11 @@ class Layer:
             before the MLP, `after_norm` after it.
         parallel: the MLP reads what the mixer reads, so there is no `mlp_norm`.
         layer_scale: whether the layer's output is multiplied by a weight `layer_scale` [1].
+        beside: experts that read the residual x beside the MLP: in place of the MLP's result y,
+            `after_norm` gets mlp_out_norm(y) + expert_out_norm(z), where z is their result for
+            expert_norm(x), chosen by router_norm(x). All four are in `norms`.
+        per_layer: an MLP without a gate for what the row has beside x for this layer, its input:
+            at the layer's end x += per_layer_norm(down(act(up(x)) * input)).
     """
 
     mixer: Mixer | None
@@ -233,6 +243,17 @@ class Layer:
     parallel: bool = False
     residual_scale: float = 1.0
     layer_scale: bool = False
+    beside: Experts | None = None
+    per_layer: MLP | None = None
+
+    @property
+    def experts(self) -> Experts | None:
+        """The layer's experts, in the MLP's place or beside it."""
+        return self.mlp if isinstance(self.mlp, Experts) else self.beside
+
+    @property
+    def shares_kv(self) -> bool:
+        return isinstance(self.mixer, Attention) and self.mixer.shares
 
 
 @dataclass(frozen=True)
@@ -266,8 +287,9 @@ class Architecture:
 
     @property
     def kinds(self) -> list[LayerKind]:
-        """The attention of each layer that attends, in order."""
-        return [x.mixer.kind for x in self.layers if isinstance(x.mixer, Attention)]
+        """The attention of each layer that has KV pages, in order."""
+        mixers = [x.mixer for x in self.layers if isinstance(x.mixer, Attention)]
+        return [mixer.kind for mixer in mixers if not mixer.shares]
 
     @property
     def is_recurrent(self) -> bool:
@@ -294,6 +316,20 @@ class Architecture:
                 shapes["recurrent", number, 0] = shape, torch.float32
         return shapes
 
+    @property
+    def per_layer_shapes(self) -> Shapes:
+        """The shapes of the weights behind the inputs of each layer [layers, size]; none if the
+        layers have no inputs.
+
+        They are (norm(projection(e)) + table[token] * size^0.5) / 2^0.5 for a token and its row e
+        of the embedding, before `embed_scale`.
+        """
+        if (mlp := self.layers[0].per_layer) is None:
+            return {}
+        width = len(self.layers) * mlp.inner
+        table, projection = (self.vocab_size, width), (width, self.hidden_size)
+        return {"table": table, "projection": projection, "norm": (mlp.inner,)}
+
     def layer_shapes(self, number: int) -> Shapes:
         """The shapes of a layer's weights by name. Those of experts are one expert's, and stand in
         lists. [out, in] for products; norms are float32."""
@@ -307,16 +343,19 @@ class Architecture:
             _recurrent_shapes(shapes, layer.mixer, hidden)
         if isinstance(layer.mlp, MLP):
             _mlp_shapes(shapes, layer.mlp, hidden)
-        elif layer.mlp is not None:
-            experts = layer.mlp
+        if (experts := layer.experts) is not None:
             _product(shapes, "router", experts.count, hidden, experts.router_bias)
             if experts.correction:
                 shapes["correction"] = (experts.count,)
+            if experts.each_scale:
+                shapes["expert_scale"] = (experts.count,)
             _mlp_shapes(shapes, experts.each, hidden, "experts.")
             if experts.shared is not None:
                 _mlp_shapes(shapes, experts.shared, hidden, "shared.")
             if experts.shared_gate:
                 shapes["shared.router"] = (1, hidden)
+        if layer.per_layer is not None:
+            _mlp_shapes(shapes, layer.per_layer, hidden, "per_layer.")
         return shapes
 
 
@@ -332,13 +371,15 @@ def _attention_shapes(shapes: Shapes, attention: Attention, hidden: int) -> None
     _product(shapes, "q", queries, hidden, attention.bias)
     if attention.gated:
         _product(shapes, "q_gate", attention.width, hidden, attention.bias)
-    _product(shapes, "k", keys, hidden, attention.bias)
-    _product(shapes, "v", kind.kv_heads * kind.value_dim, hidden, attention.bias)
+    if not attention.shares:
+        _product(shapes, "k", keys, hidden, attention.bias)
+        _product(shapes, "v", kind.kv_heads * kind.value_dim, hidden, attention.bias)
     _product(shapes, "o", hidden, attention.width, attention.out_bias)
     if attention.head_norms is not None:
         one = attention.head_norms == "head"
         shapes["query_norm"] = (kind.head_dim if one else queries,)
-        shapes["key_norm"] = (kind.head_dim if one else keys,)
+        if not attention.shares:
+            shapes["key_norm"] = (kind.head_dim if one else keys,)
     if attention.sinks:
         shapes["sinks"] = (kind.query_heads,)
 

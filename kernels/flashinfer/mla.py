@@ -37,7 +37,7 @@ class FlashInferMLAPlan(AttentionPlan):
 
     @torch.inference_mode()
     def run(self, inputs: LayerInputs) -> torch.Tensor:
-        query, key, value, pages, layer, sinks = inputs
+        query, key, value, pages, layer, sinks, _ = inputs
         for side, new in zip(pages, (key, value), strict=True):
             side.flatten(0, 1).index_copy_(0, self.slots.long(), new)
         heads, dims = layer.query_heads, (layer.head_dim, layer.value_dim)

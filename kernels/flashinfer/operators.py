@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from radixcache.kernels.backend import Linear, Pair, Part
+from radixcache.kernels.backend import ExpertLinear, Heads, Pair, Part
 from radixcache.kernels.flashinfer.experts import FusedExperts
 from radixcache.kernels.flashinfer.load import load_flashinfer
 from radixcache.kernels.spec import MLP, Attention, Experts, Weights
@@ -45,7 +45,7 @@ class FlashInferBackend(TorchBackend):
     def gate_up(self, gate: Part, up: Part) -> Any:
         return self.linear(gate, up)
 
-    def experts(self, spec: Experts, weights: Weights) -> Linear:
+    def experts(self, spec: Experts, weights: Weights) -> ExpertLinear:
         """By one kernel, which the first layer of each kind tries; else by grouped products."""
         if not self._fuses_experts or not FusedExperts.takes(self.architecture, spec):
             return super().experts(spec, weights)
@@ -89,9 +89,9 @@ class FlashInferBackend(TorchBackend):
         getattr(self._kernels, kernel)(both, out=out)
         return out
 
-    def head_norms(self, spec: Attention, heads: Pair, norms: Mapping[str, torch.Tensor]) -> Pair:
+    def head_norms(self, spec: Attention, heads: Heads, norms: Mapping[str, torch.Tensor]) -> Heads:
         each = spec.head_norms == "head"
-        for x, name in zip(heads, ("query_norm", "key_norm"), strict=True):
+        for x, name in zip(heads, ("query_norm", "key_norm"), strict=False):
             if each:
                 x = x.unflatten(-1, (-1, spec.kind.head_dim))
             if each and self.architecture.norm_offset:  # a kernel for two dimensions alone
@@ -100,8 +100,9 @@ class FlashInferBackend(TorchBackend):
                 self._rmsnorm(x, norms[name], self.eps, out=x)
         return heads
 
-    def rope(self, heads: Pair, positions: Any) -> Pair:
-        (query, key), (places, table) = heads, positions
+    def rope(self, heads: Heads, positions: Any) -> Heads:
+        (query, *keys), (places, table) = heads, positions
+        key = keys[0] if keys else torch.zeros_like(query[:, :1])  # which the kernel turns, too
         self._kernels.apply_rope_with_cos_sin_cache_inplace(
             places, query.flatten(1), key.flatten(1), query.shape[-1], table
         )

@@ -58,12 +58,12 @@ class FlashInferPlan(AttentionPlan):
 
     @torch.inference_mode()
     def run(self, inputs: LayerInputs) -> torch.Tensor:
-        query, key, value, pages, layer, sinks = inputs
+        query, key, value, pages, layer, sinks, written = inputs
         options = _scales(pages)
         if isinstance(pages, Fp8Pages):  # appending copies bytes
             key = encode(key, FP8, pages.k_scale)
             value = encode(value, FP8, pages.v_scale)
-        for part in self.parts:  # write all K/V first: a row may attend to those of other rows
+        for part in () if written else self.parts:  # all K/V first: rows see those of others
             tables = part.tables
             flashinfer.append_paged_kv_cache(
                 append_key=key[part.rows],

@@ -153,7 +153,7 @@ class NativePlan(AttentionPlan):
             ValueError: the tensors' shapes contradict each other or the plan.
             MemoryError: the sums of the step's rows do not fit into memory.
         """
-        query, key, value, (k_pages, _), layer, sinks = inputs
+        query, key, value, (k_pages, _), layer, sinks, written = inputs
         heads, kv_heads, dim, value_dim, *_ = layer
         tokens, (pages, size) = len(query), k_pages.shape[:2]
         batch, layer_heads = self.address_for(tokens, k_pages), heads_of(layer)
@@ -167,7 +167,7 @@ class NativePlan(AttentionPlan):
         out = query.new_empty(tokens, heads, value_dim)
         kernel("attend", query.dtype)(
             *(batch, ctypes.addressof(layer_heads)),
-            *(query.data_ptr(), query.stride(0), key.data_ptr(), key.stride(0)),
+            *(query.data_ptr(), query.stride(0), 0 if written else key.data_ptr(), key.stride(0)),
             *(value.data_ptr(), value.stride(0), ctypes.addressof(page_struct)),
             *(out.data_ptr(), 0 if sinks is None else sinks.data_ptr()),
         )

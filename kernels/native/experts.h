@@ -31,21 +31,25 @@ struct MLP {
     int64_t wide() const { return (int64_t)inner * (1 + gated); }
 
     template <class T>
-    void activate(const T* both, T* out, int64_t rows, int threads) const {
-        const T* up = gated ? both + inner : nullptr;
-        ::activation(both, up, out, rows, inner, wide(), wide(), activation, threads);
+    void activate(const T* both, T* out, int64_t rows, int threads, const T* given = nullptr,
+                  int64_t given_stride = 0) const {
+        const T* up = gated ? both + inner : given;
+        int64_t stride = gated ? wide() : given_stride;
+        ::activation(both, up, out, rows, inner, wide(), stride, activation, threads);
     }
 
-    // out [rows][hidden]. `both` and `activated` are room for MLP_ROWS rows.
+    // out [rows][hidden]. `both` and `activated` are room for MLP_ROWS rows. Without a gate, what is
+    // activated is multiplied with the rows `given`, if they are not null.
     template <class T>
     void run(const T* x, T* both, T* activated, float* out, int64_t rows, int threads,
-             Upcoming next) const {
+             Upcoming next, const T* given = nullptr, int64_t given_stride = 0) const {
         int64_t hidden = down.columns;
         for (int64_t n; rows > 0; rows -= n, x += n * hidden, out += n * hidden) {
             n = std::min(rows, MLP_ROWS);
             several(in, 2, x, hidden, both, wide(), n, threads, panels_of(down, threads));
-            activate(both, activated, n, threads);
+            activate(both, activated, n, threads, given, given_stride);
             multiply(activated, inner, down, out, hidden, n, threads, next);
+            if (given) given += n * given_stride;
         }
     }
 };
@@ -56,6 +60,7 @@ struct Experts {
     const MLP *each, *shared;  // [count]; the expert of all rows, or null
     Weight router, shared_gate;  // shared_gate: columns 0 for none
     const float* correction;     // [count], added to the scores that choose; or null
+    const float* each_scale;     // [count], what multiplies the scores last; or null
     Scores scores;
     int32_t count, active, groups, kept_groups, renormalise;
     float epsilon, scale;
@@ -122,7 +127,7 @@ inline void choose(const Experts& e, const float* logits, Chosen* to) {
     }
     for (int i = 0; i < e.active; i++) {
         if (of_chosen || e.renormalise) to[i].weight /= sum;
-        to[i].weight *= e.scale;
+        to[i].weight *= e.each_scale ? e.scale * e.each_scale[order[i]] : e.scale;
     }
 }
 
@@ -140,7 +145,7 @@ inline Weight part_of(const Weight& weight, int first, int panels) {
 template <class T>
 struct Mixture {
     const Experts& e;
-    const T* x;
+    const T *x, *routed;  // rows, and what the router reads
     int64_t rows;
     float* out;  // [rows][hidden]
     int threads;
@@ -159,7 +164,7 @@ struct Mixture {
         results = logits + logit_count, gathered = (T*)(results + pairs * hidden);
         both = gathered + pairs * hidden, activated = both + pairs * wide;
         if (pairs * hidden * (wide + inner) < SMALL) threads = 1;
-        multiply(x, hidden, e.router, logits, e.count, rows, threads);
+        multiply(routed, hidden, e.router, logits, e.count, rows, threads);
         parallel_rows(rows, e.count * 16, threads, [&](int64_t r) {
             choose(e, logits + r * e.count, &chosen[r * e.active]);
         });
@@ -225,16 +230,17 @@ struct Mixture {
     }
 };
 
-// out [rows][hidden] of the chosen experts and the shared one.
+// out [rows][hidden] of the experts that are chosen by `routed`, and the shared one.
 template <class T>
-void run_experts(const Experts& e, const T* x, float* out, int64_t rows, int threads,
-                 Upcoming next) {
+void run_experts(const Experts& e, const T* x, const T* routed, float* out, int64_t rows,
+                 int threads, Upcoming next) {
     static thread_local Scratch memory;
     int64_t hidden = e.router.depth;
-    for (int64_t n; rows > 0; rows -= n, x += n * hidden, out += n * hidden) {
+    for (int64_t n; rows > 0;
+         rows -= n, x += n * hidden, routed += n * hidden, out += n * hidden) {
         n = std::min(rows, MLP_ROWS);
         const Upcoming behind = e.shared ? panels_of(e.shared->in[0], threads) : next;
-        Mixture<T>{e, x, n, out, threads, behind}.run();
+        Mixture<T>{e, x, routed, n, out, threads, behind}.run();
         if (!e.shared) continue;
         float* y = memory.get(n * (hidden + e.shared->wide() + e.shared->inner + 1));
         float* gates = y + n * hidden;

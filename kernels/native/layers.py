@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from radixcache.kernels.attention import AttentionPlan, TablesPlan
+from radixcache.kernels.attention import AttentionPlan, LayerKind, TablesPlan
 from radixcache.kernels.backend import Layers, Pool, SlotUse
 from radixcache.kernels.huge_pages import use_huge_pages
 from radixcache.kernels.native import model as native
@@ -40,14 +40,22 @@ class NativeLayers(Layers):
         self._packed: list[PackedLinear] = []
         self._rounds = c_int32(0)
         self._held: list[object] = []  # what the structures' addresses point to
-        self._sublayers: list[tuple[native.Layer, native.Joint]] = []
+        self._sublayers: list[native.Sublayer] = []
+        self._per_layer: native.PerLayer | None = None
         self._first = native.Joint(None, None, architecture.embed_scale, 1.0, False)
         self._joint = self._first  # behind the last sublayer so far
+        self._pages: list[LayerKind] = []  # of the layers that have some
         self._pool: Pool | None = None
 
     def embedding(self, embedding: Weight, head: Weight | None) -> None:
         self._table = self._pack([embedding])
         self._head = self._table if head is None else self._pack([head])
+
+    def per_layer(self, weights: Weights) -> None:
+        _check_shapes(weights, self.architecture.per_layer_shapes)
+        structs = (self._product(weights, name).struct for name in ("table", "projection"))
+        norm = weights["norm"]
+        self._per_layer = native.PerLayer(*structs, self._vector(norm), len(norm))
 
     def layer(self, number: int, weights: Weights) -> None:
         """As in `Layers`; `ValueError` if the shapes are others, or the layer's numbers contradict
@@ -55,18 +63,31 @@ class NativeLayers(Layers):
         layer = self.architecture.layers[number]
         _check_shapes(weights, self.architecture.layer_shapes(number))
 
-        def add(sublayer: native.Layer, before: str, after: str, parallel: bool) -> None:
+        def add(
+            sublayer: native.Layer,
+            before: str,
+            after: str,
+            parallel: bool = False,
+            beside: native.Beside | None = None,
+            at: int = -1,
+        ) -> None:
             self._joint.before = self._vector(weights.get(before))
             norm = self._vector(weights.get(after))
             self._joint = native.Joint(norm, None, layer.residual_scale, 1.0, parallel)
-            self._sublayers.append((sublayer, self._joint))
+            self._sublayers.append(native.Sublayer(sublayer, self._joint, beside, at))
 
         if layer.mixer is not None:
             add(self._mixer(layer.mixer, weights), "input_norm", "attended_norm", layer.parallel)
         if isinstance(layer.mlp, MLP):
-            add(self._mlp(layer.mlp, weights), "mlp_norm", "after_norm", False)
+            beside = None if layer.beside is None else self._beside(layer.beside, weights)
+            add(self._mlp(layer.mlp, weights), "mlp_norm", "after_norm", beside=beside)
         elif layer.mlp is not None:
-            add(self._experts(layer.mlp, weights), "mlp_norm", "after_norm", False)
+            add(self._experts(layer.mlp, weights), "mlp_norm", "after_norm")
+        if (mlp := layer.per_layer) is not None:
+            if self._per_layer is None:
+                raise ValueError("a layer has inputs that nothing makes")
+            own = self._mlp(mlp, weights, "per_layer.")
+            add(own, "", "per_layer_norm", at=number * mlp.inner)
         if layer.layer_scale:
             self._joint.sum_scale = float(weights["layer_scale"])
 
@@ -80,6 +101,7 @@ class NativeLayers(Layers):
         ]
         self._model = native.NativeModel(
             *(self._sublayers, ropes, self._first, self._table, self._head, self._dtype),
+            self._per_layer,
             eps=a.eps,
             centred=a.centred,
             logit_scale=a.logit_scale,
@@ -127,13 +149,25 @@ class NativeLayers(Layers):
             rope >= 0 and 2 * len(self.architecture.ropes[rope].frequencies) > kind.head_dim
         ):
             raise ValueError(f"no RoPE number {rope} for heads of {kind.head_dim}")
-        names = ["q", "q_gate", "k", "v"] if attention.gated else ["q", "k", "v"]
+        names = ["q"] + ["q_gate"] * attention.gated + ["k", "v"] * (not attention.shares)
+        if not attention.shares:
+            self._pages.append(kind)
+        elif kind not in self._pages:
+            raise ValueError("a layer shares K/V that none has")
+        pages = len(self._pages) - 1 - self._pages[::-1].index(kind)
         scaling, length = attention.query_scaling or (0.0, 0)
         return native.AttentionLayer(
             *(heads_of(kind), self._structs(4, self._products(w, *names))),
             self._product(w, "o").struct,
             *(self._vector(w.get(name)) for name in ("query_norm", "key_norm", "sinks")),
-            *(rope, attention.gated, attention.head_norms == "whole", attention.value_norm),
+            *(
+                pages,
+                attention.shares,
+                rope,
+                attention.gated,
+                attention.head_norms == "whole",
+                attention.value_norm,
+            ),
             *(length, scaling),
         )
 
@@ -144,6 +178,10 @@ class NativeLayers(Layers):
             self._product(w, f"{prefix}down").struct,
             *(mlp.inner, mlp.gated, native.ACTIVATIONS.index(mlp.activation)),
         )
+
+    def _beside(self, experts: Experts, w: Weights) -> native.Beside:
+        names = "expert_norm", "router_norm", "expert_out_norm", "mlp_out_norm"
+        return native.Beside(self._experts(experts, w), *(self._vector(w[name]) for name in names))
 
     def _experts(self, experts: Experts, w: Weights) -> native.Experts:
         names = [name for name in w if name.startswith("experts.")]
@@ -162,7 +200,7 @@ class NativeLayers(Layers):
             *(
                 self._product(w, "router", torch.float32).struct,
                 gate,
-                self._vector(w.get("correction")),
+                *(self._vector(w.get(name)) for name in ("correction", "expert_scale")),
             ),
             *(native.SCORES.index(experts.scores), experts.count, experts.active, experts.groups),
             *(experts.kept_groups, experts.renormalise, experts.epsilon, experts.scale),

@@ -18,6 +18,8 @@ struct AttentionLayer {
     Weight out;
     const float *query_norm, *key_norm;  // [dim] each, or [heads * dim] if `whole_norms`; or null
     const float* sinks;                  // [heads]; or null
+    int32_t pages;                       // the number of its pages
+    int32_t shares;                      // no keys and values: the pages have those of a layer before
     int32_t rope;                        // the number of its table; -1 for none
     int32_t gated, whole_norms, value_norm;
     int32_t scaled_length;               // 0, or queries at position p are multiplied by
@@ -26,10 +28,25 @@ struct AttentionLayer {
 
 enum SublayerKind : int32_t { ATTENTION, RECURRENT, DENSE, EXPERTS };
 
+// Experts beside an MLP: they and their router read the residual, each by a norm of its own.
+struct Beside {
+    Experts experts;
+    const float *before, *router, *after, *mlp_after;  // norms [hidden]; two of results
+};
+
 struct Sublayer {
-    const void* layer;  // an AttentionLayer, RecurrentLayer, MLP or Experts
+    const void* layer;     // an AttentionLayer, RecurrentLayer, MLP or Experts
+    const Beside* beside;  // of an MLP; or null
     Joint joint;
     SublayerKind kind;
+    int32_t input;         // of an MLP without a gate: where its inputs stand in a row's; or -1
+};
+
+// Of the inputs of all layers, a row of them for each token.
+struct PerLayer {
+    Weight table, projection;  // [vocab, layers * size], [layers * size, hidden]
+    const float* norm;         // [size]
+    int32_t size;
 };
 
 struct RopeTable {
@@ -41,6 +58,7 @@ struct RopeTable {
 struct Model {
     const Sublayer* sublayers;
     const RopeTable* ropes;
+    const PerLayer* per_layer;  // or null
     int32_t count, rope_count, last_mixer, hidden;
     int32_t mixer_in, mixer_out, inner;  // the most columns before and behind a mixer, in an MLP
     int32_t centred;
@@ -54,7 +72,7 @@ struct Step {
     const Model& model;
     const Batch& batch;
     const Batch& window;  // the tables of layers with a window
-    const Pages* pages;   // of each layer that attends
+    const Pages* pages;   // of each layer that has some
     const States& states;
     int threads;
 
@@ -66,26 +84,27 @@ struct Step {
         int64_t most = std::max(rows, count);  // a row's logits may be asked for more than once
         int64_t inner = std::min(most, MLP_ROWS) * model.inner, half = 0;
         for (int i = 0; i < model.rope_count; i++) half += model.ropes[i].half;
+        int64_t width = model.per_layer ? model.per_layer->table.depth : 0;
         int64_t sizes[] = {2 * rows * half, most * hidden, most * hidden, most * hidden,
                            std::max(rows * model.mixer_in, 2 * inner),
-                           std::max(most * model.mixer_out, inner)};
-        float* places[6];
+                           std::max(most * model.mixer_out, inner), most * width};
+        float* places[7];
         size_t total = 0;
         for (int64_t& size : sizes) total += size = (size + 15) / 16 * 16;
         places[0] = memory.get(total);
-        for (int i = 1; i < 6; i++) places[i] = places[i - 1] + sizes[i - 1];
+        for (int i = 1; i < 7; i++) places[i] = places[i - 1] + sizes[i - 1];
         float *residual = places[1], *y = places[2];
-        T *x = (T*)places[3], *a = (T*)places[4], *b = (T*)places[5];
+        T *x = (T*)places[3], *a = (T*)places[4], *b = (T*)places[5], *inputs = (T*)places[6];
 
         std::vector<Rope> ropes = rope_tables(positions, rows, places[0]);
         auto add = [&](const Joint& joint) {
             add_norm(y, residual, x, rows, hidden, joint, model.eps, model.centred, threads);
         };
+        if (width) make_inputs(*model.per_layer, ids, x, inputs, rows);
         rows_of(model.embedding, ids, rows, y, threads);
         std::fill(residual, residual + rows * hidden, 0.0f);
         add(model.first);
         std::list<Plan> plans;
-        const Pages* kv = pages;
         float* const* state = states.tensors;
         for (int i = 0; i < model.count; i++) {
             const Sublayer& sublayer = model.sublayers[i];
@@ -93,7 +112,7 @@ struct Step {
             if (sublayer.kind == ATTENTION) {
                 auto& layer = *(const AttentionLayer*)sublayer.layer;
                 const Plan& plan = plan_of(plans, layer.heads);
-                attend(layer, ropes[layer.rope + 1], plan, *kv++, positions, x, a, b);
+                attend(layer, ropes[layer.rope + 1], plan, pages[layer.pages], positions, x, a, b);
                 out = &layer.out;
             } else if (sublayer.kind == RECURRENT) {
                 auto& layer = *(const RecurrentLayer*)sublayer.layer;
@@ -108,13 +127,19 @@ struct Step {
                 pick(wanted, count, out->depth, b);
                 pick(wanted, count, hidden, residual);
                 if (sublayer.joint.parallel) pick(wanted, count, hidden, x);
+                if (width) pick(wanted, count, width, inputs);
                 rows = count;
             }
             const void* mlp = sublayer.layer;
-            Upcoming next = panels_of(first_of(i + 1), threads);
+            const Beside* beside = sublayer.beside;
+            Upcoming behind = panels_of(first_of(i + 1), threads), next = behind;
+            if (beside) next = panels_of(beside->experts.router, threads);
             if (out) multiply(b, out->depth, *out, y, hidden, rows, threads, next);
-            else if (sublayer.kind == DENSE) ((const MLP*)mlp)->run(x, a, b, y, rows, threads, next);
-            else run_experts(*(const Experts*)mlp, x, y, rows, threads, next);
+            else if (sublayer.kind == DENSE)
+                ((const MLP*)mlp)->run(x, a, b, y, rows, threads, next,
+                                       sublayer.input < 0 ? nullptr : inputs + sublayer.input, width);
+            else run_experts(*(const Experts*)mlp, x, x, y, rows, threads, next);
+            if (beside) add_beside(*beside, residual, x, y, rows, behind);
             add(sublayer.joint);
         }
         multiply(x, hidden, model.head, logits, model.head.columns, rows, threads);
@@ -132,6 +157,51 @@ struct Step {
             case DENSE: return *((const MLP*)layer)->in;
             default: return ((const Experts*)layer)->router;
         }
+    }
+
+    // The inputs of all layers; x is room for rows of the embedding.
+    void make_inputs(const PerLayer& of, const int64_t* ids, T* x, T* inputs, int64_t rows) const {
+        static thread_local Scratch memory;
+        int64_t width = of.table.depth, size = of.size, hidden = model.hidden;
+        float *context = memory.get(std::min(rows, MLP_ROWS) * width), factor = std::sqrt(size);
+        rows_of(model.embedding, ids, rows, x, threads);
+        rows_of(of.table, ids, rows, inputs, threads);
+        for (int64_t n; rows > 0; rows -= n, x += n * hidden, inputs += n * width) {
+            n = std::min(rows, MLP_ROWS);
+            multiply(x, hidden, of.projection, context, width, n, threads);
+            parallel_rows(n * width / size, size, threads, [&](int64_t i) {
+                float* from = context + i * size;
+                T* to = inputs + i * size;
+                norm(from, of.norm, from, size, model.eps, model.centred);
+                for (int64_t d = 0; d < size; d += W) {
+                    vec sum = fma(load(to + d, size - d), all(factor), load(from + d, size - d));
+                    store(to + d, sum * (float)M_SQRT1_2, size - d);
+                }
+            });
+        }
+    }
+
+    // Norms the MLP's result y, and adds that of the experts beside it; x is overwritten.
+    void add_beside(const Beside& beside, const float* residual, T* x, float* y, int64_t rows,
+                    Upcoming next) const {
+        static thread_local Scratch memory;
+        int64_t hidden = model.hidden;
+        float* found = memory.get(2 * rows * hidden);
+        T* routed = (T*)(found + rows * hidden);
+        auto norm_row = [&](const auto* from, const float* weight, auto* to, int64_t row) {
+            norm(from + row * hidden, weight, to + row * hidden, hidden, model.eps, model.centred);
+        };
+        parallel_rows(rows, 2 * hidden, threads, [&](int64_t row) {
+            norm_row(residual, beside.before, x, row);
+            norm_row(residual, beside.router, routed, row);
+        });
+        run_experts(beside.experts, x, routed, found, rows, threads, next);
+        parallel_rows(rows, 3 * hidden, threads, [&](int64_t row) {
+            norm_row(found, beside.after, found, row);
+            norm_row(y, beside.mlp_after, y, row);
+            for (int64_t d = row * hidden, n = hidden; n > 0; d += W, n -= W)
+                store(y + d, load(y + d, n) + load(found + d, n), n);
+        });
     }
 
     // Cosines and sines of the rows by table; the first is for layers without RoPE.
@@ -165,12 +235,13 @@ struct Step {
                 const Pages& pages, const int64_t* positions, const T* x, T* both, T* out) const {
         const Heads& h = layer.heads;
         int64_t rows = batch.qo_indptr[batch.sequences], width = h.heads * h.value_dim;
-        int64_t query = h.heads * h.dim, gates = layer.gated ? width : 0, key = h.kv_heads * h.dim;
-        int64_t stride = query + gates + key + h.kv_heads * h.value_dim;
+        int64_t query = h.heads * h.dim, gates = layer.gated ? width : 0;
+        int64_t kv_heads = layer.shares ? 0 : h.kv_heads, key = kv_heads * h.dim;
+        int64_t stride = query + gates + key + kv_heads * h.value_dim;
         Upcoming next = panels_of(layer.out, threads);
         several(layer.in, 4, x, model.hidden, both, stride, rows, threads, next);
         T *gate = both + query, *key_at = gate + gates;
-        Tokens<T> q{both, stride}, k{key_at, stride}, v{key_at + key, stride};
+        Tokens<T> q{both, stride}, k{kv_heads ? key_at : nullptr, stride}, v{key_at + key, stride};
         HeadNorms norms{layer.query_norm,       layer.key_norm,          model.eps,
                         (bool)model.centred,    (bool)layer.whole_norms, (bool)layer.value_norm};
         write_kv(plan.batch, h, q, k, v, rope, norms, pages, threads);

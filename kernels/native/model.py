@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_void_p
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ class AttentionLayer(ctypes.Structure):
     _fields_ = [
         *(("heads", Heads), ("inputs", Weight * 4), ("out", Weight)),
         *_fields(c_void_p, "query_norm key_norm sinks"),
-        *_fields(c_int32, "rope gated whole_norms value_norm scaled_length"),
+        *_fields(c_int32, "pages shares rope gated whole_norms value_norm scaled_length"),
         ("scaling", c_float),
     ]
 
@@ -65,10 +65,16 @@ class Experts(ctypes.Structure):
     _fields_ = [
         *_fields(c_void_p, "each shared"),
         *_fields(Weight, "router shared_gate"),
-        ("correction", c_void_p),
+        *_fields(c_void_p, "correction each_scale"),
         *_fields(c_int32, "scores count active groups kept_groups renormalise"),
         *_fields(c_float, "epsilon scale"),
     ]
+
+
+class Beside(ctypes.Structure):
+    """`Beside` of model.h."""
+
+    _fields_ = [("experts", Experts), *_fields(c_void_p, "before router after mlp_after")]
 
 
 class Joint(ctypes.Structure):
@@ -81,6 +87,12 @@ class Joint(ctypes.Structure):
     ]
 
 
+class PerLayer(ctypes.Structure):
+    """`PerLayer` of model.h."""
+
+    _fields_ = [*_fields(Weight, "table projection"), ("norm", c_void_p), ("size", c_int32)]
+
+
 class RopeTable(ctypes.Structure):
     """`RopeTable` of model.h."""
 
@@ -88,12 +100,15 @@ class RopeTable(ctypes.Structure):
 
 
 class _Sublayer(ctypes.Structure):
-    _fields_ = [("layer", c_void_p), ("joint", Joint), ("kind", c_int32)]
+    _fields_ = [
+        *(*_fields(c_void_p, "layer beside"), ("joint", Joint)),
+        *_fields(c_int32, "kind input"),
+    ]
 
 
 class _Model(ctypes.Structure):
     _fields_ = [
-        *_fields(c_void_p, "sublayers ropes"),
+        *_fields(c_void_p, "sublayers ropes per_layer"),
         *_fields(c_int32, "count rope_count last_mixer hidden mixer_in mixer_out inner centred"),
         *_fields(c_float, "eps logit_scale logit_softcap"),
         ("first", Joint),
@@ -109,49 +124,70 @@ Layer = AttentionLayer | RecurrentLayer | MLP | Experts
 _KINDS = (AttentionLayer, RecurrentLayer, MLP, Experts)  # in the order of model.h
 
 
+class Sublayer(NamedTuple):
+    """A layer's mixer or MLP, the joint behind it, the experts beside it, and where in a row's
+    inputs its own stand, if it has any."""
+
+    layer: Layer
+    joint: Joint
+    beside: Beside | None = None
+    input: int = -1
+
+
 class NativeModel:
     """A model of sublayers that were made of weights of the right shapes, which outlive it.
 
     Args:
-        sublayers: with the joint behind each; at least one attends.
+        sublayers: at least one attends.
         ropes: the tables that `AttentionLayer.rope` counts.
         first: the joint behind the embedding.
         embedding, head: [vocab_size, hidden] each; one object if they are tied.
         dtype: of the step: float32 or bfloat16.
+        per_layer: of the inputs of all layers, if they have some.
         settings: `eps`, `centred`, `logit_scale` and `logit_softcap` (0 for none).
     """
 
     def __init__(
         self,
-        sublayers: Sequence[tuple[Layer, Joint]],
+        sublayers: Sequence[Sublayer],
         ropes: Sequence[RopeTable],
         first: Joint,
         embedding: PackedLinear,
         head: PackedLinear,
         dtype: torch.dtype,
+        per_layer: PerLayer | None = None,
         **settings: float,
     ) -> None:
         self._dtype, self._vocab_size = dtype, head.out_features
-        layers = [layer for layer, _ in sublayers]
+        layers = [sublayer.layer for sublayer in sublayers]
         mixers = [x for x in layers if isinstance(x, AttentionLayer | RecurrentLayer)]
-        self._attends = [layer for layer in layers if isinstance(layer, AttentionLayer)]
+        attends = [layer for layer in layers if isinstance(layer, AttentionLayer)]
+        self._attends = [layer for layer in attends if not layer.shares]
         self._recurs = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
         if not self._attends:
             raise ValueError("no layer attends")
+        for layer in attends:
+            if bytes(self._attends[layer.pages].heads) != bytes(layer.heads):
+                raise ValueError("a layer attends over pages of other heads")
         self._first_of = {
             layer.heads.window != NO_WINDOW: at
             for at, layer in reversed([*enumerate(self._attends)])
         }
         """The first layer without a window, and the first with one."""
         made = [
-            _Sublayer(ctypes.addressof(layer), joint, _KINDS.index(type(layer)))
-            for layer, joint in sublayers
+            _Sublayer(
+                ctypes.addressof(layer),
+                None if beside is None else ctypes.addressof(beside),
+                *(joint, _KINDS.index(type(layer)), at),
+            )
+            for layer, joint, beside, at in sublayers
         ]
         self._sublayers = (_Sublayer * len(made))(*made)
         self._ropes = (RopeTable * len(ropes))(*ropes)
-        self._held = layers, embedding, head
+        self._held = sublayers, embedding, head, per_layer
         self._model = _Model(
             *(ctypes.addressof(self._sublayers), ctypes.addressof(self._ropes)),
+            None if per_layer is None else ctypes.addressof(per_layer),
             *(len(sublayers), len(ropes), layers.index(mixers[-1]), embedding.in_features),
             mixer_in=max(sum(w.columns for w in mixer.inputs) for mixer in mixers),
             mixer_out=max(mixer.out.depth for mixer in mixers),
@@ -179,7 +215,7 @@ class NativeModel:
 
         Args:
             window: the plan of the layers with a window; or the same.
-            pages: of each layer that attends; the same object is checked only once.
+            pages: of each layer that has some; the same object is checked only once.
             states: of each recurrent layer, float32: [slots, width - 1, channels], and unless it is
                 a short convolution [slots, heads, key, value]; likewise.
             slots: of each sequence; none if no layer is recurrent.

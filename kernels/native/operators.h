@@ -139,12 +139,12 @@ struct HeadNorms {  // of queries, keys and values before RoPE
     }
 };
 
-// Norms and rotates heads in place; K and V go into the pages.
+// Norms and rotates heads in place; K and V go into the pages, unless there are none.
 template <class T>
 void write_kv(const Batch& batch, const Heads& heads, Tokens<T> query, Tokens<T> key,
               Tokens<T> value, const Rope& rope, const HeadNorms& norms, const Pages& pages,
               int threads) {
-    int dim = heads.dim, kv_heads = heads.kv_heads, value_dim = heads.value_dim;
+    int dim = heads.dim, kv_heads = key.data ? heads.kv_heads : 0, value_dim = heads.value_dim;
     int width = (heads.heads + 2 * kv_heads) * dim;
     parallel_rows(batch.qo_indptr[batch.sequences], width, threads, [&](int64_t t) {
         int64_t page = batch.slots[t] / batch.page_size, slot = batch.slots[t] % batch.page_size;

@@ -176,10 +176,11 @@ class TorchPlan(AttentionPlan):
         self._tiles: dict[tuple[int, torch.dtype, int], list[_Tile]] = {}
 
     def run(self, inputs: LayerInputs) -> torch.Tensor:
-        query, key, value, pages, layer, _ = inputs
-        key, value = isolate(key, value, pages.k.dtype, mla=layer.mla)
-        for side, new in zip(pages, (key, value), strict=True):
-            side[self._places] = encode(new, side.dtype)
+        query, key, value, pages, layer, *_ = inputs
+        if not inputs.written:
+            key, value = isolate(key, value, pages.k.dtype, mla=layer.mla)
+            for side, new in zip(pages, (key, value), strict=True):
+                side[self._places] = encode(new, side.dtype)
         out = query.new_empty((*query.shape[:2], layer.out_dim))
         reach = min(layer.window or self._longest, self._longest)  # longest: sees everything
         kind = reach, query.dtype, layer.kv_heads * layer.head_dim

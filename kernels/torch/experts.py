@@ -23,7 +23,8 @@ _GATHERED = 1 << 28
 
 
 class GroupedExperts:
-    """The experts of one layer; x [T, hidden] to their weighted sum [T, hidden].
+    """The experts of one layer; x [T, hidden] to their weighted sum [T, hidden]. The router reads
+    `routed`, if it is given.
 
     Args:
         weights: of the layer, by the names of `layer_shapes`.
@@ -39,7 +40,8 @@ class GroupedExperts:
     ) -> None:
         self._spec, self._product = spec, product
         self._router = dense(weights["router"]).float()
-        self._router_bias, self._correction = weights.get("router.bias"), weights.get("correction")
+        self._router_bias = weights.get("router.bias")
+        self._vectors = weights.get("correction"), weights.get("expert_scale")
 
         def stacked(*names: str) -> tuple[torch.Tensor, torch.Tensor | None]:
             """[count, out, in] and [count, out] of all experts, parts one below the other."""
@@ -59,10 +61,11 @@ class GroupedExperts:
             if name.startswith("shared.")
         }
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, routed: torch.Tensor | None = None) -> torch.Tensor:
         spec = self._spec
+        read = (x if routed is None else routed).float()
         factors, chosen = choose(
-            spec, F.linear(x.float(), self._router, self._router_bias), self._correction
+            spec, F.linear(read, self._router, self._router_bias), *self._vectors
         )
         out = self.mixed(x, factors, chosen)
         return out if spec.shared is None else out.add_(self._of_shared(x))
@@ -104,7 +107,10 @@ class GroupedExperts:
 
 
 def choose(
-    spec: Experts, logits: torch.Tensor, correction: torch.Tensor | None
+    spec: Experts,
+    logits: torch.Tensor,
+    correction: torch.Tensor | None,
+    each_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The factors and numbers [T, active] of each row's experts, by router logits [T, count]."""
     scores = logits
@@ -122,7 +128,8 @@ def choose(
         factors = factors.softmax(-1)
     elif spec.renormalise:
         factors = factors / (factors.sum(-1, keepdim=True) + spec.epsilon)
-    return factors * spec.scale, chosen
+    factors = factors * spec.scale
+    return factors if each_scale is None else factors * each_scale[chosen], chosen
 
 
 def _best(scores: torch.Tensor, count: int) -> torch.Tensor:

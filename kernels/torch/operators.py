@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch.nn import functional as F
 
-from radixcache.kernels.backend import Backend, Linear, Mixer, Pair, Part
+from radixcache.kernels.backend import Backend, ExpertLinear, Heads, Linear, Mixer, Pair, Part
 from radixcache.kernels.quantized import Quantized, dense, join_rows
 from radixcache.kernels.spec import MLP, RECURRENT, Attention, Experts, Weight, Weights
 from radixcache.kernels.torch.experts import GroupedExperts, activate
@@ -82,7 +82,7 @@ class TorchBackend(Backend):
     def gate_up(self, gate: Part, up: Part) -> Any:
         return self.linear(gate), self.linear(up)
 
-    def experts(self, spec: Experts, weights: Weights) -> Linear:
+    def experts(self, spec: Experts, weights: Weights) -> ExpertLinear:
         return GroupedExperts(spec, weights, self.dtype, self.triton.grouped_product)
 
     def mixer(self, spec: RECURRENT, weights: Weights) -> Mixer:
@@ -105,13 +105,13 @@ class TorchBackend(Backend):
         residual = y.add_(residual)
         return residual, self.norm(residual, weight)
 
-    def head_norms(self, spec: Attention, heads: Pair, norms: Mapping[str, torch.Tensor]) -> Pair:
+    def head_norms(self, spec: Attention, heads: Heads, norms: Mapping[str, torch.Tensor]) -> Heads:
         normed = []
-        for x, name in zip(heads, ("query_norm", "key_norm"), strict=True):
+        for x, name in zip(heads, ("query_norm", "key_norm"), strict=False):
             if spec.head_norms == "head":
                 x = x.unflatten(-1, (-1, spec.kind.head_dim))
             normed.append(self.norm(x, norms[name]).flatten(1))
-        return normed[0], normed[1]
+        return tuple(normed)
 
     def rope_positions(self, positions: torch.Tensor) -> list[Any]:
         found = []
@@ -121,14 +121,14 @@ class TorchBackend(Backend):
             found.append((torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]))
         return found
 
-    def rope(self, heads: Pair, positions: Any) -> Pair:
-        (cos, sin), count = positions, heads[0].shape[1]
+    def rope(self, heads: Heads, positions: Any) -> Heads:
+        cos, sin = positions
         turned, both = cos.shape[-1], torch.cat(heads, 1)
         part = both[..., :turned]
         rolled = (part * cos).add_(part.roll(turned // 2, -1).mul_(sin))
         if turned < both.shape[-1]:
             rolled = torch.cat([rolled, both[..., turned:]], -1)
-        return rolled[:, :count], rolled[:, count:]
+        return rolled.split([x.shape[1] for x in heads], 1)
 
     def activation(self, mlp: MLP, x: torch.Tensor, gate_up: Any) -> torch.Tensor:
         if not mlp.gated:

@@ -111,15 +111,16 @@ class TritonPlan(AttentionPlan):
 
     @torch.inference_mode()
     def run(self, inputs: LayerInputs) -> torch.Tensor:
-        query, key, value, pages, layer, sinks = inputs
+        query, key, value, pages, layer, sinks, written = inputs
         known = constants(layer, self.page_size, query, pages)
         out = query.new_empty(len(query), layer.query_heads, layer.value_dim)
         at = strides(query, pages)
-        new = (key.stride(0), key.stride(1), value.stride(0), value.stride(1))
-        sizes = {name: known[name] for name in ("PAGE", "DIM", "DIM_2", "VALUE", "VALUE_2")}
-        append_kernel[len(query), layer.kv_heads](
-            key, value, *pages, self.slots, *new, *at[2:], **sizes
-        )
+        if not written:
+            new = (key.stride(0), key.stride(1), value.stride(0), value.stride(1))
+            sizes = {name: known[name] for name in ("PAGE", "DIM", "DIM_2", "VALUE", "VALUE_2")}
+            append_kernel[len(query), layer.kv_heads](
+                key, value, *pages, self.slots, *new, *at[2:], **sizes
+            )
         tables = (self.kv_indptr, self.kv_indices, self.kv_lens)
         if self.decodes:
             parts, sums = allocate_parts(query[: self.decodes], layer, SPLITS)

@@ -16,7 +16,8 @@ import torch
 from radixcache.errors import ModelError
 from radixcache.kernels.attention import AttentionBackend, AttentionPlan
 from radixcache.kernels.choose import choose_attention, choose_backend
-from radixcache.kernels.spec import Architecture, Experts, Unknown, Weights
+from radixcache.kernels.quantized import dense_rows
+from radixcache.kernels.spec import Architecture, Unknown, Weights
 from radixcache.runtime.model import reference
 from radixcache.runtime.model.generation import GenerationDefaults
 from radixcache.runtime.model.host.system_memory import give_back
@@ -92,18 +93,20 @@ class Decoder(PagedModel):
         )
         self.state_shapes = architecture.state_shapes
         self.plans_slots = architecture.is_recurrent and isinstance(self._layers, LayerLoop)
-        embedding, head = weights.embedding(), weights.head()
+        embedding, head, per_layer = weights.embedding(), weights.head(), weights.per_layer()
         tokens = torch.arange(_CHECKED_TOKENS, device=device) * 7919 % self.vocab_size
         step = -(-self.vocab_size // _CHECKED_ROWS)
         checked = torch.arange(0, self.vocab_size, step, device=device)
-        hidden = reference.embed(architecture, tokens, embedding)
-        rows = reference.dense_rows(embedding if head is None else head, checked)
+        hidden, shared = reference.embed(architecture, tokens, embedding, per_layer)
+        rows = dense_rows(embedding if head is None else head, checked)
         self._layers.embedding(embedding, head)
-        del embedding, head
+        if per_layer:
+            self._layers.per_layer(per_layer)
+        del embedding, head, per_layer
         for number in track(range(len(architecture.layers)), "reading weights"):
             layer = weights.layer(number)
             _check_numbers(layer, number)
-            hidden = reference.run_layer(architecture, number, hidden, layer)
+            hidden = reference.run_layer(architecture, number, hidden, layer, shared)
             self._layers.layer(number, layer)
             give_back()
         last_norm = weights.last_norm()
@@ -135,7 +138,7 @@ class Decoder(PagedModel):
         got = [text.run({0: count})[:, checked] for count in (len(tokens) - 3, 2, 1)]
         wrong = torch.cat(got) - expected
         error = float(wrong.std() / expected.std())
-        experts = any(isinstance(layer.mlp, Experts) for layer in self.architecture.layers)
+        experts = any(layer.experts for layer in self.architecture.layers)
         if experts and self.dtype != torch.float32:
             # Nearly tied experts may change places, and give some tokens another MLP.
             by_token = wrong.std(1) / expected.std()

@@ -9,11 +9,20 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from radixcache.kernels.attention import AttentionPlan, LayerInputs, LayerPages
-from radixcache.kernels.backend import Backend, Layers, Linear, Mixer, Part, Pool, SlotUse
-from radixcache.kernels.quantized import Quantized, dense
+from radixcache.kernels.attention import AttentionPlan, LayerInputs, LayerKind, LayerPages
+from radixcache.kernels.backend import (
+    Backend,
+    ExpertLinear,
+    Heads,
+    Layers,
+    Mixer,
+    Part,
+    Pool,
+    SlotUse,
+)
+from radixcache.kernels.quantized import Quantized, dense, dense_rows
 from radixcache.kernels.recurrence import StepStates
-from radixcache.kernels.spec import MLP, Attention, Experts, Layer, Weight, Weights
+from radixcache.kernels.spec import MLP, Attention, Layer, Weight, Weights
 
 _MLP_ROWS = 512
 """Rows whose activations between the linears of an MLP are held at once."""
@@ -25,13 +34,15 @@ class LoadedLayer:
 
     Attributes:
         norms: by the names of `Layer.norms`, and those of queries, keys and values.
-        qkv: queries, keys and values side by side, then the gates of the output, if it has them.
+        qkv: queries, keys and values side by side, then the gates of the output, if it has them;
+            no keys and values in a layer that shares those of another.
         recurrent: in place of attention.
         out: the output of attention, or of a recurrent layer.
         gate_up, down: of the MLP; `Backend.activation` takes the first.
-        experts: in place of an MLP.
+        experts: in place of an MLP, or beside it.
         sinks: [heads], or None.
         scale: the factor on the layer's output, or None.
+        input_up, input_down: of `Layer.per_layer`.
     """
 
     spec: Layer
@@ -41,19 +52,27 @@ class LoadedLayer:
     out: Any = None
     gate_up: Any = None
     down: Any = None
-    experts: Linear | None = None
+    experts: ExpertLinear | None = None
     sinks: torch.Tensor | None = None
     scale: torch.Tensor | None = None
+    input_up: Any = None
+    input_down: Any = None
 
     @property
     def first_norm(self) -> torch.Tensor | None:
         return self.norms.get("mlp_norm" if self.spec.mixer is None else "input_norm")
 
 
+Kept = dict[LayerKind, tuple[torch.Tensor, torch.Tensor, LayerPages]]
+"""The last K/V that a step has written of each kind, and the pages that have them."""
+
+
 class Step(NamedTuple):
     """A planned step.
 
     Attributes:
+        kept: for layers that share K/V.
+        inputs: [T, layers, size] of the layers, or None.
         positions: [T] of its rows; `rope_positions` in the backend's form, for each RoPE.
         states: where the sequences of a recurrent model have theirs.
     """
@@ -62,6 +81,8 @@ class Step(NamedTuple):
     positions: torch.Tensor
     rope_positions: list[Any]
     states: StepStates | None
+    kept: Kept
+    inputs: torch.Tensor | None = None
 
 
 def layers_of(backend: Backend) -> Layers:
@@ -83,6 +104,11 @@ class LayerLoop(Layers):
         head_linear: Any = self._backend.linear((table if head is None else head, None))
         self._lm_head, self._table = head_linear, head_linear.weight if head is None else table
 
+    def per_layer(self, weights: Weights) -> None:
+        self._input_table = weights["table"]
+        self._projection = self._backend.linear((weights["projection"], None))
+        self._input_norm = self._backend.norm_weight(weights["norm"])
+
     def layer(self, number: int, weights: Weights) -> None:
         backend, spec = self._backend, self._spec.layers[number]
         loaded = LoadedLayer(spec)
@@ -94,7 +120,8 @@ class LayerLoop(Layers):
             return weights[name], weights.get(f"{name}.bias")
 
         if isinstance(mixer := spec.mixer, Attention):
-            loaded.qkv = backend.linear(*map(part, ["q", "k", "v"] + ["q_gate"] * mixer.gated))
+            names = ["q"] + ["k", "v"] * (not mixer.shares) + ["q_gate"] * mixer.gated
+            loaded.qkv = backend.linear(*map(part, names))
             loaded.out = backend.linear(part("o"))
             if mixer.sinks:
                 loaded.sinks = weights["sinks"].to(self._dtype)
@@ -110,10 +137,13 @@ class LayerLoop(Layers):
                 backend.gate_up(part("gate"), up) if spec.mlp.gated else backend.linear(up)
             )
             loaded.down = backend.linear(part("down"))
-        elif isinstance(spec.mlp, Experts):
+        if spec.experts is not None:
             if isinstance(weights["experts.up"][0], Quantized):
                 backend.weights_by.add("dense experts")
-            loaded.experts = backend.experts(spec.mlp, weights)
+            loaded.experts = backend.experts(spec.experts, weights)
+        if spec.per_layer is not None:
+            loaded.input_up = backend.linear(part("per_layer.up"))
+            loaded.input_down = backend.linear(part("per_layer.down"))
         if spec.layer_scale:
             loaded.scale = weights["layer_scale"].to(self._dtype)
         self._layers.append(loaded)
@@ -123,15 +153,18 @@ class LayerLoop(Layers):
 
     def run(self, pool: Pool, plan: AttentionPlan, states: Sequence[SlotUse] = ()) -> torch.Tensor:
         spec, (token_ids, _, logit_rows, *_) = self._spec, plan.arrays
-        residual = F.embedding(token_ids, self._table).to(self._dtype)
+        residual, inputs = F.embedding(token_ids, self._table).to(self._dtype), None
+        if spec.per_layer_shapes:
+            inputs = self.layer_inputs(token_ids, residual)
         if spec.embed_scale != 1:
             residual = residual * spec.embed_scale
         step, pages, last = self.begin(plan), iter(pool.layers), len(self._layers) - 1
+        step = step._replace(inputs=inputs)
         x = self.first_norm(residual)
         for number, layer in enumerate(self._layers):
             of_layer: Any = None
-            if isinstance(layer.spec.mixer, Attention):
-                of_layer = next(pages)
+            if isinstance(mixer := layer.spec.mixer, Attention):
+                of_layer = None if mixer.shares else next(pages)
             elif layer.recurrent is not None:
                 of_layer = pool.states.of_layer[number]
             rows = logit_rows if number == last else None
@@ -143,7 +176,15 @@ class LayerLoop(Layers):
         """What all layers of a planned step share."""
         _, positions, _, *slots = plan.arrays
         states = StepStates.of(slots, self._spec.conv_widths) if slots else None
-        return Step(plan, positions, self._backend.rope_positions(positions), states)
+        return Step(plan, positions, self._backend.rope_positions(positions), states, {})
+
+    def layer_inputs(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """[T, layers, size], by the tokens and their rows of the embedding."""
+        size = len(self._input_norm)
+        context = self._projection(rows).unflatten(-1, (-1, size))
+        context = self._backend.norm(context, self._input_norm)
+        tokens = dense_rows(self._input_table, token_ids).to(self._dtype).view_as(context)
+        return context.add_(tokens, alpha=size**0.5).mul_(0.5**0.5)
 
     def first_norm(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the first layer reads."""
@@ -169,7 +210,7 @@ class LayerLoop(Layers):
             rows: those that go on after the mixer, once K/V of all are written; None for all.
         """
         layer = self._layers[number]
-        mixer, mlp = layer.spec.mixer, layer.spec.mlp
+        mixer, mlp, per_layer = layer.spec.mixer, layer.spec.mlp, layer.spec.per_layer
         if isinstance(mixer, Attention):
             y = self._attend(x, step, layer, memory)
         elif layer.recurrent is not None:
@@ -188,6 +229,16 @@ class LayerLoop(Layers):
             x = x if layer.spec.parallel else normed
         if mlp is not None:
             y, after = self._mlp(layer, x), layer.norms.get("after_norm")
+            if layer.spec.beside is not None:
+                y = self._beside(layer, residual, y)
+            ends = (next_norm, layer.scale) if per_layer is None else (None, None)
+            residual, x = self._add(y, residual, layer.spec, after, *ends)
+        if per_layer is not None:
+            assert step.inputs is not None
+            inputs = step.inputs[:, number]
+            inputs = inputs if rows is None else inputs.index_select(0, rows)
+            y = self._backend.activation(per_layer, x, layer.input_up)
+            y, after = layer.input_down(y.mul_(inputs)), layer.norms["per_layer_norm"]
             residual, x = self._add(y, residual, layer.spec, after, next_norm, layer.scale)
         return residual, x
 
@@ -232,10 +283,10 @@ class LayerLoop(Layers):
 
     def _mlp(self, layer: LoadedLayer, x: torch.Tensor) -> torch.Tensor:
         """The MLP or the experts [T, hidden_size], without residual; many rows go in parts."""
-        if layer.experts is not None:
-            return layer.experts(x)
         mlp, activation = layer.spec.mlp, self._backend.activation
-        assert isinstance(mlp, MLP)
+        if not isinstance(mlp, MLP):
+            assert layer.experts is not None
+            return layer.experts(x)
         if len(x) <= _MLP_ROWS:
             out: torch.Tensor = layer.down(activation(mlp, x, layer.gate_up))
             return out
@@ -244,33 +295,50 @@ class LayerLoop(Layers):
             to.copy_(layer.down(activation(mlp, rows, layer.gate_up)))
         return out
 
+    def _beside(self, layer: LoadedLayer, residual: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The MLP's result y and that of the experts beside it, each normed."""
+        assert layer.experts is not None
+        norm, norms = self._backend.norm, layer.norms
+        rows, routed = (norm(residual, norms[name]) for name in ("expert_norm", "router_norm"))
+        found = norm(layer.experts(rows, routed), norms["expert_out_norm"])
+        return norm(y, norms["mlp_out_norm"]).add_(found)
+
     def _attend(
         self,
         x: torch.Tensor,
         step: Step,
         layer: LoadedLayer,
-        pages: LayerPages,
+        pages: LayerPages | None,
     ) -> torch.Tensor:
-        """Write K and V of the rows into the pages, and attend: [T, query heads * value_dim]."""
+        """Write K and V of the rows into the pages, and attend: [T, query heads * value_dim].
+
+        Without pages, the layer attends over what is kept of its kind.
+        """
         backend, spec = self._backend, layer.spec.mixer
         assert isinstance(spec, Attention)
         kind = spec.kind
-        keys, values = kind.kv_heads * kind.head_dim, kind.kv_heads * kind.value_dim
-        sizes = [kind.query_heads * kind.head_dim, keys, values] + [spec.width] * spec.gated
-        query, key, value, *gate = layer.qkv(x).split(sizes, -1)
+        own = [kind.kv_heads * kind.head_dim, kind.kv_heads * kind.value_dim] * (not spec.shares)
+        sizes = [kind.query_heads * kind.head_dim, *own] + [spec.width] * spec.gated
+        query, *others = layer.qkv(x).split(sizes, -1)
+        heads: Heads = (query, *others[: len(own) // 2])
         if spec.head_norms is not None:
-            query, key = backend.head_norms(spec, (query, key), layer.norms)
-        query, key = (t.unflatten(-1, (-1, kind.head_dim)) for t in (query, key))
-        value = value.unflatten(-1, (-1, kind.value_dim))
-        if spec.value_norm:
-            value = backend.norm(value, layer.norms["value_norm"])
+            heads = backend.head_norms(spec, heads, layer.norms)
+        heads = tuple(t.unflatten(-1, (-1, kind.head_dim)) for t in heads)
         if spec.rope is not None:
-            query, key = backend.rope((query, key), step.rope_positions[spec.rope])
+            heads = backend.rope(heads, step.rope_positions[spec.rope])
+        query = heads[0]
+        if pages is None:
+            key, value, pages = step.kept[kind]
+        else:
+            key, value = heads[1], others[1].unflatten(-1, (-1, kind.value_dim))
+            if spec.value_norm:
+                value = backend.norm(value, layer.norms["value_norm"])
+            step.kept[kind] = key, value, pages
         if spec.query_scaling is not None:
             beta, length = spec.query_scaling
             lengths = step.positions.div(length, rounding_mode="floor").float()
             factor = 1 + beta * torch.log1p(lengths)
             query = query * factor.to(self._dtype)[:, None, None]
-        inputs = LayerInputs(query, key, value, pages, kind, layer.sinks)
+        inputs = LayerInputs(query, key, value, pages, kind, layer.sinks, spec.shares)
         out = step.plan.run(inputs).flatten(1)
-        return out.mul_(gate[0].sigmoid()) if gate else out
+        return out.mul_(others[-1].sigmoid()) if spec.gated else out

@@ -11,26 +11,33 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
 from radixcache.kernels.attention import LayerPages, PagedBatch
-from radixcache.kernels.backend import Linear, Part, TritonKernels
-from radixcache.kernels.quantized import Quantized, dense
+from radixcache.kernels.backend import ExpertLinear, Linear, Part, TritonKernels
+from radixcache.kernels.quantized import Quantized, dense, dense_rows
 from radixcache.kernels.spec import MLP, Architecture, Experts, Weight, Weights
 from radixcache.kernels.torch.attention import TorchAttention
 from radixcache.kernels.torch.experts import activate, choose
 from radixcache.kernels.torch.operators import TorchBackend
 from radixcache.kernels.torch.recurrence import recur
-from radixcache.runtime.model.loop import LayerLoop
+from radixcache.runtime.model.loop import Kept, LayerLoop
 from radixcache.runtime.model.state_pool import StatePool, slot_arrays
 from radixcache.runtime.model.weights.sources import ModelWeights
 from radixcache.states import SequenceStates
 
 _PART = 8192  # rows of a weight
+
+
+class Shared(NamedTuple):
+    """What the layers of a text share: `kept` and `inputs` of `loop.Step`, of all of them."""
+
+    kept: Kept
+    inputs: torch.Tensor | None
 
 
 class _Unpacked(TorchBackend):
@@ -39,7 +46,7 @@ class _Unpacked(TorchBackend):
     def linear(self, *parts: Part) -> Linear:
         return lambda x: torch.cat([_linear(x, *part) for part in parts], -1)
 
-    def experts(self, spec: Experts, weights: Weights) -> Linear:
+    def experts(self, spec: Experts, weights: Weights) -> ExpertLinear:
         return partial(_experts, spec, weights)
 
 
@@ -55,17 +62,29 @@ def rounded_logits(
     Their distance from those of `run_layer` alone is that of a loop that rounds nothing else.
     """
     embedding = weights.embedding()
-    hidden = embed(architecture, tokens, embedding)
+    hidden, shared = embed(architecture, tokens, embedding, weights.per_layer())
     for number in range(len(architecture.layers)):
-        hidden = run_layer(architecture, number, hidden, weights.layer(number)).to(dtype).float()
+        hidden = run_layer(architecture, number, hidden, weights.layer(number), shared)
+        hidden = hidden.to(dtype).float()
     head = weights.head()
     head = embedding if head is None else head
     return logits(architecture, hidden, weights.last_norm(), dense_rows(head, rows))
 
 
-def embed(architecture: Architecture, tokens: torch.Tensor, embedding: Weight) -> torch.Tensor:
-    """[T, hidden_size] float32."""
-    return dense_rows(embedding, tokens) * architecture.embed_scale
+def embed(
+    architecture: Architecture, tokens: torch.Tensor, embedding: Weight, per_layer: Weights
+) -> tuple[torch.Tensor, Shared]:
+    """[T, hidden_size] float32, and what layers read beside it.
+
+    Args:
+        per_layer: the weights of `per_layer_shapes`.
+    """
+    rows, inputs = dense_rows(embedding, tokens), None
+    if per_layer:
+        loop = _loop(architecture, tokens.device)
+        loop.per_layer(per_layer)
+        inputs = loop.layer_inputs(tokens, rows)
+    return rows * architecture.embed_scale, Shared({}, inputs)
 
 
 def logits(
@@ -77,7 +96,7 @@ def logits(
 
 
 def run_layer(
-    architecture: Architecture, number: int, hidden: torch.Tensor, weights: Weights
+    architecture: Architecture, number: int, hidden: torch.Tensor, weights: Weights, shared: Shared
 ) -> torch.Tensor:
     """[T, hidden_size] float32 after a layer, by the weights of `layer_shapes`."""
     one = replace(architecture, layers=(architecture.layers[number],))
@@ -95,7 +114,9 @@ def run_layer(
     if states:
         memory = StatePool(one.state_shapes, 1, device).of_layer[0]
     x = loop.first_norm(hidden)
-    return loop.run_layer(0, x, hidden.clone(), loop.begin(plan), memory, None)[0]
+    inputs = None if shared.inputs is None else shared.inputs[:, number : number + 1]
+    step = loop.begin(plan)._replace(kept=shared.kept, inputs=inputs)
+    return loop.run_layer(0, x, hidden.clone(), step, memory, None)[0]
 
 
 def product(x: torch.Tensor, weight: Weight) -> torch.Tensor:
@@ -108,13 +129,6 @@ def product(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     return torch.cat([x @ part.T for part in parts], 1)
 
 
-def dense_rows(weight: Weight, numbers: torch.Tensor) -> torch.Tensor:
-    """[T, in] float32."""
-    if isinstance(weight, Quantized):
-        return weight.rows(numbers).dense()
-    return weight[numbers].float()
-
-
 def _loop(architecture: Architecture, device: torch.device) -> LayerLoop:
     attention, triton = TorchAttention(device), TritonKernels(recur)
     return LayerLoop(_Unpacked(architecture, torch.float32, device, attention, triton))
@@ -125,10 +139,13 @@ def _linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch
     return out if bias is None else out + bias.float()
 
 
-def _experts(spec: Experts, w: Weights, x: torch.Tensor) -> torch.Tensor:
+def _experts(
+    spec: Experts, w: Weights, x: torch.Tensor, routed: torch.Tensor | None = None
+) -> torch.Tensor:
     """[T, hidden_size], expert by expert; routers are never rounded."""
-    scores = F.linear(x, dense(w["router"]).float(), w.get("router.bias"))
-    factors, chosen = choose(spec, scores, w.get("correction"))
+    read = x if routed is None else routed
+    scores = F.linear(read, dense(w["router"]).float(), w.get("router.bias"))
+    factors, chosen = choose(spec, scores, w.get("correction"), w.get("expert_scale"))
     out = torch.zeros_like(x)
     for number in chosen.unique().tolist():
         rows, place = (chosen == number).nonzero(as_tuple=True)

@@ -63,9 +63,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     }}),
-    "gemma4_text": ("gemma4", {**_TIED, "sliding_window": 11, "layer_types": _TURNS,
-        "hidden_size_per_layer_input": 0, "global_head_dim": 32, "attention_k_eq_v": True,
-        "num_global_key_value_heads": 1, "final_logit_softcapping": 30.0,
+    "gemma4_text": ("gemma4", {**_TIED, "sliding_window": 11, "layer_types": _TURNS * 3,
+        "hidden_size_per_layer_input": 16, "global_head_dim": 32, "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1, "final_logit_softcapping": 30.0, "num_hidden_layers": 6,
+        "num_kv_shared_layers": 3, "use_double_wide_mlp": True, "enable_moe_block": True,
+        "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32,
+        "vocab_size_per_layer_input": 260,
     }),
     "phi3": ("phi3", {"sliding_window": 9, "partial_rotary_factor": 0.5}),
     "olmo2": ("olmo2", {}),
@@ -123,6 +126,8 @@ _KEYS = {
     "layer_norm_epsilon": "attention.layer_norm_rms_epsilon", "num_experts": "expert_count",
     "num_local_experts": "expert_count", "moe_num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count", "moe_k": "expert_used_count",
+    "top_k_experts": "expert_used_count", "num_kv_shared_layers": "attention.shared_kv_layers",
+    "hidden_size_per_layer_input": "embedding_length_per_layer_input",
     "moe_intermediate_size": "expert_feed_forward_length", "logit_scale": "logit_scale",
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
     "moe_layer_start_index": "leading_dense_block_count", "num_dense_layers":
@@ -163,6 +168,7 @@ def convert(folder: Path, path: Path, kind: str = "F32", **changes: Any) -> Path
     for stored, weight in _weights(family, config, load_file(folder / "model.safetensors")):
         found = names.get_name(stored, (".weight", ".bias"))
         found = found or names.get_name(stored.removeprefix("model."), (".weight",))
+        found = found or (stored if stored.endswith(".scale") else None)
         assert found, stored
         data = weight.float().contiguous()
         if re.search(r"ssm_[ad]$|ssm_norm", found) and family in _MAMBA:
@@ -209,7 +215,10 @@ def _metadata(family: str, config: Any) -> dict[str, Any]:
         found |= {"attention.key_length_swa": head_dim, "attention.value_length_swa": head_dim}
         heads = [config.num_key_value_heads if t == _TURNS[0] else 1 for t in types]
         found |= {"attention.head_count_kv": heads, "rope.dimension_count_swa": head_dim}
-        found |= {"embedding_length_per_layer_input": 0, "attention.shared_kv_layers": 0}
+        own = len(types) - config.num_kv_shared_layers
+        wide = config.intermediate_size * (1 + config.use_double_wide_mlp)
+        sizes = [config.intermediate_size if i < own else wide for i in range(len(types))]
+        found["feed_forward_length"] = sizes if own < len(types) else sizes[0]
         turned = 32
     if family in _SAYS_PATTERN:
         found["attention.sliding_window_pattern"] = [t == _TURNS[0] for t in types]
@@ -274,6 +283,9 @@ def _weights(
             weight = -weight.exp()
         if re.search(r"\.experts\.\d+\.", name):
             experts.setdefault(re.sub(r"experts\.\d+", "experts", name), []).append(weight)
+        elif match := re.search(r"router\.(scale|per_expert_scale)$", name):
+            part = "ffn_gate_inp" if match[1] == "scale" else "ffn_down_exps"
+            yield f"{block}{part}.scale", weight
         elif match := re.search(r"\.in_proj_qkvz", name):
             each = config.linear_num_value_heads // config.linear_num_key_heads
             sizes = [16, 16, 16 * each, 16 * each]
@@ -283,6 +295,9 @@ def _weights(
             yield f"{block}attn_gate.weight", flat[3]
         elif match := re.search(r"experts\.(gate_up|down)_proj(_bias)?$", name):
             end, gpt_oss = "bias" if match[2] else "weight", family == "gpt_oss"
+            if family == "gemma4_text":
+                yield f"{block}ffn_{match[1]}_exps.weight", weight
+                continue
             weight = weight.mT if gpt_oss and end == "weight" else weight
             half = weight.shape[1] // 2
             if match[1] == "down":

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from radixcache.kernels.attention import AttentionBackend
+from radixcache.kernels.attention import AttentionBackend, AttentionPlan
 from radixcache.kernels.kv_format import decode, encode
 from tests.kernels.reference import Step, inputs_of
 
@@ -39,3 +39,13 @@ def attend(
     inputs = inputs_of(step, **options)
     pages = type(inputs.pages)(*sides)
     return backend.plan(step.batch).run(inputs._replace(pages=pages)), *pages
+
+
+def assert_written_pages_stay(step: Step, plan: AttentionPlan, device: Any = "cpu") -> None:
+    """What attends over K/V of an earlier layer writes none: values that are set to 0 stay so."""
+    moved = {name: getattr(step, name).to(device) for name in ("query", "key", "value")}
+    pages = {name: getattr(step, name).to(device, copy=True) for name in ("k_pages", "v_pages")}
+    inputs = inputs_of(replace(step, **moved, **pages), scale=0.25)
+    assert plan.run(inputs).any()
+    inputs.pages.v.zero_()
+    assert not plan.run(inputs._replace(written=True)).any()

@@ -12,7 +12,7 @@ from radixcache.kernels.attention import AttentionBackend, PagedBatch, SharedPre
 from radixcache.kernels.native.attention import NativeAttention
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.torch.attention import TorchAttention
-from tests.kernels.backends import SHAPES, attend
+from tests.kernels.backends import SHAPES, assert_written_pages_stay, attend
 from tests.kernels.reference import (
     assert_only_rows_that_see_it_are_spoilt,
     behind_windows,
@@ -62,6 +62,11 @@ def test_one_plan_serves_layers_of_different_windows_and_pages(backend) -> None:
             copied = replace(layer, k_pages=layer.k_pages.clone(), v_pages=layer.v_pages.clone())
             out = plan.run(inputs_of(copied, scale=0.3, window=window))
             assert error(layer, out, scale=0.3, window=window) < 2e-5
+
+
+def test_a_layer_attends_over_what_another_has_written(backend) -> None:
+    step = make_step(8, SHAPES["mixed"], page_size=4)
+    assert_written_pages_stay(step, backend.plan(step.batch))
 
 
 def test_new_tokens_are_written_and_nothing_else(backend) -> None:

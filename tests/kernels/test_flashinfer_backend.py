@@ -21,7 +21,7 @@ from radixcache.kernels.attention import (
 from radixcache.kernels.kv_format import FP8, encode
 from radixcache.runtime.model.cuda_graphs import Shape, pad
 from tests.helpers.simulated_cuda import CUDA
-from tests.kernels.backends import SHAPES
+from tests.kernels.backends import SHAPES, assert_written_pages_stay
 from tests.kernels.reference import Step, inputs_of, make_step, random_step
 from tests.kernels.reference import error as error_on_cpu
 
@@ -80,6 +80,12 @@ def test_random_steps_equal_the_reference(seed) -> None:
     for window in windows:  # layers of two kinds share one plan
         out = run(plan, step, **options | {"window": window, "sinks": sinks})
         assert error(step, out, **options | {"window": window}) < 2e-5
+
+
+def test_a_layer_attends_over_what_another_has_written() -> None:
+    step = make_step(8, SHAPES["mixed"], page_size=4)
+    backend = make_backend(kind_of(step, 0.25))
+    assert_written_pages_stay(step, backend.plan(step.batch), CUDA)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -66,7 +66,7 @@ def _describe(family: str, config: Config, max_model_len: int | None) -> Archite
     row = FAMILIES[family]
     ropes = Ropes(config, row, max_model_len)
     types = row.types(config)
-    layers = tuple(_layer(config, row, ropes, n, kind) for n, kind in enumerate(types))
+    layers = [_layer(config, row, ropes, n, kind) for n, kind in enumerate(types)]
     eos = config.maybe("eos_token_id")
     if any(type(token) is not int for token in (eos if isinstance(eos, list) else [eos or 0])):
         raise Unknown(f"its eos_token_id is {eos}")
@@ -76,7 +76,7 @@ def _describe(family: str, config: Config, max_model_len: int | None) -> Archite
         hidden_size=config.size("hidden_size"),
         max_context=ropes.max_context,
         eos_token_id=eos,
-        layers=layers,
+        layers=tuple(row.adjust(config, row, layers)),
         ropes=tuple(ropes.made),
         eps=config.number(row.eps),
         centred=row.centred,

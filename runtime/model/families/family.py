@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from radixcache.kernels.spec import MLP, Activation, Experts, Mixer, Unknown
+from radixcache.kernels.spec import MLP, Activation, Experts, Layer, Mixer, Unknown
 from radixcache.runtime.model.families.config import Config
 
 RECURRENT = ("linear_attention", "mamba", "conv")
@@ -42,6 +42,7 @@ class Family:
         scales: fields of `Architecture`.
         offset: its `norm_offset`.
         pairs: a checkpoint has the pairs that RoPE turns side by side.
+        adjust: changes the layers where they depend on each other, or have more than a row says.
         value_is_key: in layers without a window, values that have no product are the keys.
         alternating: a checkpoint's experts are [in, out], and gate and up take turns in them.
         spare_layers: a checkpoint may have layers after the last, for the tokens after the next.
@@ -78,6 +79,7 @@ class Family:
     offset: float = 0.0
     eps: str = "rms_norm_eps"
     pairs: bool = False
+    adjust: Callable[[Config, Family, list[Layer]], list[Layer]] = lambda *a: a[2]
     value_is_key: bool = False
     alternating: bool = False
     spare_layers: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from radixcache.kernels.spec import Unknown
-from radixcache.runtime.model.families import parts
+from radixcache.runtime.model.families import gemma4, parts
 from radixcache.runtime.model.families.config import Config
 from radixcache.runtime.model.families.family import Family, all_windows, by_type, qwen_windows
 
@@ -27,16 +27,6 @@ def _gemma_scales(config: Config) -> dict[str, Any]:
 
 def _gemma2_scales(config: Config) -> dict[str, Any]:
     return {**_gemma_scales(config), "logit_softcap": config.softcap("final_logit_softcapping")}
-
-
-def _gemma4_heads(config: Config, number: int) -> tuple[int | None, int | None]:
-    own = {int(n): of for n, of in (config.maybe("per_layer_config") or {}).items()}
-    found = own.get(number, {})
-    if found.keys() - {"head_dim", "num_key_value_heads"}:
-        raise Unknown(f"its layers differ in {', '.join(sorted(found))}")
-    if config.maybe("num_kv_shared_layers") or config.maybe("hidden_size_per_layer_input"):
-        raise Unknown("its layers share keys, or have embeddings of their own")
-    return found.get("num_key_value_heads"), found.get("head_dim")
 
 
 def _granite_scales(config: Config) -> dict[str, Any]:
@@ -89,10 +79,12 @@ _GEMMA2: dict[str, Any] = {
     "scale": lambda config: config.size("query_pre_attn_scalar") ** -0.5,
 }  # fmt: skip
 _GEMMA4: dict[str, Any] = {
-    **_GEMMA2, "head_norms": "head", "nested_rope": True, "partial_rope": True, "offset": 0.0,
-    "scale": lambda config: 1.0, "heads": _gemma4_heads, "value_norm": True, "value_is_key": True,
+    **_GEMMA2, "norms": _PRE | _POST | gemma4.BESIDE | gemma4.PER_LAYER, "head_norms": "head",
+    "nested_rope": True, "partial_rope": True, "offset": 0.0, "adjust": gemma4.adjust,
+    "scale": lambda config: 1.0, "heads": gemma4.heads, "value_norm": True, "value_is_key": True,
     "layer_scale": True,
-    "ignored": "attention_k_eq_v hidden_act use_double_wide_mlp vocab_size_per_layer_input",
+    "ignored": "attention_k_eq_v hidden_act moe_intermediate_size num_experts top_k_experts "
+    "vocab_size_per_layer_input",
 }  # fmt: skip
 _GRANITE: dict[str, Any] = {
     "scale": lambda config: config.number("attention_multiplier"), "scales": _granite_scales,

@@ -164,7 +164,10 @@ def _gemma3(m: Metadata, found: dict[str, Any]) -> None:
 
 
 def _gemma4(m: Metadata, found: dict[str, Any]) -> None:
-    """Layers without a window have other heads, and RoPE turns only their first pairs."""
+    """Layers without a window have other heads, and RoPE turns only their first pairs; those that
+    share keys may have wider MLPs."""
+    sizes, found["enable_moe_block"] = m.per_layer("feed_forward_length"), found["num_experts"] > 0
+    found["intermediate_size"], found["use_double_wide_mlp"] = sizes[0], sizes[-1] != sizes[0]
     kv_heads = m.heads()[1]
     wide, slides = found["head_dim"], [t == "sliding_attention" for t in found["layer_types"]]
     divisors = floats(m.file, "rope_freqs.weight")
@@ -296,8 +299,17 @@ ROWS: dict[str, Row] = {
     ),
     "gemma4": Row(
         "gemma4_text", read=_GEMMA4_READ,
-        keys={"final_logit_softcapping": "final_logit_softcapping"},
-        implied={**_GELU, "final_logit_softcapping": None, "hidden_size_per_layer_input": 0},
+        keys={
+            **_experts("num_experts", "top_k_experts", "moe_intermediate_size"),
+            "final_logit_softcapping": "final_logit_softcapping",
+            "attention.shared_kv_layers": "num_kv_shared_layers",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+        },
+        implied={
+            **_GELU, "final_logit_softcapping": None, "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0, "num_experts": 0, "top_k_experts": None,
+            "moe_intermediate_size": None, "intermediate_size": None,
+        },
         adjust=_gemma4,
     ),
     "phi3": Row(

@@ -8,7 +8,7 @@ from collections.abc import Container
 from radixcache.kernels.spec import Architecture, Attention, DeltaNet, Layer, ShortConv
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
 from radixcache.runtime.model.gguf.architectures import ROWS
-from radixcache.runtime.model.weights.plan import Names, Naming
+from radixcache.runtime.model.weights.plan import SHARED, Names, Naming
 
 _PARTS = {
     "input_norm": "attn_norm", "attended_norm": "post_attention_norm", "mlp_norm": "ffn_norm",
@@ -19,7 +19,13 @@ _PARTS = {
     "experts.gate": "ffn_gate_exps", "experts.up": "ffn_up_exps", "experts.down": "ffn_down_exps",
     "shared.gate": "ffn_gate_shexp", "shared.up": "ffn_up_shexp", "shared.down": "ffn_down_shexp",
     "shared.router": "ffn_gate_inp_shexp", "gate_up": "ffn_up", "shared.gate_up": "ffn_up_shexp",
-    "experts.gate_up": "ffn_gate_up_exps",
+    "experts.gate_up": "ffn_gate_up_exps", "mlp_out_norm": "post_ffw_norm_1",
+    "expert_norm": "pre_ffw_norm_2", "expert_out_norm": "post_ffw_norm_2",
+    "per_layer_norm": "post_norm", "per_layer.up": "inp_gate", "per_layer.down": "proj",
+}  # fmt: skip
+_PER_LAYER = {
+    "table": "per_layer_token_embd.weight", "projection": "per_layer_model_proj.weight",
+    "norm": "per_layer_proj_norm.weight",
 }  # fmt: skip
 _SHORT_CONV = {"in": "shortconv.in_proj", "conv": "shortconv.conv", "o": "shortconv.out_proj"}
 _MAMBA = {"in": "ssm_in", "conv": "ssm_conv1d", "mixer_norm": "ssm_norm", "o": "ssm_out"}
@@ -29,8 +35,9 @@ _DELTA_NET = {
 }  # fmt: skip
 _WHOLE = {
     "rate": "ssm_a", "skip": "ssm_d", "rate_bias": "ssm_dt.bias", "correction": "exp_probs_b.bias",
+    "router_norm": "ffn_gate_inp.scale", "expert_scale": "ffn_down_exps.scale",
 }  # fmt: skip
-_THEN = {"conv": "transpose"}
+_THEN = {"conv": "transpose", "router_norm": "over root of size"}
 _UNUSED = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 _TOWERS = ("v.", "a.", "mm.")  # encoders of images and sounds, whose text part is read
 
@@ -41,16 +48,22 @@ def name_gguf(architecture: Architecture, file: GGUFFile) -> Naming:
     row, last = ROWS[name], file.get(f"{name}.block_count", int)
 
     def is_spare(tensor: str) -> bool:
-        block = re.match(r"blk\.(\d+)\.", tensor)  # behind the last layer: for further tokens (MTP)
-        unused = tensor in _UNUSED or tensor.startswith(_TOWERS)
-        return unused or (block is not None and count <= int(block[1]) < last)
+        if tensor in _UNUSED or tensor.startswith(_TOWERS):
+            return True
+        if (block := re.match(r"blk\.(\d+)\.(\w+)", tensor)) is None:
+            return False
+        if (number := int(block[1])) >= count:  # for further tokens (MTP)
+            return number < last
+        shares = architecture.layers[number].shares_kv
+        return shares and block[2] in [_PARTS[name] for name in SHARED]
 
     layers = [
         Names(_names(f"blk.{number}.", layer, file.tensors), _THEN, False, row.converted, row.tiled)
         for number, layer in enumerate(architecture.layers)
     ]
     last_norms = ["output_norm.weight", "token_embd_norm.weight"]  # the latter is LFM's
-    return Naming(["token_embd.weight"], ["output.weight"], last_norms, "", layers, is_spare)
+    embeddings, heads = ["token_embd.weight"], ["output.weight"]
+    return Naming(embeddings, heads, last_norms, "", layers, is_spare, _PER_LAYER)
 
 
 def _names(at: str, layer: Layer, stored: Container[str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from radixcache.kernels.spec import MLP, Architecture
 from radixcache.runtime.model.checkpoint import is_spare
 from radixcache.runtime.model.families.table import FAMILIES
-from radixcache.runtime.model.weights.plan import Names, Naming
+from radixcache.runtime.model.weights.plan import SHARED, Names, Naming
 
 # Where the text of a model is, and what else it may be beside; of the others all is text.
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.")
@@ -17,6 +17,10 @@ _TEXT_PREFIXES = ("model.", "backbone.")
 _EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight")
 _LAST_NORMS = ("norm.weight", "embedding_norm.weight", "norm_f.weight", "final_layernorm.weight")
 _HEADS = ["lm_head.weight", "language_model.lm_head.weight"]
+_PER_LAYER = {
+    "table": "embed_tokens_per_layer.weight", "projection": "per_layer_model_projection.weight",
+    "norm": "per_layer_projection_norm.weight",
+}  # fmt: skip
 _MIXERS = ("self_attn", "linear_attn", "mamba", "conv", "mixer")
 _MIXER = {
     "q_proj": "q", "k_proj": "k", "v_proj": "v", "qkv_proj": "qkv", "gate_proj": "q_gate",
@@ -35,6 +39,13 @@ _MLP = {
 }  # fmt: skip
 _NORMS = ("input_norm", "attended_norm", "mlp_norm", "after_norm", "query_norm", "key_norm")
 _THEN = {**dict.fromkeys(_NORMS, "plus offset"), "rate": "negative exp", "conv": "transpose"}
+_THEN["router_norm"] = "over root of size"
+_OTHERS = {
+    "layer_scalar": "layer_scale", "router.proj": "router",
+    "router.per_expert_scale": "expert_scale", "experts.gate_up_proj": "experts.gate_up",
+    "experts.down_proj": "experts.down", "per_layer_input_gate": "per_layer.up",
+    "per_layer_projection": "per_layer.down",
+}  # fmt: skip
 
 
 def name_checkpoint(architecture: Architecture, stored: Collection[str]) -> Naming:
@@ -47,8 +58,12 @@ def name_checkpoint(architecture: Architecture, stored: Collection[str]) -> Nami
     def spare(name: str) -> bool:
         """Whether a tensor is not for the layers of a text's next token, but for images, say."""
         text = prefix in _TEXT_PREFIXES or name.startswith(prefix) or name in _HEADS
-        behind = family.spare_layers and (at := layer_of(name)) and int(at[1]) >= count
-        return bool(not text or behind or is_spare(name))
+        unread = False
+        if (at := layer_of(name)) and (number := int(at[1])) >= count:
+            unread = family.spare_layers
+        elif at and architecture.layers[number].shares_kv:
+            unread = _name(at[2], True).removesuffix(".bias") in SHARED
+        return bool(not text or unread or is_spare(name))
 
     tensors: list[dict[str, str]] = [{} for _ in architecture.layers]
     for name in stored:
@@ -64,7 +79,8 @@ def name_checkpoint(architecture: Architecture, stored: Collection[str]) -> Nami
             then = {**_THEN, "experts.gate_up": "transpose", "experts.down": "transpose"}
         layers.append(Names(names, then, family.alternating))
     embeddings, last_norms = ([prefix + x for x in ends] for ends in (_EMBEDDINGS, _LAST_NORMS))
-    return Naming(embeddings, _HEADS, last_norms, "plus offset", layers, spare)
+    per_layer = {ours: prefix + name for ours, name in _PER_LAYER.items()}
+    return Naming(embeddings, _HEADS, last_norms, "plus offset", layers, spare, per_layer)
 
 
 @lru_cache(4096)
@@ -76,7 +92,7 @@ def _name(stored: str, dense: bool) -> str:
     if place in _MIXERS and stem in _MIXER:
         return _MIXER[stem] + end
     if place not in _MLPS:
-        return "layer_scale" if stored == "layer_scalar" else stored
+        return _OTHERS.get(stored, stored)
     if stem.endswith(("e_score_correction_bias", "expert_bias")):
         return "correction"
     if place == "block_sparse_moe" and stem in ("input_linear", "output_linear"):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from radixcache.errors import ModelError
-from radixcache.kernels.spec import Architecture, Attention, DeltaNet, Experts, Unknown
+from radixcache.kernels.spec import Architecture, Attention, DeltaNet, Unknown
 from radixcache.runtime.model.families.table import FAMILIES
 
 Shape = tuple[int, ...]
@@ -22,6 +22,8 @@ Part = torch.Tensor | slice | None
 """The rows or columns to take, in this order; None takes all."""
 
 _HEADS = ("q", "k", "v", "q_gate", "query_norm", "key_norm")
+SHARED = ("k", "v", "key_norm")
+"""What a layer that attends over K/V of another does not read, though files may have it."""
 _VALUE_HEADS = ("in", "z", "ba", "conv", "rate", "rate_bias", "o")
 
 
@@ -31,7 +33,7 @@ class Piece(NamedTuple):
     Attributes:
         shape: the tensor's expected shape; dimensions of 1 do not count.
         expert: which of the experts in the tensor; None if it has none.
-        then: "transpose", "negative exp" or "plus offset".
+        then: "transpose", "negative exp", "over root of size" or "plus offset".
         vector: it becomes float32, as all but matrices do.
     """
 
@@ -71,6 +73,7 @@ class Naming(NamedTuple):
     Attributes:
         then: what is done with the last norm (`Piece.then`).
         is_spare: whether no text's next token needs a tensor.
+        per_layer: by the names of `per_layer_shapes`.
     """
 
     embeddings: list[str]
@@ -79,6 +82,7 @@ class Naming(NamedTuple):
     then: str
     layers: list[Names]
     is_spare: Callable[[str], bool]
+    per_layer: Mapping[str, str]
 
 
 class Tensors:
@@ -133,14 +137,15 @@ class _Layer:
         self._family, self._names, self._tensors = FAMILIES[architecture.family], names, tensors
 
     def pieces(self, name: str, shape: Shape) -> list[Piece]:
-        stem, mixer, mlp = name.removesuffix(".bias"), self._layer.mixer, self._layer.mlp
+        stem, mixer = name.removesuffix(".bias"), self._layer.mixer
         end = name[len(stem) :]
         if isinstance(mixer, Attention) and stem in _HEADS:
             return [self._attention(stem, end, mixer, shape)]
         if isinstance(mixer, DeltaNet) and stem in _VALUE_HEADS:
             return self._delta(stem, mixer, shape)
         prefix, dot, part = stem.rpartition(".")
-        experts = mlp.count if isinstance(mlp, Experts) and prefix == "experts" else 0
+        mixture = self._layer.experts if prefix == "experts" else None
+        experts = 0 if mixture is None else mixture.count
         if experts and self._has("experts.0.up"):
             return [self._piece(f"experts.{n}.{part}{end}", shape) for n in range(experts)]
         rows: Part = None

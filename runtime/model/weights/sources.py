@@ -39,6 +39,10 @@ class ModelWeights(ABC):
         self._last_norm = tensors.use_one(naming.last_norms, table[1:], naming.then)
         own_head = not architecture.tied or any(name in tensors.shapes for name in naming.heads)
         self._head = tensors.use_one(naming.heads, table) if own_head else None
+        self._per_layer = {
+            name: tensors.use_one([naming.per_layer[name]], shape)
+            for name, shape in architecture.per_layer_shapes.items()
+        }
         self._layers = [
             plan_layer(architecture, *layer, tensors) for layer in enumerate(naming.layers)
         ]
@@ -67,6 +71,10 @@ class ModelWeights(ABC):
         stored_twice = torch.equal(dense(head), dense(self.embedding()))
         return None if stored_twice else head
 
+    def per_layer(self) -> Weights:
+        """The weights of `Architecture.per_layer_shapes`."""
+        return {name: self._changed(piece) for name, piece in self._per_layer.items()}
+
     def last_norm(self) -> torch.Tensor:
         """[hidden_size] float32."""
         self.release()
@@ -90,6 +98,8 @@ class ModelWeights(ABC):
             return dense(found).T.contiguous()
         if piece.then == "negative exp":
             return -dense(found).exp()
+        if piece.then == "over root of size":
+            return dense(found) * dense(found).numel() ** -0.5
         return dense(found) + self._architecture.norm_offset if piece.then else found
 
 

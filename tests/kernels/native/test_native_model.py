@@ -38,7 +38,10 @@ F32, BF16 = torch.float32, torch.bfloat16
 HIDDEN, VOCAB, PAGE = 48, 90, 4
 ALL_NORMS = ("input_norm", "attended_norm", "mlp_norm", "after_norm")
 
+BESIDE = ("mlp_out_norm", "expert_norm", "router_norm", "expert_out_norm")
+
 PLAIN = LayerKind(4, 2, 16, 16, 0.25)
+WINDOW = PLAIN._replace(kv_heads=1, window=6)
 HEADS = Attention(PLAIN, rope=0)
 DENSE = MLP(100)
 FEW = Experts(6, 2, MLP(40))
@@ -99,6 +102,19 @@ ARCHITECTURES = {
     "experts, not renormalised": architecture(
         LLAMA, Layer(HEADS, replace(FEW, renormalise=False, shared=MLP(40), shared_gate=True))
     ),
+    "experts beside": architecture(
+        *[Layer(HEADS, MLP(64, "gelu_tanh"), (*ALL_NORMS, *BESIDE), layer_scale=True,
+                beside=replace(FEW, each=MLP(40, "gelu_tanh"), each_scale=True))] * 2
+    ),
+    "shared keys": architecture(
+        *(Layer(Attention(kind, 0, "head", value_norm=True, shares=shares, gated=shares), DENSE)
+          for shares in (False, False, True, True) for kind in (PLAIN, WINDOW)),
+    ),
+    "inputs of each layer": architecture(
+        *[Layer(HEADS, DENSE, (*ALL_NORMS, "per_layer_norm"), layer_scale=True,
+                per_layer=MLP(20, "gelu_tanh", gated=False))] * 3,
+        embed_scale=HIDDEN**0.5,
+    ),
     "short convolutions": architecture(
         Layer(ShortConv(3, 44), DENSE), LLAMA, Layer(ShortConv(4, 40, True, True), DENSE)
     ),
@@ -128,9 +144,10 @@ def random_weights(a: Architecture, number: int, rng: torch.Generator, few_bits:
         return eight_bits(x) if few_bits and name in ("k", "up") else x
 
     def one_or_all(name: str, shape: tuple[int, ...]) -> Any:
-        count = getattr(a.layers[number].mlp, "count", 0)
-        all_of = name.startswith("experts.")
-        return [make(name, shape) for _ in range(count)] if all_of else make(name, shape)
+        experts = a.layers[number].experts
+        if experts is None or not name.startswith("experts."):
+            return make(name, shape)
+        return [make(name, shape) for _ in range(experts.count)]
 
     return {name: one_or_all(name, shape) for name, shape in a.layer_shapes(number).items()}
 
@@ -160,12 +177,17 @@ class Model:
         self.layers = [random_weights(a, i, rng, i == 1) for i in range(len(a.layers))]
         self.embedding = torch.randn(VOCAB, HIDDEN, generator=rng) / 2
         self.head = None if a.tied else torch.randn(VOCAB, HIDDEN, generator=rng) / 7
+        self.per_layer = {
+            name: torch.randn(shape, generator=rng) for name, shape in a.per_layer_shapes.items()
+        }
         self.last_norm = 1 + torch.randn(HIDDEN, generator=rng) / 5
         self.load()
 
     def load(self) -> None:
         self.packed = NativeLayers(self.architecture, self.dtype)
         self.packed.embedding(self.embedding, self.head)
+        if self.per_layer:
+            self.packed.per_layer(self.per_layer)
         for number, weights in enumerate(self.layers):
             self.packed.layer(number, weights)
         self.packed.loaded(self.last_norm)
@@ -206,9 +228,10 @@ def bits(logits: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_it_computes_what_the_reference_does(name: str) -> None:
     model, text = Model(name), np.random.default_rng(1).integers(0, VOCAB, 70)
-    hidden = reference.embed(model.architecture, torch.tensor(text), model.embedding)
+    of = model.architecture, torch.tensor(text), model.embedding, model.per_layer
+    hidden, shared = reference.embed(*of)
     for number, weights in enumerate(model.layers):
-        hidden = reference.run_layer(model.architecture, number, hidden, weights)
+        hidden = reference.run_layer(model.architecture, number, hidden, weights, shared)
     head = model.embedding if model.head is None else model.head
     expected = reference.logits(model.architecture, hidden, model.last_norm, head)
     error = (model.alone(text) - expected).abs().max() / (expected.max() - expected.min())
@@ -250,7 +273,16 @@ def test_a_token_has_the_same_bits_in_any_chunks_and_company(name: str, dtype: t
                 done[5], slots[5], waiting = 28, kept, False
 
 
-@pytest.mark.parametrize("name", ["experts in groups", "experts, not renormalised", "delta nets"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "experts in groups",
+        "experts, not renormalised",
+        "experts beside",
+        "inputs of each layer",
+        "delta nets",
+    ],
+)
 def test_many_rows_have_the_bits_of_few(name: str) -> None:
     """More than an MLP takes at once, and more of one expert than of a task."""
     model, text = Model(name), np.random.default_rng(2).integers(0, VOCAB, 1200)
@@ -300,9 +332,12 @@ def test_weights_of_other_shapes_are_refused(change: Weights) -> None:
 @pytest.mark.parametrize("layer", [
     Layer(Attention(PLAIN, 1), DENSE), Layer(Attention(PLAIN._replace(kv_heads=3)), DENSE),
     Layer(replace(DELTA, key_heads=3), DENSE), Layer(replace(MAMBA, groups=5), DENSE),
+    Layer(replace(HEADS, shares=True), DENSE), Layer(HEADS, DENSE, per_layer=MLP(8, gated=False)),
 ])  # fmt: skip
 def test_numbers_that_contradict_each_other_are_refused(layer: Layer) -> None:
     a = architecture(layer)
     weights = random_weights(a, 0, torch.Generator(), False)
-    with pytest.raises(ValueError, match=r"on 3|no RoPE|different sizes"):
+    with pytest.raises(
+        ValueError, match=r"on 3|no RoPE|different sizes|that none has|nothing makes"
+    ):
         NativeLayers(a, F32).layer(0, weights)

@@ -21,7 +21,7 @@ from radixcache.runtime.model.cuda_graphs import Shape, pad
 from radixcache.runtime.model.load import load_model
 from tests.helpers.models import tiny_model
 from tests.helpers.sources import ROOT
-from tests.kernels.backends import SHAPES, attend, held
+from tests.kernels.backends import SHAPES, assert_written_pages_stay, attend, held
 from tests.kernels.reference import (
     Step,
     assert_only_rows_that_see_it_are_spoilt,
@@ -59,6 +59,11 @@ def test_output_equals_the_reference(seed) -> None:
     options["window"] = options["window"] or 9
     short = behind_windows(step, options["window"])
     assert error(step, run(short, make_backend(), **options), **options) < 2e-5
+
+
+def test_a_layer_attends_over_what_another_has_written() -> None:
+    step = make_step(8, SHAPES["mixed"], page_size=4)
+    assert_written_pages_stay(step, make_backend().plan(step.batch))
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -51,6 +51,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"intermediate_size": 100, "attention_bias": None},
     "gemma2": {"intermediate_size": 100},
     "gemma3_text": {"intermediate_size": 60, "sliding_window": 24},
+    "gemma4_text": {
+        **_WINDOW, "global_head_dim": 32, "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": 260,
+        "enable_moe_block": True, "num_experts": 5, "top_k_experts": 2,
+        "moe_intermediate_size": 40, "final_logit_softcapping": 30.0, "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3, "num_kv_shared_layers": 3,
+    },
     "olmo3": {
         "sliding_window": 9, "num_hidden_layers": 5,
         "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],

@@ -148,7 +148,10 @@ def logits_by_reference(
     """[T, vocab_size], by what is described and read, or by what is wrong in it."""
     with read(folder) as (right, weights):
         architecture = described or right
-        hidden = reference.embed(architecture, tokens, weights.embedding())
+        per_layer = weights.per_layer()
+        if fault is not None:
+            fault(per_layer, None, 0)
+        hidden, shared = reference.embed(architecture, tokens, weights.embedding(), per_layer)
         for number, layer in enumerate(architecture.layers):
             found, attention = weights.layer(number), None
             if isinstance(layer.mixer, Attention):
@@ -157,7 +160,7 @@ def logits_by_reference(
                 rope = None if attention is None else attention.rope
                 turned = 0 if rope is None else 2 * len(architecture.ropes[rope].frequencies)
                 fault(found, attention, turned)
-            hidden = reference.run_layer(architecture, number, hidden, found)
+            hidden = reference.run_layer(architecture, number, hidden, found, shared)
         head = weights.embedding() if architecture.tied else weights.head()
         assert head is not None
         return reference.logits(architecture, hidden, weights.last_norm(), head)

@@ -24,6 +24,7 @@ from radixcache.kernels.spec import (
     Architecture,
     Attention,
     Experts,
+    Layer,
     Unknown,
     Weights,
 )
@@ -33,7 +34,9 @@ from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.families import config
 from radixcache.runtime.model.families import describe as module
 from radixcache.runtime.model.families.describe import describe
+from radixcache.runtime.model.families.gemma4 import BESIDE
 from radixcache.runtime.model.families.table import FAMILIES, WRAPPERS
+from radixcache.runtime.model.kv_pool import LayerShape, bytes_per_token
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.weights.plan import halves
 from tests.helpers.decoders import DECODERS
@@ -74,11 +77,40 @@ def flip_router(weights: Weights, attention: Attention | None, turned: int) -> N
         weights["router"] = weights["router"].flip(0)
 
 
+def absent(*names: str) -> Any:
+    """These weights of a layer change nothing."""
+
+    def change(weights: Weights, attention: Attention | None, turned: int) -> None:
+        weights.update({name: torch.ones_like(weights[name]) for name in names if name in weights})
+
+    return change
+
+
+def roll_inputs(weights: Weights, attention: Attention | None, turned: int) -> None:
+    """Each layer gets the inputs of the one before."""
+    for name, dim in (("table", 1), ("projection", 0)):
+        if name in weights:
+            weights[name] = weights[name].roll(len(weights["norm"]), dim)
+
+
+def double_tokens(weights: Weights, attention: Attention | None, turned: int) -> None:
+    if "table" in weights:
+        weights["table"] = 2 * weights["table"]
+
+
 def interleave(weights: Weights, attention: Attention | None, turned: int) -> None:
     if attention is not None and turned:
-        for name in "qk":
+        for name in {*"qk"} & weights.keys():
             dim = attention.kind.head_dim
             weights[name] = weights[name][halves(len(weights[name]) // dim, dim, turned)]
+
+
+def without_last_owner(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
+    """Layers that share keys take those of the owner before the last, whose kind is another."""
+    mixers = [(n, x.mixer) for n, x in enumerate(layers) if isinstance(x.mixer, Attention)]
+    owner, mixer = [own for own in mixers if own[1].kind.window and not own[1].shares][-1]
+    other = replace(mixer, kind=mixer.kind._replace(scale=mixer.kind.scale * (1 + 1e-12)))
+    return (*layers[:owner], replace(layers[owner], mixer=other), *layers[owner + 1 :])
 
 
 def faults(right: Architecture) -> Iterator[tuple[str, Architecture, Any]]:
@@ -87,12 +119,22 @@ def faults(right: Architecture) -> Iterator[tuple[str, Architecture, Any]]:
         yield "norms", right, swap_norms
     if right.kinds:
         yield "heads", right, flip_heads
-    if any(isinstance(layer.mlp, Experts) for layer in right.layers):
+    if any(layer.experts for layer in right.layers):
         yield "router", right, flip_router
+    if any(layer.beside for layer in right.layers):
+        for name in (*BESIDE, "expert_scale", "layer_scale"):
+            yield f"{name} is absent", right, absent(name)
     if right.ropes:
         yield "pairs", right, interleave
         ropes = tuple(replace(rope, frequencies=rope.frequencies**1.02) for rope in right.ropes)
         yield "base", replace(right, ropes=ropes), None
+    if right.per_layer_shapes:
+        yield "inputs", right, roll_inputs
+        yield "scale of tokens", right, double_tokens
+        yield "norm of inputs", right, absent("norm")
+        yield "norm behind inputs", right, absent("per_layer_norm")
+    if any(layer.shares_kv for layer in right.layers):
+        yield "owner", replace(right, layers=without_last_owner(right.layers)), None
     layers = []
     for layer in right.layers:
         mixer = layer.mixer
@@ -220,6 +262,55 @@ def test_gates_that_transformers_does_not_compute_are_refused(family, tmp_path) 
             continue
         with pytest.raises(ModelError, match=f"its output_gate_type is {gate}, which"):
             load_model(folder)
+
+
+def test_layers_that_share_keys_take_no_memory(tmp_path) -> None:
+    """In the shape of Gemma 4 E4B, 18 of 42 layers."""
+    e4b = {
+        "num_hidden_layers": 42, "num_kv_shared_layers": 18, "num_key_value_heads": 2,
+        "head_dim": 256, "hidden_size": 2560, "intermediate_size": 10240,
+    }  # fmt: skip
+    settings = AutoConfig.for_model("gemma4_text", **e4b).to_dict()
+    described = describe(settings)
+    shapes = [LayerShape(k.kv_heads, k.head_dim, k.value_dim) for k in described.kinds]
+    assert len(described.layers) == 42 and [s.key_dim for s in shapes].count(512) == 4
+    assert bytes_per_token(shapes, torch.bfloat16) == (20 * 256 + 4 * 512) * 2 * 2 * 2
+    assert [layer.shares_kv for layer in described.layers] == [False] * 24 + [True] * 18
+    wider = describe({**settings, "use_double_wide_mlp": True})
+    for one, widths in ((described, [10240] * 42), (wider, [10240] * 24 + [20480] * 18)):
+        assert [one.layer_shapes(number)["up"][0] for number in range(42)] == widths
+    folder = tiny_model("gemma4_text", tmp_path, tokenizer=False, **DECODERS["gemma4_text"])
+    kept = 3 * 2 * 16 + 32  # of 7 layers
+    assert load_model(folder, device="cpu").bytes_per_token == kept * 2 * 4
+    other = {number: {"head_dim": 512} for number in range(5, 42, 6)} | {23: {"head_dim": 128}}
+    for wrong, reason in (
+        ({"num_kv_shared_layers": 42}, "its 42 last layers share keys that no layer has"),
+        ({"num_kv_shared_layers": 50}, "its 50 last layers share keys that no layer has"),
+        ({"num_kv_shared_layers": 38}, "its 38 last layers share keys that no layer has"),
+        ({"num_kv_shared_layers": -1}, "its num_kv_shared_layers is -1"),
+        ({"per_layer_config": other}, "its layers share keys of other heads"),
+        ({"vocab_size_per_layer_input": 260}, "its vocab_size_per_layer_input is 260"),
+    ):
+        with pytest.raises(Unknown, match=reason):
+            describe({**settings, **wrong})
+
+
+def test_keys_of_layers_that_share_others_are_not_read(tmp_path) -> None:
+    """The hub's checkpoints have them."""
+    folder = tiny_model("gemma4_text", tmp_path, tokenizer=False, **DECODERS["gemma4_text"])
+    expected, at = logits_by_reference(folder), "model.layers.4.self_attn."
+    parts = {"k_proj": (32, 64), "v_proj": (32, 64), "k_norm": (16,)}
+    new = {f"{at}{name}.weight": torch.ones(shape) for name, shape in parts.items()}
+    assert torch.equal(logits_by_reference(changed(folder, new)), expected)
+    refused(changed(folder, {f"{at}z_proj.weight": torch.ones(3)}), f"it has {at}z_proj")
+
+
+def test_a_table_of_inputs_stays_in_its_dtype(tmp_path) -> None:
+    folder = tiny_model("gemma4_text", tmp_path, tokenizer=False, **DECODERS["gemma4_text"])
+    name = "model.embed_tokens_per_layer.weight"
+    narrow = load_file(folder / "model.safetensors")[name].bfloat16()
+    with read(changed(folder, {name: narrow})) as (_, weights):
+        assert torch.equal(weights.per_layer()["table"], narrow)
 
 
 @pytest.mark.parametrize(

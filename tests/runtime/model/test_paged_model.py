@@ -99,6 +99,7 @@ PER_LAYER = {
     "global_head_dim": 32, "hidden_size_per_layer_input": 8, "num_hidden_layers": 3,
     "vocab_size_per_layer_input": VOCAB_SIZE, "num_kv_shared_layers": 0, "sliding_window": 11,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "attention_magic": 1,  # which our loop does not know
 }  # fmt: skip
 
 

@@ -59,9 +59,9 @@ def test_all_products_but_the_routers_round_their_rows(family, monkeypatch) -> N
     assert isinstance(rounded, Decoder) and file is not None
     spec = rounded.architecture
     weights = GGUFSource(file, spec, rounded.device, rounded.dtype)
-    hidden = reference.embed(spec, torch.from_numpy(TOKENS), weights.embedding())
+    hidden, shared = reference.embed(spec, torch.from_numpy(TOKENS), weights.embedding(), {})
     for number in range(len(spec.layers)):
-        hidden = reference.run_layer(spec, number, hidden, weights.layer(number))
+        hidden = reference.run_layer(spec, number, hidden, weights.layer(number), shared)
     head = weights.head()
     head = weights.embedding() if head is None else head
     expected = reference.logits(spec, hidden, weights.last_norm(), head)

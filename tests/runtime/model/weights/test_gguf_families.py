@@ -12,19 +12,27 @@ import torch
 from transformers.configuration_utils import PreTrainedConfig
 
 from radixcache import LLM, ModelError, SamplingParams
-from radixcache.kernels.quantized import Quantized
+from radixcache.kernels.native.attention import NativeAttention
+from radixcache.kernels.quantized import Quantized, Stored
 from radixcache.kernels.spec import Architecture, Unknown
+from radixcache.kernels.torch.attention import TorchAttention
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile, GGUFTensor
 from radixcache.runtime.model.checkpoint import open_checkpoint
+from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.families.describe import describe
 from radixcache.runtime.model.gguf.architectures import ROWS
 from radixcache.runtime.model.gguf.blocks import read_tensor
 from radixcache.runtime.model.gguf.config import describe_gguf, settings_of
+from radixcache.runtime.model.load import load_model
+from radixcache.runtime.model.loop import LayerLoop
 from radixcache.runtime.model.weights.sources import GGUFSource, SafetensorsSource
 from tests.helpers.gguf_converter import FAMILIES, convert
 from tests.helpers.models import tiny_model
+from tests.helpers.native import needs_kernels
+from tests.runtime.model.steps import STEPS, random_sequences, relative_error, run_steps
 
 CPU = torch.device("cpu")
+Q8 = 5  # signed numbers of 8 bits in blocks of 32, as panels.h counts formats
 _OTHER_NAMES = {"nemotron_h_moe"}  # of the same family
 _SAME = {
     "glm4v_moe_text": "glm4_moe", "solar_open": "glm4_moe", "qwen2_5_vl_text": "qwen2_vl_text",
@@ -77,6 +85,39 @@ def test_a_file_is_described_as_its_checkpoint_and_has_its_weights(family, tmp_p
             found, weights = read.layer(number), wanted.layer(number)
             assert found.keys() == weights.keys()
             assert not [name for name in found if not equal(found[name], weights[name])], number
+
+
+@pytest.mark.parametrize(
+    "attention", [TorchAttention, pytest.param(NativeAttention, marks=needs_kernels)]
+)
+def test_gemma_4_gives_the_logits_of_its_checkpoint(attention, tmp_path) -> None:
+    """And keeps the table of its layers' inputs in the file's bits."""
+    (tmp_path / "files").mkdir()
+    folder = tiny_model("gemma4_text", tmp_path, tokenizer=False, **FAMILIES["gemma4_text"][1])
+    paths = [convert(folder, tmp_path / "files" / f"{kind}.gguf", kind) for kind in ("F32", "Q8_0")]
+    sequences = random_sequences()
+
+    def logits(path: Path) -> torch.Tensor:
+        model = load_model(path, device="cpu", dtype="float32", attention=attention())
+        assert isinstance(model, Decoder)
+        layers: Any = model._layers
+        if isinstance(layers, LayerLoop):
+            is_small = isinstance(layers._input_table, Stored)
+        else:
+            is_small = layers._per_layer.table.format == Q8
+        assert is_small == (path.stem == "Q8_0")
+        return torch.cat(run_steps(model, sequences, STEPS[0], 4))
+
+    whole, *files = map(logits, [folder, *paths])
+    assert torch.equal(files[0], whole)
+    assert 1e-4 < relative_error([files[1]], [whole]) < 0.5
+    file = GGUFFile(paths[1])
+    described = describe_gguf(file, settings_of(file))
+    file.tensors["blk.4.attn_k.weight"] = file.tensors["blk.2.attn_k.weight"]
+    assert isinstance(GGUFSource(file, described, CPU, torch.float32).per_layer()["table"], Stored)
+    file.tensors["blk.4.attn_z.weight"] = file.tensors["blk.2.attn_k.weight"]
+    with pytest.raises(Unknown, match=r"it has blk.4.attn_z.weight"):
+        GGUFSource(file, described, CPU, torch.float32)
 
 
 def test_what_a_newer_file_says_comes_before_what_llama_cpp_knows(tmp_path) -> None:
