@@ -25,6 +25,7 @@ from radixcache.kernels.spec import (
     Attention,
     DeltaNet,
     Experts,
+    Latent,
     Mixer,
     ShortConv,
     Weight,
@@ -103,6 +104,8 @@ class NativeLayers(Layers):
     def _mixer(self, mixer: Mixer, w: Weights) -> native.Layer:
         if isinstance(mixer, Attention):
             return self._attention(mixer, w)
+        if isinstance(mixer, Latent):
+            raise ValueError("no kernel for MLA")
         conv = self._vector(w["conv"]), self._vector(w.get("conv.bias"))
         vectors = [self._vector(w.get(n)) for n in ("rate", "rate_bias", "skip", "mixer_norm")]
         out = self._product(w, "o").struct

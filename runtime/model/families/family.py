@@ -41,6 +41,7 @@ class Family:
         residual_scale, eps: settings.
         scales: fields of `Architecture`.
         offset: its `norm_offset`.
+        latent: attention is MLA.
         pairs: a checkpoint has the pairs that RoPE turns side by side.
         value_is_key: in layers without a window, values that have no product are the keys.
         alternating: a checkpoint's experts are [in, out], and gate and up take turns in them.
@@ -77,6 +78,7 @@ class Family:
     centred: bool = False
     offset: float = 0.0
     eps: str = "rms_norm_eps"
+    latent: bool = False
     pairs: bool = False
     value_is_key: bool = False
     alternating: bool = False
