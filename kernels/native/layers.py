@@ -36,8 +36,15 @@ from radixcache.kernels.spec import (
 class NativeLayers(Layers):
     """`Layers` of float32 or bfloat16, and quantized ones, on a CPU."""
 
-    def __init__(self, architecture: Architecture, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        architecture: Architecture,
+        dtype: torch.dtype,
+        weights_by: set[str] | None = None,
+    ) -> None:
+        """`weights_by` is that of `Backend`."""
         self.architecture, self._dtype = architecture, dtype
+        self._weights_by = set[str]() if weights_by is None else weights_by
         self._packed: list[PackedLinear] = []
         self._rounds = c_int32(0)
         self._held: list[object] = []  # what the structures' addresses point to
@@ -105,7 +112,7 @@ class NativeLayers(Layers):
         if isinstance(mixer, Attention):
             return self._attention(mixer, w)
         if isinstance(mixer, Latent):
-            raise ValueError("no kernel for MLA")
+            return self._latent(mixer, w)
         conv = self._vector(w["conv"]), self._vector(w.get("conv.bias"))
         vectors = [self._vector(w.get(n)) for n in ("rate", "rate_bias", "skip", "mixer_norm")]
         out = self._product(w, "o").struct
@@ -125,11 +132,7 @@ class NativeLayers(Layers):
         return native.RecurrentLayer(inputs, out, *conv, *vectors, *limits, *shape, *sizes)
 
     def _attention(self, attention: Attention, w: Weights) -> native.AttentionLayer:
-        kind, rope = attention.kind, -1 if attention.rope is None else attention.rope
-        if not -1 <= rope < len(self.architecture.ropes) or (
-            rope >= 0 and 2 * len(self.architecture.ropes[rope].frequencies) > kind.head_dim
-        ):
-            raise ValueError(f"no RoPE number {rope} for heads of {kind.head_dim}")
+        kind, rope = attention.kind, self._rope(attention.rope, attention.kind.head_dim)
         names = ["q", "q_gate", "k", "v"] if attention.gated else ["q", "k", "v"]
         scaling, length = attention.query_scaling or (0.0, 0)
         return native.AttentionLayer(
@@ -139,6 +142,29 @@ class NativeLayers(Layers):
             *(rope, attention.gated, attention.head_norms == "whole", attention.value_norm),
             *(length, scaling),
         )
+
+    def _latent(self, latent: Latent, w: Weights) -> native.LatentLayer:
+        kind, whole = latent.kind, latent.q_rank is None
+        scaling, length = latent.query_scaling or (0.0, 0)
+        if isinstance(w["v_b"], Quantized) and not isinstance(w["k_b"], Quantized):
+            self._weights_by.add("dense k_b")
+        return native.LatentLayer(
+            heads_of(kind),
+            self._structs(2, self._products(w, "q" if whole else "q_a", "kv_a")),
+            () if whole else self._product(w, "q_b").struct,
+            self._product(w, "o").struct,
+            *(self._by_head(w[name], kind.query_heads) for name in ("k_b", "v_b")),
+            *(self._vector(w.get(name)) for name in ("q_a_norm", "kv_a_norm")),
+            self._rope(latent.rope, kind.value_dim),
+            *(latent.nope, latent.value, length, scaling, latent.eps),
+        )
+
+    def _rope(self, number: int | None, dim: int) -> int:
+        """The number of a RoPE that heads of this size may have; -1 for None."""
+        rope, ropes = -1 if number is None else number, self.architecture.ropes
+        if not -1 <= rope < len(ropes) or (rope >= 0 and 2 * len(ropes[rope].frequencies) > dim):
+            raise ValueError(f"no RoPE number {rope} for heads of {dim}")
+        return rope
 
     def _mlp(self, mlp: MLP, w: Weights, prefix: str = "") -> native.MLP:
         names = [f"{prefix}gate", f"{prefix}up"] if mlp.gated else [f"{prefix}up"]
@@ -168,7 +194,8 @@ class NativeLayers(Layers):
                 self._vector(w.get("correction")),
             ),
             *(native.SCORES.index(experts.scores), experts.count, experts.active, experts.groups),
-            *(experts.kept_groups, experts.renormalise, experts.epsilon, experts.scale),
+            *(experts.kept_groups, experts.group_best, experts.renormalise),
+            *(experts.epsilon, experts.scale),
         )
 
     # ---- Weights.
@@ -190,10 +217,19 @@ class NativeLayers(Layers):
         packed = []
         for _, same in groupby(names, key=lambda name: _format(w[name])):
             group = list(same)
-            biases = [w[f"{name}.bias"].float() for name in group if f"{name}.bias" in w]
-            bias = torch.cat(biases) if biases else None
+            biases = [w.get(f"{name}.bias", torch.zeros(w[name].shape[0])) for name in group]
+            has_bias = any(f"{name}.bias" in w for name in group)
+            bias = torch.cat([each.float() for each in biases]) if has_bias else None
             packed.append(self._pack([w[name] for name in group], bias))
         return packed
+
+    def _by_head(self, weight: Weight, heads: int) -> int:
+        """The address of the products that stand below each other in a weight."""
+        numbers = torch.arange(weight.shape[0]).chunk(heads)
+        parts = (weight.rows(n) if isinstance(weight, Quantized) else weight[n] for n in numbers)
+        each = self._structs(heads, [self._pack([part]) for part in parts])
+        self._held.append(each)
+        return ctypes.addressof(each)
 
     def _structs(self, most: int, products: list[PackedLinear]) -> Any:
         return (WeightStruct * most)(*(product.struct for product in products))

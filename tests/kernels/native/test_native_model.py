@@ -21,6 +21,7 @@ from radixcache.kernels.spec import (
     Attention,
     DeltaNet,
     Experts,
+    Latent,
     Layer,
     Mamba2,
     Rope,
@@ -55,6 +56,10 @@ def architecture(
     return Architecture("tiny", VOCAB, HIDDEN, 1000, None, layers, ropes, 1e-5, **settings)
 
 
+LATENT = Latent(
+    LayerKind(3, 1, 36, 10, 0.05, mla=True), 16, 20, 28, 0, bias=True, query_scaling=(0.7, 8),
+    eps=1e-3,
+)  # fmt: skip
 DELTA = DeltaNet(4, key_heads=2, heads=4, key=16, value=20)
 MAMBA = Mamba2(4, heads=6, value=12, state=16, groups=2, least=0.01, most=0.5)
 ARCHITECTURES = {
@@ -99,6 +104,14 @@ ARCHITECTURES = {
     "experts, not renormalised": architecture(
         LLAMA, Layer(HEADS, replace(FEW, renormalise=False, shared=MLP(40), shared_gate=True))
     ),
+    "latents": architecture(
+        Layer(LATENT, DENSE),
+        Layer(replace(LATENT, q_rank=None, bias=False, query_scaling=None), Experts(
+            12, 3, MLP(24), renormalise=False, scale=1.8, groups=4, kept_groups=2, group_best=1,
+        )),
+        Layer(replace(LATENT, bias=False), DENSE),
+        ropes=(rope(5, scale=1.2),),
+    ),
     "short convolutions": architecture(
         Layer(ShortConv(3, 44), DENSE), LLAMA, Layer(ShortConv(4, 40, True, True), DENSE)
     ),
@@ -125,7 +138,7 @@ def random_weights(a: Architecture, number: int, rng: torch.Generator, few_bits:
         if len(shape) == 1:
             return 0.2 * x + (1 if "norm" in name or "scale" in name else 0)
         x /= 1 if name == "conv" else shape[1] ** 0.5 / 2
-        return eight_bits(x) if few_bits and name in ("k", "up") else x
+        return eight_bits(x) if few_bits and name in ("k", "up", "q", "k_b") else x
 
     def one_or_all(name: str, shape: tuple[int, ...]) -> Any:
         count = getattr(a.layers[number].mlp, "count", 0)
@@ -250,7 +263,9 @@ def test_a_token_has_the_same_bits_in_any_chunks_and_company(name: str, dtype: t
                 done[5], slots[5], waiting = 28, kept, False
 
 
-@pytest.mark.parametrize("name", ["experts in groups", "experts, not renormalised", "delta nets"])
+@pytest.mark.parametrize(
+    "name", ["experts in groups", "experts, not renormalised", "delta nets", "latents"]
+)
 def test_many_rows_have_the_bits_of_few(name: str) -> None:
     """More than an MLP takes at once, and more of one expert than of a task."""
     model, text = Model(name), np.random.default_rng(2).integers(0, VOCAB, 1200)
@@ -299,7 +314,8 @@ def test_weights_of_other_shapes_are_refused(change: Weights) -> None:
 
 @pytest.mark.parametrize("layer", [
     Layer(Attention(PLAIN, 1), DENSE), Layer(Attention(PLAIN._replace(kv_heads=3)), DENSE),
-    Layer(replace(DELTA, key_heads=3), DENSE), Layer(replace(MAMBA, groups=5), DENSE),
+    Layer(replace(LATENT, rope=1), DENSE), Layer(replace(DELTA, key_heads=3), DENSE),
+    Layer(replace(MAMBA, groups=5), DENSE),
 ])  # fmt: skip
 def test_numbers_that_contradict_each_other_are_refused(layer: Layer) -> None:
     a = architecture(layer)

@@ -12,6 +12,8 @@ import torch
 
 from radixcache import SamplingParams
 from radixcache.errors import InvalidRequest, ModelError
+from radixcache.kernels.native.attention import NativeAttention
+from radixcache.kernels.native.layers import NativeLayers
 from radixcache.kernels.spec import Latent, Unknown
 from radixcache.kernels.torch.attention import TorchAttention
 from radixcache.kernels.torch.operators import TorchBackend
@@ -22,6 +24,7 @@ from radixcache.runtime.model.load import load_model
 from tests.helpers.decoders import DECODERS
 from tests.helpers.engines import generated, is_greedy, make_engine, run
 from tests.helpers.models import MLA, tiny_model
+from tests.helpers.native import needs_kernels
 from tests.runtime.model.steps import (
     STEPS,
     plain_logits,
@@ -32,21 +35,21 @@ from tests.runtime.model.steps import (
 )
 
 FAMILIES = [family for family in MLA if family in DECODERS]
-ATTENTION: dict[str, Any] = {"torch": TorchAttention, "chosen": lambda: None}
+ATTENTION = [TorchAttention, pytest.param(NativeAttention, marks=needs_kernels)]
 
 
 def made(family: str, folder: Path, **options: Any) -> Path:
     return tiny_model(family, folder, tokenizer=False, **{**DECODERS[family], **options})
 
 
-@pytest.mark.parametrize("by", ATTENTION)
+@pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-5), ("bfloat16", 0.08)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_any_chunks_are_those_of_one_forward_and_a_wrong_page_shows(
-    family: str, dtype: str, limit: float, by: str, tmp_path: Path
+    family: str, dtype: str, limit: float, attention: Any, tmp_path: Path
 ) -> None:
     folder, sequences = made(family, tmp_path), random_sequences()
-    model = load_model(folder, device="cpu", dtype=dtype, attention=ATTENTION[by]())
+    model = load_model(folder, device="cpu", dtype=dtype, attention=attention())
     assert isinstance(model, Decoder)
     assert model.shapes == [LayerShape(1, 32, 8)] * 2
     assert model.bytes_per_token == 2 * (32 + 8) * model.dtype.itemsize
@@ -78,17 +81,27 @@ def test_answers_behind_hits_are_greedy(family: str, tmp_path: Path) -> None:
     assert all(is_greedy(folder, *pair, 1e-4) for pair in zip(prompts, answers, strict=True))
 
 
-def without_absorption(self: Any, weight: Any, heads: int) -> Any:
-    """Queries that meet the latents as they are."""
-    size = weight.shape[0] // heads
-    return lambda x: torch.nn.functional.pad(x, (0, size - x.shape[-1]))
+@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("name", ["k_b", "v_b"])
+def test_a_loop_that_does_not_absorb_is_found_at_load(
+    attention: Any, name: str, tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    """Queries meet the latents as they are, or the output takes their first numbers."""
+    folder = made("deepseek_v3", tmp_path)
 
+    def plain(by_head: Any) -> Any:
+        def patched(self: Any, weight: Any, heads: int) -> Any:
+            size = weight.shape[0] // heads
+            if size == {"k_b": 32, "v_b": 24}[name]:
+                weight = torch.eye(size, weight.shape[1]).tile(heads, 1)
+            return by_head(self, weight, heads)
 
-def test_a_loop_that_does_not_absorb_is_found_at_load(tmp_path, monkeypatch, caplog) -> None:
-    folder = made("deepseek_v3", tmp_path, v_head_dim=32)
-    monkeypatch.setattr(TorchBackend, "heads_linear", without_absorption)
+        return patched
+
+    monkeypatch.setattr(TorchBackend, "heads_linear", plain(TorchBackend.heads_linear))
+    monkeypatch.setattr(NativeLayers, "_by_head", plain(NativeLayers._by_head))
     caplog.set_level("INFO", "radixcache")
-    model = load_model(folder, device="cpu", attention=TorchAttention())
+    model = load_model(folder, device="cpu", attention=attention())
     assert not isinstance(model, Decoder)
     assert "come out wrong in our loop" in caplog.text
 
