@@ -86,8 +86,10 @@ GGUFS = {
 """Files of these kinds of blocks, matrix by matrix in turn."""
 CONVERTED = {
     "qwen3_moe of 8 bits": "Q8_0", "qwen3_5_text of 4 bits": "Q4_0", "gpt_oss of floats": "MXFP4",
+    "deepseek_v3 of 8 bits": "Q8_0",
 }  # fmt: skip
-"""Files of experts, of recurrent layers, of experts with biases and of windows; of one kind."""
+"""Files of experts, of recurrent layers, of experts with biases and of windows, and of latents; of
+one kind."""
 DTYPES = ("float32", "bfloat16")
 WIDE = {"hidden_size": 128, "head_dim": 32}
 """For `kv_cache_dtype="int8"`, which takes heads of multiples of 32."""
