@@ -154,6 +154,11 @@ class Backend(ABC):
         """One linear of the rows of all parts."""
 
     @abstractmethod
+    def heads_linear(self, weight: Weight, heads: int) -> Linear:
+        """A linear for each head, of a weight [heads * out, in] that has them below each other:
+        [T, heads, in] to [T, heads, out]."""
+
+    @abstractmethod
     def gate_up(self, gate: Part, up: Part) -> Any:
         """The linears whose results `activation` takes."""
 
@@ -172,8 +177,9 @@ class Backend(ABC):
     # -- in a step -----------------------------------------------------------------------------
 
     @abstractmethod
-    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMSNorm, or LayerNorm where the architecture is centred, over the last dimension."""
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float | None = None) -> torch.Tensor:
+        """RMSNorm, or LayerNorm where the architecture is centred, over the last dimension; `eps`
+        is the architecture's where it is None."""
 
     @abstractmethod
     def add_norm(self, y: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Pair:

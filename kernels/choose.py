@@ -51,7 +51,7 @@ def choose_attention(
     kv_dtype: torch.dtype | None = None,
 ) -> AttentionBackend:
     """The fastest attention whose kernels run for all these layers: on a GPU FlashInfer, then
-    Triton; on a CPU native kernels; else torch. MLA has FlashInfer and torch only.
+    Triton; on a CPU native kernels; else torch. Triton has no MLA.
 
     On a GPU without FlashInfer, a warning says why, and what to do. If `kv_dtype` is not `dtype`,
     FlashInfer reads fp8 only, and no other backend does: `InvalidRequest` without it.
@@ -60,7 +60,7 @@ def choose_attention(
     if device.type not in ("cuda", "xpu"):
         trials = []
         if device.type == "cpu":
-            trials = [Trial("native kernels", partial(make_native, dtype, kinds))]
+            trials = [Trial("native kernels", partial(make_native, dtype))]
         found = first_right(task, *trials, otherwise=TorchAttention.name, level=logging.DEBUG)
         return found or TorchAttention(device)
     start = time.perf_counter()
@@ -135,11 +135,11 @@ def choose_draw(device: torch.device) -> DrawTokens | None:
     return draw_tokens if device.type == "cpu" and problem() is None else None
 
 
-def make_native(dtype: torch.dtype, kinds: Sequence[LayerKind]) -> AttentionBackend:
+def make_native(dtype: torch.dtype) -> AttentionBackend:
     if (reason := problem()) is not None:
         raise RuntimeError(reason)
-    if dtype not in DTYPES or any(kind.mla for kind in kinds):
-        raise ValueError(f"they have no kernel for {dtype}, or for MLA")
+    if dtype not in DTYPES:
+        raise ValueError(f"they have no kernel for {dtype}")
     return NativeAttention()
 
 

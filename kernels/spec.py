@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -93,6 +93,46 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (MLA, DeepSeek V2): pages keep a token's normed latent c and one
+    rotated key, which all heads share.
+
+    Keys and values of head h are K_h c and V_h c. They are absorbed, for every number of rows: a
+    query's first numbers go through K_h transposed (`k_b`), all heads attend over latents as both
+    keys and values, and V_h (`v_b`) makes a head's output of their mean.
+
+    Attributes:
+        kind: of the attention over latents, with `mla`.
+        nope, value: sizes of a head's query without its rotated numbers, and of its output.
+        q_rank: size of the normed latent that queries are made of; None if they are one product.
+        rope: as in `Attention`; it turns the last numbers of a query's head, and the shared key.
+        bias: whether `q_a`, `kv_a` and the output have biases.
+        query_scaling: as in `Attention`.
+        eps: of the norms of latents.
+    """
+
+    kind: LayerKind
+    nope: int
+    value: int
+    q_rank: int | None
+    rope: int
+    bias: bool = False
+    query_scaling: tuple[float, int] | None = None
+    eps: float = 1e-6
+    shares: ClassVar[bool] = False
+
+    @property
+    def query_width(self) -> int:
+        """Columns of the queries before they are absorbed."""
+        return self.kind.query_heads * (self.nope + self.kind.value_dim)
+
+    @property
+    def width(self) -> int:
+        """Columns of the output before its product."""
+        return self.kind.query_heads * self.value
+
+
+@dataclass(frozen=True)
 class ShortConv:
     """LFM's gated causal convolution of `width` taps: out = C * conv(B * x).
 
@@ -161,7 +201,8 @@ class Mamba2:
 
 
 RECURRENT = ShortConv | DeltaNet | Mamba2
-Mixer = Attention | RECURRENT
+ATTENDS = Attention | Latent
+Mixer = ATTENDS | RECURRENT
 
 
 @dataclass(frozen=True)
@@ -188,8 +229,8 @@ class Experts:
         renormalise: whether the chosen scores are divided by their sum.
         epsilon: what is added to that sum.
         scale: factor on the scores, after all else.
-        groups, kept_groups: experts are chosen from the `kept_groups` groups whose two best scores
-            add up to the most.
+        groups, kept_groups: experts are chosen from the `kept_groups` groups whose `group_best`
+            best scores add up to the most.
         router_bias: whether the router has a bias.
         shared: the shared expert; None if there is none.
         shared_gate: whether the sigmoid of a product with the row scales it.
@@ -206,6 +247,7 @@ class Experts:
     scale: float = 1.0
     groups: int = 1
     kept_groups: int = 1
+    group_best: int = 2
     router_bias: bool = False
     shared: MLP | None = None
     shared_gate: bool = False
@@ -213,7 +255,7 @@ class Experts:
 
     def __post_init__(self) -> None:
         size, kept = self.count // max(self.groups, 1), self.kept_groups
-        whole = size * self.groups == self.count and (size > 1 or self.groups == 1)
+        whole = size * self.groups == self.count and (size >= self.group_best or self.groups == 1)
         if not (whole and 0 < kept <= self.groups and 0 < self.active <= size * kept):
             raise Unknown(
                 f"it chooses {self.active} of {self.count} experts from {kept} of "
@@ -288,7 +330,7 @@ class Architecture:
     @property
     def kinds(self) -> list[LayerKind]:
         """The attention of each layer that has KV pages, in order."""
-        mixers = [x.mixer for x in self.layers if isinstance(x.mixer, Attention)]
+        mixers = [x.mixer for x in self.layers if isinstance(x.mixer, ATTENDS)]
         return [mixer.kind for mixer in mixers if not mixer.shares]
 
     @property
@@ -307,7 +349,7 @@ class Architecture:
         shapes: dict[StateName, tuple[tuple[int, ...], torch.dtype]] = {}
         for number, layer in enumerate(self.layers):
             mixer = layer.mixer
-            if mixer is None or isinstance(mixer, Attention):
+            if mixer is None or isinstance(mixer, ATTENDS):
                 continue
             shapes["conv", number, 0] = (mixer.width - 1, mixer.channels), torch.float32
             if not isinstance(mixer, ShortConv):
@@ -339,6 +381,8 @@ class Architecture:
             shapes["layer_scale"] = (1,)
         if isinstance(layer.mixer, Attention):
             _attention_shapes(shapes, layer.mixer, hidden)
+        elif isinstance(layer.mixer, Latent):
+            _latent_shapes(shapes, layer.mixer, hidden)
         elif layer.mixer is not None:
             _recurrent_shapes(shapes, layer.mixer, hidden)
         if isinstance(layer.mlp, MLP):
@@ -382,6 +426,23 @@ def _attention_shapes(shapes: Shapes, attention: Attention, hidden: int) -> None
             shapes["key_norm"] = (kind.head_dim if one else keys,)
     if attention.sinks:
         shapes["sinks"] = (kind.query_heads,)
+
+
+def _latent_shapes(shapes: Shapes, latent: Latent, hidden: int) -> None:
+    """`k_b` and `v_b` have a product for each head, one below the other, and the first is that of
+    queries: K_h transposed."""
+    kind = latent.kind
+    if latent.q_rank is None:
+        _product(shapes, "q", latent.query_width, hidden, False)
+    else:
+        _product(shapes, "q_a", latent.q_rank, hidden, latent.bias)
+        shapes["q_a_norm"] = (latent.q_rank,)
+        _product(shapes, "q_b", latent.query_width, latent.q_rank, False)
+    _product(shapes, "kv_a", kind.head_dim + kind.value_dim, hidden, latent.bias)
+    shapes["kv_a_norm"] = (kind.head_dim,)
+    _product(shapes, "k_b", kind.query_heads * kind.head_dim, latent.nope, False)
+    _product(shapes, "v_b", latent.width, kind.head_dim, False)
+    _product(shapes, "o", hidden, latent.width, latent.bias)
 
 
 def _recurrent_shapes(shapes: Shapes, mixer: ShortConv | DeltaNet | Mamba2, hidden: int) -> None:

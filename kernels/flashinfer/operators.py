@@ -14,7 +14,7 @@ import torch
 from radixcache.kernels.backend import ExpertLinear, Heads, Pair, Part
 from radixcache.kernels.flashinfer.experts import FusedExperts
 from radixcache.kernels.flashinfer.load import load_flashinfer
-from radixcache.kernels.spec import MLP, Attention, Experts, Weights
+from radixcache.kernels.spec import MLP, Attention, Experts, Latent, Weights
 from radixcache.kernels.torch.operators import TorchBackend
 from radixcache.kernels.trial import Trial, first_right
 
@@ -66,10 +66,10 @@ class FlashInferBackend(TorchBackend):
         places = positions.long()
         return [(places, table) for table in self._tables]
 
-    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float | None = None) -> torch.Tensor:
         if self.architecture.centred:
-            return super().norm(x, weight)
-        normed: torch.Tensor = self._rmsnorm(x, weight, self.eps)
+            return super().norm(x, weight, eps)
+        normed: torch.Tensor = self._rmsnorm(x, weight, self.eps if eps is None else eps)
         return normed
 
     def add_norm(self, y: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> Pair:
@@ -129,7 +129,13 @@ def probe(backend: FlashInferBackend) -> None:
         if isinstance(mlp := layer.mlp, MLP):
             both = zeros(2, mlp.inner * (1 + mlp.gated))
             found.append(backend.activation(mlp, zeros(2, hidden), lambda _, both=both: both))
-        if isinstance(spec := layer.mixer, Attention):
+        if isinstance(spec := layer.mixer, Latent):
+            for size in (spec.kind.head_dim, spec.q_rank or spec.kind.head_dim):
+                found.append(backend.norm(zeros(2, size), zeros(size), spec.eps))
+            query, key = (zeros(2, n, spec.kind.value_dim) for n in (spec.kind.query_heads, 1))
+            positions = backend.rope_positions(torch.arange(2, device=device))
+            found += backend.rope((query, key), positions[spec.rope])
+        elif isinstance(spec, Attention):
             kind = spec.kind
             query, key = (
                 zeros(2, kind.query_heads, kind.head_dim),

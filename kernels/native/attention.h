@@ -35,6 +35,11 @@ struct Batch {  // as PagedBatch
 struct Heads {  // of a layer; window: INT32_MAX for none; softcap: 0 for none
     int32_t heads, kv_heads, dim, value_dim, window;
     float scale, softcap;
+    int32_t rotated = 0;  // MLA: a key is its value and so many numbers, which pages.v has
+
+    // Numbers of a token's head in the two kinds of pages.
+    int k_dim() const { return dim - rotated; }
+    int v_dim() const { return rotated ? rotated : value_dim; }
 };
 
 enum class KVFormat : int32_t { FLOAT32, BFLOAT16, FLOAT16, INT8 };  // of pages
@@ -291,8 +296,9 @@ struct Attention {
     template <class S>
     void pack(int s, int kv_head, int block, int count, Room& room) const {
         int dim = heads.dim, value_dim = heads.value_dim, size = batch.page_size;
+        int k_dim = heads.k_dim(), v_dim = heads.v_dim();
         const int32_t* table = batch.kv_indices + batch.kv_indptr[s];
-        const S *keys[KEYS + W], *values[KEYS];
+        const S *keys[KEYS + W], *values[KEYS + W];
         int first = std::max(0, batch.first[s] - block * KEYS);
         for (int j = first; j < count;) {  // page by page
             int at = block * KEYS + j - batch.first[s], slot = at % size;
@@ -300,29 +306,35 @@ struct Attention {
                     *v = (const S*)pages.page(pages.v, pages.v_stride, table[at / size]);
             for (int row = slot * heads.kv_heads + kv_head; slot < size && j < count;
                  slot++, j++, row += heads.kv_heads) {
-                keys[j] = k + row * stored<S>(dim);
-                values[j] = v + row * stored<S>(value_dim);
+                keys[j] = k + row * stored<S>(k_dim);
+                values[j] = v + row * stored<S>(v_dim);
             }
         }
         std::fill(keys, keys + first, keys[first]);  // no row sees these: any will do
         std::fill(values, values + first, values[first]);
         int columns = up(count, WIDE);
         std::fill(keys + count, keys + std::min(columns + W, KEYS + W), keys[count - 1]);
-        for (int j = 0; j < columns; j += W)
-            for (int d = 0; d < dim; d += W) {
-                vec r[W];
-                for (int i = 0; i < W; i++) {
-                    __builtin_prefetch(keys[j + W + i] + stored<S>(d));
-                    if (j + i < count) __builtin_prefetch(values[j + i] + stored<S>(d));
-                    r[i] = load_stored(keys[j + i], d, dim - d);
+        std::fill(values + count, values + std::min(columns + W, KEYS + W), values[count - 1]);
+        auto transposed = [&](const S* const* rows, int n, int first) {
+            for (int j = 0; j < columns; j += W)
+                for (int d = 0; d < n; d += W) {
+                    vec r[W];
+                    for (int i = 0; i < W; i++) {
+                        __builtin_prefetch(rows[j + W + i] + stored<S>(d));
+                        if (j + i < count) __builtin_prefetch(values[j + i] + stored<S>(d));
+                        r[i] = load_stored(rows[j + i], d, n - d);
+                    }
+                    transpose(r);
+                    float* to = room.keys + (j / WIDE * dim + first + d) * WIDE + j % WIDE;
+                    for (int i = 0; i < std::min(W, n - d); i++) store(to + i * WIDE, r[i]);
                 }
-                transpose(r);
-                float* to = room.keys + (j / WIDE * dim + d) * WIDE + j % WIDE;
-                for (int i = 0; i < std::min(W, dim - d); i++) store(to + i * WIDE, r[i]);
-            }
+        };
+        transposed(keys, k_dim, 0);
+        if (heads.rotated) transposed(values, v_dim, k_dim);
+        const S* const* of = heads.rotated ? keys : values;
         for (int j = 0; j < count; j++)
             for (int d = 0; d < plan.width; d += W) {
-                vec x = d < value_dim ? load_stored(values[j], d, value_dim - d) : vec{};
+                vec x = d < value_dim ? load_stored(of[j], d, value_dim - d) : vec{};
                 store(room.values + (d / WIDE * KEYS + j) * WIDE + d % WIDE, x);
             }
     }

@@ -69,7 +69,13 @@ class Heads(ctypes.Structure):
     _fields_ = [
         *((name, c_int32) for name in ("heads", "kv_heads", "dim", "value_dim", "window")),
         *((name, c_float) for name in ("scale", "softcap")),
+        ("rotated", c_int32),
     ]
+
+    @property
+    def stored_dims(self) -> tuple[int, int, int]:
+        """KV heads, and the dimensions of both kinds of pages."""
+        return self.kv_heads, self.dim - self.rotated, self.rotated or self.value_dim
 
 
 @lru_cache
@@ -79,11 +85,12 @@ def heads_of(kind: LayerKind) -> Heads:
     Raises:
         ValueError: the numbers of heads, or the window, are impossible.
     """
-    heads, kv_heads, dim, value_dim, scale, window, softcap, _ = kind
+    heads, kv_heads, _, value_dim, scale, window, softcap, mla = kind
     if kv_heads < 1 or heads % kv_heads or (window is not None and window < 1):
         raise ValueError(f"impossible: {heads} query heads on {kv_heads}, a window of {window}")
     window = min(window or NO_WINDOW, NO_WINDOW)
-    return Heads(heads, kv_heads, dim, value_dim, window, scale, softcap or 0)
+    rotated, dims = value_dim if mla else 0, (kind.query_dim, kind.out_dim)
+    return Heads(heads, kv_heads, *dims, window, scale, softcap or 0, rotated)
 
 
 class NativeAttention(AttentionBackend):
@@ -157,14 +164,14 @@ class NativePlan(AttentionPlan):
         heads, kv_heads, dim, value_dim, *_ = layer
         tokens, (pages, size) = len(query), k_pages.shape[:2]
         batch, layer_heads = self.address_for(tokens, k_pages), heads_of(layer)
-        check(query, query, (tokens, heads, dim), apart=True)
+        check(query, query, (tokens, heads, layer.query_dim), apart=True)
         check(key, query, (tokens, kv_heads, dim), apart=True)
         check(value, query, (tokens, kv_heads, value_dim), apart=True)
         page_struct = pages_of(inputs.pages, k_pages.dtype, (pages, size, kv_heads, dim, value_dim))
         if sinks is not None:
             sinks = sinks.float().contiguous()
             check(sinks, sinks, (heads,))
-        out = query.new_empty(tokens, heads, value_dim)
+        out = query.new_empty(tokens, heads, layer.out_dim)
         kernel("attend", query.dtype)(
             *(batch, ctypes.addressof(layer_heads)),
             *(query.data_ptr(), query.stride(0), 0 if written else key.data_ptr(), key.stride(0)),

@@ -62,7 +62,7 @@ struct Experts {
     const float* correction;     // [count], added to the scores that choose; or null
     const float* each_scale;     // [count], what multiplies the scores last; or null
     Scores scores;
-    int32_t count, active, groups, kept_groups, renormalise;
+    int32_t count, active, groups, kept_groups, group_best, renormalise;  // group_best: 1 or 2
     float epsilon, scale;
 };
 
@@ -80,16 +80,16 @@ inline void best_first(const float* by, std::vector<int>& order, int most) {
     });
 }
 
-// Rules out the experts outside of the groups whose two best scores add up to the most.
+// Rules out the experts outside of the groups whose best scores, one or two, add up to the most.
 inline void keep_groups(const Experts& e, std::vector<float>& by) {
     static thread_local std::vector<float> sums;
     static thread_local std::vector<int> order;
     int size = e.count / e.groups;
     sums.resize(e.groups), order.resize(e.groups);
     for (int g = 0; g < e.groups; g++) {
-        float best[2];
+        float best[2] = {};
         const float* from = by.data() + g * size;
-        std::partial_sort_copy(from, from + size, best, best + 2, std::greater<float>());
+        std::partial_sort_copy(from, from + size, best, best + e.group_best, std::greater<float>());
         sums[g] = best[0] + best[1];
     }
     best_first(sums.data(), order, e.kept_groups);

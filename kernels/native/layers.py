@@ -25,6 +25,7 @@ from radixcache.kernels.spec import (
     Attention,
     DeltaNet,
     Experts,
+    Latent,
     Mixer,
     ShortConv,
     Weight,
@@ -35,8 +36,15 @@ from radixcache.kernels.spec import (
 class NativeLayers(Layers):
     """`Layers` of float32 or bfloat16, and quantized ones, on a CPU."""
 
-    def __init__(self, architecture: Architecture, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        architecture: Architecture,
+        dtype: torch.dtype,
+        weights_by: set[str] | None = None,
+    ) -> None:
+        """`weights_by` is that of `Backend`."""
         self.architecture, self._dtype = architecture, dtype
+        self._weights_by = set[str]() if weights_by is None else weights_by
         self._packed: list[PackedLinear] = []
         self._rounds = c_int32(0)
         self._held: list[object] = []  # what the structures' addresses point to
@@ -125,6 +133,8 @@ class NativeLayers(Layers):
     def _mixer(self, mixer: Mixer, w: Weights) -> native.Layer:
         if isinstance(mixer, Attention):
             return self._attention(mixer, w)
+        if isinstance(mixer, Latent):
+            return self._latent(mixer, w)
         conv = self._vector(w["conv"]), self._vector(w.get("conv.bias"))
         vectors = [self._vector(w.get(n)) for n in ("rate", "rate_bias", "skip", "mixer_norm")]
         out = self._product(w, "o").struct
@@ -144,11 +154,7 @@ class NativeLayers(Layers):
         return native.RecurrentLayer(inputs, out, *conv, *vectors, *limits, *shape, *sizes)
 
     def _attention(self, attention: Attention, w: Weights) -> native.AttentionLayer:
-        kind, rope = attention.kind, -1 if attention.rope is None else attention.rope
-        if not -1 <= rope < len(self.architecture.ropes) or (
-            rope >= 0 and 2 * len(self.architecture.ropes[rope].frequencies) > kind.head_dim
-        ):
-            raise ValueError(f"no RoPE number {rope} for heads of {kind.head_dim}")
+        kind, rope = attention.kind, self._rope(attention.rope, attention.kind.head_dim)
         names = ["q"] + ["q_gate"] * attention.gated + ["k", "v"] * (not attention.shares)
         if not attention.shares:
             self._pages.append(kind)
@@ -170,6 +176,31 @@ class NativeLayers(Layers):
             ),
             *(length, scaling),
         )
+
+    def _latent(self, latent: Latent, w: Weights) -> native.LatentLayer:
+        kind, whole = latent.kind, latent.q_rank is None
+        scaling, length = latent.query_scaling or (0.0, 0)
+        if isinstance(w["v_b"], Quantized) and not isinstance(w["k_b"], Quantized):
+            self._weights_by.add("dense k_b")
+        self._pages.append(kind)
+        return native.LatentLayer(
+            heads_of(kind),
+            self._structs(2, self._products(w, "q" if whole else "q_a", "kv_a")),
+            () if whole else self._product(w, "q_b").struct,
+            self._product(w, "o").struct,
+            *(self._by_head(w[name], kind.query_heads) for name in ("k_b", "v_b")),
+            *(self._vector(w.get(name)) for name in ("q_a_norm", "kv_a_norm")),
+            len(self._pages) - 1,
+            self._rope(latent.rope, kind.value_dim),
+            *(latent.nope, latent.value, length, scaling, latent.eps),
+        )
+
+    def _rope(self, number: int | None, dim: int) -> int:
+        """The number of a RoPE that heads of this size may have; -1 for None."""
+        rope, ropes = -1 if number is None else number, self.architecture.ropes
+        if not -1 <= rope < len(ropes) or (rope >= 0 and 2 * len(ropes[rope].frequencies) > dim):
+            raise ValueError(f"no RoPE number {rope} for heads of {dim}")
+        return rope
 
     def _mlp(self, mlp: MLP, w: Weights, prefix: str = "") -> native.MLP:
         names = [f"{prefix}gate", f"{prefix}up"] if mlp.gated else [f"{prefix}up"]
@@ -203,7 +234,8 @@ class NativeLayers(Layers):
                 *(self._vector(w.get(name)) for name in ("correction", "expert_scale")),
             ),
             *(native.SCORES.index(experts.scores), experts.count, experts.active, experts.groups),
-            *(experts.kept_groups, experts.renormalise, experts.epsilon, experts.scale),
+            *(experts.kept_groups, experts.group_best, experts.renormalise),
+            *(experts.epsilon, experts.scale),
         )
 
     # ---- Weights.
@@ -217,18 +249,27 @@ class NativeLayers(Layers):
         return kept.data_ptr()
 
     def _product(self, w: Weights, name: str, dtype: torch.dtype | None = None) -> PackedLinear:
-        router = name.endswith("router")
-        return self._pack([w[name]], w.get(f"{name}.bias"), dtype, router)
+        rounded = not name.endswith("router")
+        return self._pack([w[name]], w.get(f"{name}.bias"), dtype, rounded)
 
     def _products(self, w: Weights, *names: str) -> list[PackedLinear]:
         """Products side by side; those of one format are one: threads wait once per product."""
         packed = []
         for _, same in groupby(names, key=lambda name: _format(w[name])):
             group = list(same)
-            biases = [w[f"{name}.bias"].float() for name in group if f"{name}.bias" in w]
-            bias = torch.cat(biases) if biases else None
+            biases = [w.get(f"{name}.bias", torch.zeros(w[name].shape[0])) for name in group]
+            has_bias = any(f"{name}.bias" in w for name in group)
+            bias = torch.cat([each.float() for each in biases]) if has_bias else None
             packed.append(self._pack([w[name] for name in group], bias))
         return packed
+
+    def _by_head(self, weight: Weight, heads: int) -> int:
+        """The address of the products that stand below each other in a weight."""
+        numbers = torch.arange(weight.shape[0]).chunk(heads)
+        parts = (weight.rows(n) if isinstance(weight, Quantized) else weight[n] for n in numbers)
+        each = self._structs(heads, [self._pack([part], rounded=False) for part in parts])
+        self._held.append(each)
+        return ctypes.addressof(each)
 
     def _structs(self, most: int, products: list[PackedLinear]) -> Any:
         return (WeightStruct * most)(*(product.struct for product in products))
@@ -238,15 +279,16 @@ class NativeLayers(Layers):
         weights: list[Any],
         bias: torch.Tensor | None = None,
         dtype: torch.dtype | None = None,
-        router: bool = False,
+        rounded: bool = True,
     ) -> PackedLinear:
         """The product of joined weights of one format, in `dtype`, which is the step's if it is
-        None, or in fewer bits. `router`: its rows are never rounded."""
+        None, or in fewer bits. `rounded`: whether rows may be, to 8 bits; those of routers and of
+        MLA's heads are not."""
         rounds: c_int32 | None = None
         dtype = dtype or self._dtype
         if isinstance(weights[0], Quantized):
             joined: Weight = Quantized.join(weights)
-            if not router and weights[0].whole:
+            if rounded and weights[0].whole:
                 self.rounds = rounds = self._rounds
         else:
             joined = join_rows(weights)

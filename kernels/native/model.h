@@ -26,7 +26,18 @@ struct AttentionLayer {
     float scaling;                       // 1 + scaling * log(1 + p / scaled_length)
 };
 
-enum SublayerKind : int32_t { ATTENTION, RECURRENT, DENSE, EXPERTS };
+struct LatentLayer {  // MLA, whose keys and values are absorbed
+    Heads heads;                        // of the attention over latents
+    Weight in[2];                       // queries or their latent, then the latent and key of pages
+    Weight q_b;                         // of the queries' latent; columns: 0 for none
+    Weight out;
+    const Weight *k_b, *v_b;            // [heads] each
+    const float *q_a_norm, *kv_a_norm;  // of latents; q_a_norm: null for none
+    int32_t pages, rope, nope, value, scaled_length;  // nope: a query's numbers that meet latents
+    float scaling, eps;
+};
+
+enum SublayerKind : int32_t { ATTENTION, RECURRENT, DENSE, EXPERTS, LATENT };
 
 // Experts beside an MLP: they and their router read the residual, each by a norm of its own.
 struct Beside {
@@ -35,7 +46,7 @@ struct Beside {
 };
 
 struct Sublayer {
-    const void* layer;     // an AttentionLayer, RecurrentLayer, MLP or Experts
+    const void* layer;     // an AttentionLayer, RecurrentLayer, MLP, Experts or LatentLayer
     const Beside* beside;  // of an MLP; or null
     Joint joint;
     SublayerKind kind;
@@ -114,6 +125,11 @@ struct Step {
                 const Plan& plan = plan_of(plans, layer.heads);
                 attend(layer, ropes[layer.rope + 1], plan, pages[layer.pages], positions, x, a, b);
                 out = &layer.out;
+            } else if (sublayer.kind == LATENT) {
+                auto& layer = *(const LatentLayer*)sublayer.layer;
+                const Plan& plan = plan_of(plans, layer.heads);
+                attend(layer, ropes[layer.rope + 1], plan, pages[layer.pages], positions, x, a, b);
+                out = &layer.out;
             } else if (sublayer.kind == RECURRENT) {
                 auto& layer = *(const RecurrentLayer*)sublayer.layer;
                 int64_t stride = 0;
@@ -153,6 +169,7 @@ struct Step {
         const void* layer = model.sublayers[i].layer;
         switch (model.sublayers[i].kind) {
             case ATTENTION: return *((const AttentionLayer*)layer)->in;
+            case LATENT: return *((const LatentLayer*)layer)->in;
             case RECURRENT: return *((const RecurrentLayer*)layer)->in;
             case DENSE: return *((const MLP*)layer)->in;
             default: return ((const Experts*)layer)->router;
@@ -245,13 +262,7 @@ struct Step {
         HeadNorms norms{layer.query_norm,       layer.key_norm,          model.eps,
                         (bool)model.centred,    (bool)layer.whole_norms, (bool)layer.value_norm};
         write_kv(plan.batch, h, q, k, v, rope, norms, pages, threads);
-        if (layer.scaled_length)
-            parallel_rows(rows, query, threads, [&](int64_t t) {
-                float steps = positions[t] / layer.scaled_length;
-                float factor = 1 + layer.scaling * std::log1p(steps);
-                for (int64_t d = 0; d < query; d += W)
-                    store(q[t] + d, load(q[t] + d, query - d) * factor, query - d);
-            });
+        scale(layer, q, rows, query, positions);
         Attention<T>{plan, q, pages, out, layer.sinks}.run(threads, next);
         if (gates)
             parallel_rows(rows, width, threads, [&](int64_t t) {
@@ -261,6 +272,72 @@ struct Step {
                     store(to + d, load(to + d, width - d) * sigmoid(z), width - d);
                 }
             });
+    }
+
+    // `room` has [heads][dim] of the queries that meet pages, and behind all of these what `in` and
+    // `q_b` give, and later [heads][value_dim] of means of latents.
+    void attend(const LatentLayer& layer, const Rope& rope, const Plan& plan, const Pages& pages,
+                const int64_t* positions, const T* x, T* room, T* out) const {
+        const Heads& h = layer.heads;
+        int64_t rows = batch.qo_indptr[batch.sequences], rank = h.value_dim, turned = h.rotated;
+        int64_t each = layer.nope + turned, width = h.heads * each, q_stride = width;
+        int64_t first = layer.q_b.columns ? layer.q_b.depth : width, stride = first + h.dim;
+        T *latents = room + rows * h.heads * h.dim, *q = latents + rows * stride;
+        Tokens<T> query{room, h.heads * h.dim};
+        Tokens<T> latent{latents + first, stride}, key{latents + first + rank, stride};
+        several(layer.in, 2, x, model.hidden, latents, stride, rows, threads,
+                panels_of(layer.q_b.columns ? layer.q_b : *layer.k_b, threads));
+        parallel_rows(rows, stride, threads, [&](int64_t t) {
+            T* of_query = latents + t * stride;
+            norm(latent[t], layer.kv_a_norm, latent[t], rank, layer.eps, model.centred);
+            rope.rotate(key[t], t);
+            if (layer.q_a_norm)
+                norm(of_query, layer.q_a_norm, of_query, first, layer.eps, model.centred);
+        });
+        if (layer.q_b.columns)
+            multiply(latents, stride, layer.q_b, q, width, rows, threads,
+                     panels_of(*layer.k_b, threads));
+        else q = latents, q_stride = stride;
+        parallel_rows(rows, width, threads, [&](int64_t t) {
+            for (int i = 0; i < h.heads; i++) {
+                T* to = query[t] + i * h.dim + rank;
+                memcpy(to, q + t * q_stride + i * each + layer.nope, turned * sizeof(T));
+                rope.rotate(to, t);
+            }
+        });
+        by_head(layer.k_b, Tokens<T>{q, q_stride}, each, query, h.dim, h.heads, rows);
+        scale(layer, query, rows, query.stride, positions);
+        write_kv(plan.batch, h, query, latent, key, Rope{}, HeadNorms{}, pages, threads);
+        Attention<T>{plan, query, pages, latents}.run(threads, panels_of(*layer.v_b, threads));
+        Tokens<T> means{latents, h.heads * rank}, to{out, h.heads * layer.value};
+        by_head(layer.v_b, means, rank, to, layer.value, h.heads, rows, panels_of(layer.out, threads));
+    }
+
+    // The products of all heads as one list of tasks; the heads of a row are so many numbers apart.
+    void by_head(const Weight* weights, Tokens<T> x, int64_t apart, Tokens<T> out,
+                 int64_t out_apart, int heads, int64_t rows, Upcoming next = {}) const {
+        int64_t columns = weights->columns, each = PANELS * N;
+        int64_t parts = (columns + each - 1) / each, blocks = (rows + TALL - 1) / TALL;
+        bool few = rows * heads * weights->depth * columns < SMALL;
+        parallel(heads * parts * blocks, few ? 1 : threads, [&](int64_t i) {
+            int64_t head = i / (parts * blocks), part = i / blocks % parts, row = i % blocks * TALL;
+            multiply(x[row] + head * apart, x.stride, part_of(weights[head], part * PANELS, PANELS),
+                     out[row] + head * out_apart + part * each, out.stride,
+                     std::min<int64_t>(TALL, rows - row), 1);
+        }, true, next);
+    }
+
+    // Scales queries by the positions of their rows, if the layer says so.
+    template <class L>
+    void scale(const L& layer, Tokens<T> q, int64_t rows, int64_t width,
+               const int64_t* positions) const {
+        if (!layer.scaled_length) return;
+        parallel_rows(rows, width, threads, [&](int64_t t) {
+            float steps = positions[t] / layer.scaled_length;
+            float factor = 1 + layer.scaling * std::log1p(steps);
+            for (int64_t d = 0; d < width; d += W)
+                store(q[t] + d, load(q[t] + d, width - d) * factor, width - d);
+        });
     }
 
     void softcap_logits(float* logits, int64_t rows) const {

@@ -39,6 +39,17 @@ class AttentionLayer(ctypes.Structure):
     ]
 
 
+class LatentLayer(ctypes.Structure):
+    """`LatentLayer` of model.h."""
+
+    _fields_ = [
+        *(("heads", Heads), ("inputs", Weight * 2), ("q_b", Weight), ("out", Weight)),
+        *_fields(c_void_p, "k_b v_b q_a_norm kv_a_norm"),
+        *_fields(c_int32, "pages rope nope value scaled_length"),
+        *_fields(c_float, "scaling eps"),
+    ]
+
+
 class RecurrentLayer(ctypes.Structure):
     """`RecurrentLayer` of recurrence.h."""
 
@@ -66,7 +77,7 @@ class Experts(ctypes.Structure):
         *_fields(c_void_p, "each shared"),
         *_fields(Weight, "router shared_gate"),
         *_fields(c_void_p, "correction each_scale"),
-        *_fields(c_int32, "scores count active groups kept_groups renormalise"),
+        *_fields(c_int32, "scores count active groups kept_groups group_best renormalise"),
         *_fields(c_float, "epsilon scale"),
     ]
 
@@ -120,8 +131,9 @@ class _States(ctypes.Structure):
     _fields_ = _fields(c_void_p, "read write keep_starts keep_counts keep_slots tensors")
 
 
-Layer = AttentionLayer | RecurrentLayer | MLP | Experts
-_KINDS = (AttentionLayer, RecurrentLayer, MLP, Experts)  # in the order of model.h
+_Attends = AttentionLayer | LatentLayer
+Layer = _Attends | RecurrentLayer | MLP | Experts
+_KINDS = (AttentionLayer, RecurrentLayer, MLP, Experts, LatentLayer)  # in the order of model.h
 
 
 class Sublayer(NamedTuple):
@@ -160,9 +172,11 @@ class NativeModel:
     ) -> None:
         self._dtype, self._vocab_size = dtype, head.out_features
         layers = [sublayer.layer for sublayer in sublayers]
-        mixers = [x for x in layers if isinstance(x, AttentionLayer | RecurrentLayer)]
-        attends = [layer for layer in layers if isinstance(layer, AttentionLayer)]
-        self._attends = [layer for layer in attends if not layer.shares]
+        mixers = [x for x in layers if isinstance(x, _Attends | RecurrentLayer)]
+        attends = [layer for layer in layers if isinstance(layer, _Attends)]
+        self._attends = [
+            layer for layer in attends if isinstance(layer, LatentLayer) or not layer.shares
+        ]
         self._recurs = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
         if not self._attends:
             raise ValueError("no layer attends")
@@ -189,7 +203,7 @@ class NativeModel:
             *(ctypes.addressof(self._sublayers), ctypes.addressof(self._ropes)),
             None if per_layer is None else ctypes.addressof(per_layer),
             *(len(sublayers), len(ropes), layers.index(mixers[-1]), embedding.in_features),
-            mixer_in=max(sum(w.columns for w in mixer.inputs) for mixer in mixers),
+            mixer_in=max(map(_columns_in, mixers)),
             mixer_out=max(mixer.out.depth for mixer in mixers),
             inner=max((x.inner for x in layers if isinstance(x, MLP)), default=0),
             first=first,
@@ -254,7 +268,7 @@ class NativeModel:
         for layer, pair in zip(self._attends, pages, strict=True):
             heads = layer.heads
             first = pages[self._first_of[heads.window != NO_WINDOW]].k
-            dims = (*first.shape[:2], heads.kv_heads, heads.dim, heads.value_dim)
+            dims = (*first.shape[:2], *heads.stored_dims)
             found.append(pages_of(pair, first.dtype, dims))
         return (Pages * len(found))(*found)
 
@@ -270,6 +284,15 @@ class NativeModel:
                 addresses.append(tensor.data_ptr())
             addresses += [] if layer.heads else [0]
         return (c_void_p * len(addresses))(*addresses)
+
+
+def _columns_in(mixer: _Attends | RecurrentLayer) -> int:
+    """Columns before a mixer's own work; of MLA, as `attend` in model.h says."""
+    columns = sum(weight.columns for weight in mixer.inputs)
+    if not isinstance(mixer, LatentLayer):
+        return columns
+    heads = mixer.heads
+    return heads.heads * heads.dim + max(columns + mixer.q_b.columns, heads.heads * heads.value_dim)
 
 
 def _slot_tables(slots: Sequence[SlotUse], plan: NativePlan, count: int) -> list[NDArray[np.int64]]:

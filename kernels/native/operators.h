@@ -145,6 +145,7 @@ void write_kv(const Batch& batch, const Heads& heads, Tokens<T> query, Tokens<T>
               Tokens<T> value, const Rope& rope, const HeadNorms& norms, const Pages& pages,
               int threads) {
     int dim = heads.dim, kv_heads = key.data ? heads.kv_heads : 0, value_dim = heads.value_dim;
+    int k_dim = heads.k_dim(), v_dim = heads.v_dim(), no_key = heads.rotated ? 0 : 0xff;
     int width = (heads.heads + 2 * kv_heads) * dim;
     parallel_rows(batch.qo_indptr[batch.sequences], width, threads, [&](int64_t t) {
         int64_t page = batch.slots[t] / batch.page_size, slot = batch.slots[t] % batch.page_size;
@@ -161,13 +162,13 @@ void write_kv(const Batch& batch, const Heads& heads, Tokens<T> query, Tokens<T>
             S *k = (S*)pages.page(pages.k, pages.k_stride, page),
               *v = (S*)pages.page(pages.v, pages.v_stride, page);
             for (int64_t h = 0, to = slot * kv_heads; h < kv_heads; h++, to++) {
-                S *k_row = k + to * stored<S>(dim), *v_row = v + to * stored<S>(value_dim);
-                store_row(k_row, key[t] + h * dim, dim);
-                store_row(v_row, value[t] + h * value_dim, value_dim);
-                if (is_finite(k_row, dim) && is_finite(v_row, value_dim)) continue;
+                S *k_row = k + to * stored<S>(k_dim), *v_row = v + to * stored<S>(v_dim);
+                store_row(k_row, key[t] + h * k_dim, k_dim);
+                store_row(v_row, value[t] + h * v_dim, v_dim);
+                if (is_finite(k_row, k_dim) && is_finite(v_row, v_dim)) continue;
                 // A mask replaces scores, but 0 * inf is NaN: only rows that see it become NaN.
-                memset(k_row, 0xff, stored<S>(dim) * sizeof(S));  // NaN in every format
-                memset(v_row, 0, stored<S>(value_dim) * sizeof(S));
+                memset(k_row, no_key, stored<S>(k_dim) * sizeof(S));  // 0xff: NaN in every format
+                memset(v_row, 0xff - no_key, stored<S>(v_dim) * sizeof(S));
             }
         });
     });

@@ -21,7 +21,7 @@ class NativeBackend(TorchBackend):
     name = NativeAttention.name
 
     def whole(self) -> Layers:
-        return NativeLayers(self.architecture, self.dtype)
+        return NativeLayers(self.architecture, self.dtype, self.weights_by)
 
     def threads(self) -> AbstractContextManager[None]:
         return quiet_torch()

@@ -119,7 +119,7 @@ def choose(
     by = scores if correction is None else scores + correction
     if spec.groups > 1:
         groups = by.unflatten(1, (spec.groups, -1))
-        kept = _best(groups.topk(2, -1)[0].sum(-1), spec.kept_groups)
+        kept = _best(groups.topk(spec.group_best, -1)[0].sum(-1), spec.kept_groups)
         mask = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter_(1, kept, True)
         by = groups.masked_fill(~mask[..., None], -torch.inf).flatten(1)
     chosen = _best(by, spec.active)

@@ -79,6 +79,12 @@ class TorchBackend(Backend):
         self.weights_by.add("dense")
         return None
 
+    def heads_linear(self, weight: Weight, heads: int) -> Linear:
+        if isinstance(weight, Quantized):
+            self.weights_by.add("dense k_b and v_b")
+        each = dense(weight).to(self.dtype).unflatten(0, (heads, -1)).mT
+        return lambda x: torch.bmm(x.transpose(0, 1), each).transpose(0, 1)
+
     def gate_up(self, gate: Part, up: Part) -> Any:
         return self.linear(gate), self.linear(up)
 
@@ -91,12 +97,13 @@ class TorchBackend(Backend):
     def norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
         return weight if self.architecture.norm_offset else weight.to(self.dtype)
 
-    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float | None = None) -> torch.Tensor:
         """`F.rms_norm` takes more operations."""
         if self.architecture.centred:
-            return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), None, self.eps)
+            return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), None, eps or self.eps)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        factor = torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()
+        added = self._eps if eps is None else length.new_full((), eps)
+        factor = torch.addcmul(added, length, length, value=1 / x.shape[-1]).rsqrt_()
         if weight.dtype != self.dtype:
             return (x * factor).mul_(weight).to(self.dtype)
         return (x * factor).to(self.dtype).mul_(weight)

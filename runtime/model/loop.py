@@ -16,14 +16,16 @@ from radixcache.kernels.backend import (
     Heads,
     Layers,
     Mixer,
+    Pair,
     Part,
     Pool,
     SlotUse,
 )
 from radixcache.kernels.quantized import Quantized, dense, dense_rows
 from radixcache.kernels.recurrence import StepStates
-from radixcache.kernels.spec import MLP, Attention, Layer, Weight, Weights
+from radixcache.kernels.spec import ATTENDS, MLP, Attention, Latent, Layer, Weight, Weights
 
+_ABSORBED = ("k_b", "v_b")
 _MLP_ROWS = 512
 """Rows whose activations between the linears of an MLP are held at once."""
 
@@ -33,9 +35,11 @@ class LoadedLayer:
     """A layer's weights in the form of a backend.
 
     Attributes:
-        norms: by the names of `Layer.norms`, and those of queries, keys and values.
+        norms: by the names of `Layer.norms`, and those of queries, keys, values and latents.
         qkv: queries, keys and values side by side, then the gates of the output, if it has them;
-            no keys and values in a layer that shares those of another.
+            no keys and values in a layer that shares those of another. Of MLA, the queries or their
+            latent, the latent and the shared key.
+        q_b, k_b, v_b: of MLA.
         recurrent: in place of attention.
         out: the output of attention, or of a recurrent layer.
         gate_up, down: of the MLP; `Backend.activation` takes the first.
@@ -48,6 +52,9 @@ class LoadedLayer:
     spec: Layer
     norms: dict[str, torch.Tensor] = field(default_factory=dict)
     qkv: Any = None
+    q_b: Any = None
+    k_b: Any = None
+    v_b: Any = None
     recurrent: Mixer | None = None
     out: Any = None
     gate_up: Any = None
@@ -112,7 +119,7 @@ class LayerLoop(Layers):
     def layer(self, number: int, weights: Weights) -> None:
         backend, spec = self._backend, self._spec.layers[number]
         loaded = LoadedLayer(spec)
-        for name in (*spec.norms, "query_norm", "key_norm"):
+        for name in (*spec.norms, "query_norm", "key_norm", "q_a_norm", "kv_a_norm"):
             if name in weights:
                 loaded.norms[name] = backend.norm_weight(weights[name])
 
@@ -128,6 +135,12 @@ class LayerLoop(Layers):
             if mixer.value_norm:
                 ones = torch.ones(mixer.kind.value_dim, device=backend.device)
                 loaded.norms["value_norm"] = ones.to(self._dtype)
+        elif isinstance(mixer, Latent):
+            heads, whole = mixer.kind.query_heads, mixer.q_rank is None
+            loaded.qkv = backend.linear(part("q" if whole else "q_a"), part("kv_a"))
+            loaded.q_b = None if whole else backend.linear(part("q_b"))
+            loaded.k_b, loaded.v_b = (backend.heads_linear(weights[n], heads) for n in _ABSORBED)
+            loaded.out = backend.linear(part("o"))
         elif mixer is not None:
             loaded.recurrent = backend.mixer(mixer, weights)
             loaded.out = backend.linear(part("o"))
@@ -163,7 +176,7 @@ class LayerLoop(Layers):
         x = self.first_norm(residual)
         for number, layer in enumerate(self._layers):
             of_layer: Any = None
-            if isinstance(mixer := layer.spec.mixer, Attention):
+            if isinstance(mixer := layer.spec.mixer, ATTENDS):
                 of_layer = None if mixer.shares else next(pages)
             elif layer.recurrent is not None:
                 of_layer = pool.states.of_layer[number]
@@ -213,6 +226,8 @@ class LayerLoop(Layers):
         mixer, mlp, per_layer = layer.spec.mixer, layer.spec.mlp, layer.spec.per_layer
         if isinstance(mixer, Attention):
             y = self._attend(x, step, layer, memory)
+        elif isinstance(mixer, Latent):
+            y = self._attend_latents(x, step, layer, memory)
         elif layer.recurrent is not None:
             assert step.states is not None
             y = layer.recurrent(x, memory, step.states)
@@ -334,11 +349,50 @@ class LayerLoop(Layers):
             if spec.value_norm:
                 value = backend.norm(value, layer.norms["value_norm"])
             step.kept[kind] = key, value, pages
-        if spec.query_scaling is not None:
-            beta, length = spec.query_scaling
-            lengths = step.positions.div(length, rounding_mode="floor").float()
-            factor = 1 + beta * torch.log1p(lengths)
-            query = query * factor.to(self._dtype)[:, None, None]
+        query = self._scaled(query, spec, step)
         inputs = LayerInputs(query, key, value, pages, kind, layer.sinks, spec.shares)
         out = step.plan.run(inputs).flatten(1)
         return out.mul_(others[-1].sigmoid()) if spec.gated else out
+
+    def _attend_latents(
+        self, x: torch.Tensor, step: Step, layer: LoadedLayer, pages: LayerPages
+    ) -> torch.Tensor:
+        """`_attend` of MLA: [T, query heads * value]."""
+        backend, spec = self._backend, layer.spec.mixer
+        assert isinstance(spec, Latent)
+        kind, norms = spec.kind, layer.norms
+        sizes = [spec.q_rank or spec.query_width, kind.head_dim, kind.value_dim]
+        query, latent, key = layer.qkv(x).split(sizes, -1)
+        if layer.q_b is not None:
+            query = layer.q_b(backend.norm(query, norms["q_a_norm"], spec.eps))
+        query = query.unflatten(-1, (kind.query_heads, -1))
+        query, turned = query.split([spec.nope, kind.value_dim], -1)
+        latent = backend.norm(latent, norms["kv_a_norm"], spec.eps)[:, None]
+        both = turned.contiguous(), key[:, None].contiguous()
+        turned, key = backend.rope(both, step.rope_positions[spec.rope])
+        query, turned = (self._scaled(part, spec, step) for part in (query, turned))
+        return self._over_latents((query, turned), (latent, key), step, layer, pages)
+
+    def _over_latents(
+        self, queries: Pair, keys: Pair, step: Step, layer: LoadedLayer, pages: LayerPages
+    ) -> torch.Tensor:
+        """Attention of MLA over latents alone, with `k_b` and `v_b` absorbed.
+
+        Args:
+            queries: what meets the latents [T, heads, nope], and what is rotated [T, heads, rope].
+            keys: the latents [T, 1, rank], and the shared keys [T, 1, rope].
+        """
+        spec = layer.spec.mixer
+        assert isinstance(spec, Latent)
+        query = torch.cat([layer.k_b(queries[0]), queries[1]], -1)
+        out: torch.Tensor = layer.v_b(step.plan.run(LayerInputs(query, *keys, pages, spec.kind)))
+        return out.flatten(1)
+
+    def _scaled(self, query: torch.Tensor, spec: ATTENDS, step: Step) -> torch.Tensor:
+        """Queries [T, heads, dim] by the factor of their positions."""
+        if spec.query_scaling is None:
+            return query
+        beta, length = spec.query_scaling
+        lengths = step.positions.div(length, rounding_mode="floor").float()
+        factor = 1 + beta * torch.log1p(lengths)
+        return query * factor.to(self._dtype)[:, None, None]

@@ -1,10 +1,10 @@
 """A forward pass in plain torch and float32, to hold a loaded model against.
 
 It shares the loop and torch's operators with the backend for any device, but nothing of what a load
-may get wrong on a machine: no kernel, no packed weight, no rounding. It runs layer by layer while
-the weights are read, one sequence without a cache, and decodes no more of a weight than it uses.
-Tests show that it computes what transformers does, for every family; and each load, that the
-model's kernels compute what it does.
+may get wrong on a machine: no kernel, no packed weight, no rounding, and MLA's keys and values are
+expanded, which a loop never does. It runs layer by layer while the weights are read, one sequence
+without a cache, and decodes no more of a weight than it uses. Tests show that it computes what
+transformers does, for every family; and each load, that the model's kernels compute what it does.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 from torch.nn import functional as F
 
 from radixcache.kernels.attention import LayerPages, PagedBatch
-from radixcache.kernels.backend import ExpertLinear, Linear, Part, TritonKernels
+from radixcache.kernels.backend import ExpertLinear, Linear, Pair, Part, TritonKernels
 from radixcache.kernels.quantized import Quantized, dense, dense_rows
-from radixcache.kernels.spec import MLP, Architecture, Experts, Weight, Weights
+from radixcache.kernels.spec import MLP, Architecture, Experts, Latent, Weight, Weights
 from radixcache.kernels.torch.attention import TorchAttention
 from radixcache.kernels.torch.experts import activate, choose
 from radixcache.kernels.torch.operators import TorchBackend
 from radixcache.kernels.torch.recurrence import recur
-from radixcache.runtime.model.loop import Kept, LayerLoop
+from radixcache.runtime.model.loop import Kept, LayerLoop, LoadedLayer, Step
 from radixcache.runtime.model.state_pool import StatePool, slot_arrays
 from radixcache.runtime.model.weights.sources import ModelWeights
 from radixcache.states import SequenceStates
@@ -46,8 +46,32 @@ class _Unpacked(TorchBackend):
     def linear(self, *parts: Part) -> Linear:
         return lambda x: torch.cat([_linear(x, *part) for part in parts], -1)
 
+    def heads_linear(self, weight: Weight, heads: int) -> Any:
+        """[heads, out, in], for `_Expanded`."""
+        return dense(weight).float().unflatten(0, (heads, -1))
+
     def experts(self, spec: Experts, weights: Weights) -> ExpertLinear:
         return partial(_experts, spec, weights)
+
+
+class _Expanded(LayerLoop):
+    """MLA with the keys and values of all heads, of one sequence without a cache."""
+
+    def _over_latents(
+        self, queries: Pair, keys: Pair, step: Step, layer: LoadedLayer, pages: LayerPages
+    ) -> torch.Tensor:
+        spec = layer.spec.mixer
+        assert isinstance(spec, Latent)
+        latent, shared = (x[:, 0] for x in keys)
+        key = torch.cat([
+            torch.einsum("tr,hrn->thn", latent, layer.k_b),
+            shared[:, None].expand(-1, spec.kind.query_heads, -1),
+        ], -1)  # fmt: skip
+        scores = torch.einsum("qhd,khd->hqk", torch.cat(queries, -1), key) * spec.kind.scale
+        unseen = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(unseen, -torch.inf).softmax(-1)
+        value = torch.einsum("tr,hvr->thv", latent, layer.v_b)
+        return torch.einsum("hqk,khv->qhv", weights, value).flatten(1)
 
 
 def rounded_logits(
@@ -131,7 +155,7 @@ def product(x: torch.Tensor, weight: Weight) -> torch.Tensor:
 
 def _loop(architecture: Architecture, device: torch.device) -> LayerLoop:
     attention, triton = TorchAttention(device), TritonKernels(recur)
-    return LayerLoop(_Unpacked(architecture, torch.float32, device, attention, triton))
+    return _Expanded(_Unpacked(architecture, torch.float32, device, attention, triton))
 
 
 def _linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:

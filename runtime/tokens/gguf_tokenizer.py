@@ -41,6 +41,21 @@ _DEEPSEEK_3 = (
     r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_KIMI_UPPER, _KIMI_LOWER = (rf"(?:(?!\p{{Han}})[{of}])" for of in (_UPPER, _LOWER))
+_KIMI = (
+    rf"\p{{Han}}+|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}*{_KIMI_LOWER}+{_ENDING}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}+{_KIMI_LOWER}*{_ENDING}|\p{{N}}{{1,3}}|{_END}"
+)
+_CASED = (  # letters but for those that DeepSeek LLM's list lacks
+    r"(?:(?![\u0560-\u0588\u10C7-\u10FF\u1C80-\u1C88\u2D00-\u2D2D\uA790-\uA7FA\uAB30-\uAB68"
+    "\U00010570-\U000105bc\U00016e40-\U00016e7f\U0001d400-\U0001df2a]"
+    r")[\p{Lu}\p{Ll}\p{Lt}])"
+)
+_LLM = (
+    r"[\r\n]", rf"\s?{_CASED}+",
+    r"\s?[!-/:-~\uFF01-\uFF0F\uFF1A-\uFF5E\u2018-\u201F\u3000-\u3002]+", r"\s+$",
+    r"[\u0800-\u9FA5\uAC00-\uD7FF]+",
+)  # fmt: skip
 _CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[\u0800-\u9FA5\uAC00-\uD7FF]+")
 _DIGIT = (r"\p{N}",)
 _DIGITS = r"\p{N}{1,3}"
@@ -93,6 +108,8 @@ _RULES: list[tuple[_Cut, str]] = [
         "deepseek-v3 hunyuan-dense joyai-llm",
     ),
     (_Cut(r"\p{N}", before=_CODER), "deepseek-coder"),
+    (_Cut(r"\p{N}+", before=_LLM), "deepseek-llm"),
+    (_Cut(_KIMI), "kimi-k2"),
 ]
 _CUTS = {name: cut for cut, names in _RULES for name in names.split()}
 """Rules for splitting text, by llama.cpp's names."""

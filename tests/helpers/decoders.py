@@ -24,6 +24,8 @@ _GEMMA4 = {
     **_WINDOWS, "attention_k_eq_v": True, "global_head_dim": 32, "num_global_key_value_heads": 1,
     "final_logit_softcapping": 20.0,
 }  # fmt: skip
+_ROTATED = {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.9}
+_SIZES = {"v_head_dim": 24, "qk_rope_head_dim": 8, "head_dim": 8, "attention_bias": True}
 DECODERS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "iquestcoder": {"attention_bias": True},
@@ -83,6 +85,17 @@ DECODERS: dict[str, dict[str, Any]] = {
     "flex_olmo": _EXPERTS | {"moe_intermediate_size": None},
     "solar_open": {**_GROUPS, "first_k_dense_replace": None, "attention_bias": True},
     "glm4_moe": {**_GROUPS, "use_qk_norm": True, "attention_bias": True},
+    "deepseek_v2": {
+        **_GROUPS, **_SIZES, "topk_method": "group_limited_greedy", "num_experts_per_tok": 4,
+        "mlp_bias": True, "rope_parameters": _ROTATED,
+    },
+    "deepseek_v3": {**_GROUPS, **_SIZES, "rope_parameters": _ROTATED},
+    "glm4_moe_lite": {**_GROUPS, **_SIZES, "q_lora_rank": None},
+    "mistral4": {
+        **_GROUPS, **_SIZES, "head_dim": 24,
+        "rope_parameters": {**_ROTATED, "llama_4_scaling_beta": 0.3},
+    },
+    "youtu": {**_SIZES, "tie_word_embeddings": True},
     "dots1": {**_GROUPS, **_WINDOWS, "norm_topk_prob": True},
     "minimax_m2": {**_LOCAL, "rotary_dim": 8},
     "ernie4_5_moe": {

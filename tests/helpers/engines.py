@@ -11,8 +11,6 @@ from typing import Any, Literal
 import torch
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     PreTrainedModel,
 )
 
@@ -28,7 +26,7 @@ from radixcache.runtime.model.kv_pool import choose_windows
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.request import Request
-from tests.helpers.models import MULTIMODAL
+from tests.helpers.models import auto_class
 
 Layers = Literal["chosen", "torch", "stock"]
 """As the runtime chooses; our loop in torch, attention too; transformers' own."""
@@ -43,9 +41,7 @@ CACHES: dict[str, Callable[[PagePool], PrefixCache]] = {
 @cache
 def plain_model(path: Path) -> PreTrainedModel:
     """The model as transformers runs it."""
-    kind: Any = AutoModelForCausalLM
-    if AutoConfig.from_pretrained(path).model_type in MULTIMODAL:
-        kind = AutoModelForImageTextToText
+    kind = auto_class(AutoConfig.from_pretrained(path).model_type)
     model = kind.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     plain: PreTrainedModel = model.eval()
     return plain

@@ -39,6 +39,9 @@ _SCALES = {
 }  # fmt: skip
 _TIED = {"tie_word_embeddings": True}
 
+_ROTATED = {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.7}
+_SIZES = {"v_head_dim": 24, "qk_rope_head_dim": 8, "head_dim": 8}
+
 # llama.cpp's names by ours, and what the tiny models have beside `tests.helpers.models`.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -96,6 +99,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4moe", {**_GROUPS, "use_qk_norm": True, "routed_scaling_factor": 1.7}),
     "glm4v_moe": ("glm4moe", {"num_key_value_heads": 4}),
     "solar_open": ("glm4moe", {**_GROUPS, "first_k_dense_replace": None, "attention_bias": True}),
+    "deepseek_v2": ("deepseek2", {**_GROUPS, **_SIZES, "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 1.7, "rope_parameters": _ROTATED}),
+    "deepseek_v3": ("deepseek2", {**_GROUPS, **_SIZES, "rope_parameters": _ROTATED}),
+    "glm4_moe_lite": ("deepseek2", {**_GROUPS, **_SIZES, "q_lora_rank": None}),
+    "youtu": ("deepseek2", {**_TIED, **_SIZES}),
+    "mistral4": ("mistral4", {**_GROUPS, **_SIZES, "head_dim": 24, "rope_parameters": {
+        **_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+    }}),
     "dots1": ("dots1", {**_GROUPS, "num_key_value_heads": 4}),
     "minimax_m2": ("minimax-m2", {**_LOCAL, "rotary_dim": 8}),
     "olmoe": ("olmoe", {"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2}),
@@ -111,8 +122,13 @@ _CONVERTED |= {"arcee", "smollm3", "nemotron_h"}
 _MAMBA = {"granitemoehybrid": 1, "nemotron_h": 2}  # groups
 _ONE_ADDED = ("gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _SAYS_PATTERN = ("gemma4_text", "olmo3", "exaone4", "exaone_moe")
-_SCORED = ("glm4_moe", "glm4v_moe", "solar_open", "dots1", "exaone_moe")
-_SIGMOID = (*_SCORED, "lfm2_moe", "minimax_m2")
+_SCORED = (
+    "glm4_moe", "glm4v_moe", "solar_open", "dots1", "exaone_moe", "deepseek_v3", "glm4_moe_lite",
+    "deepseek_v2", "mistral4",
+)  # fmt: skip
+_SIGMOID = (*_SCORED[:-2], "lfm2_moe", "minimax_m2")
+_SIDES = ("key", "value")
+_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu")
 _SECTIONS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe")
 
 # Keys by settings; of several settings, a config has one.
@@ -152,11 +168,15 @@ _SCORED_KEYS = {
 }  # fmt: skip
 
 
-def convert(folder: Path, path: Path, kind: str = "F32", **changes: Any) -> Path:
+def convert(
+    folder: Path, path: Path, kind: str = "F32", older: bool = False, **changes: Any
+) -> Path:
     """Write the model of a folder to `path`; `changes` are keys, or None to leave them out. Of
-    another `kind` are the matrices whose rows have whole blocks of 32."""
+    another `kind` are the matrices whose rows have whole blocks of 32. `older` converters left the
+    kv_b of MLA whole, and said the sizes of its heads."""
     whole = AutoConfig.from_pretrained(folder)
     family, config = whole.model_type, SimpleNamespace(**whole.get_text_config().to_dict())
+    config.older = older
     name = FAMILIES[family][0]
     keys = {f"{name}.{key}": value for key, value in _metadata(family, config).items()}
     metadata = {"general.architecture": name, "tokenizer.ggml.eos_token_id": 257, **keys, **changes}
@@ -208,6 +228,29 @@ def _metadata(family: str, config: Any) -> dict[str, Any]:
     if "llama_4_scaling_beta" in rope:
         found["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
         found["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+    if family in _LATENT:
+        rank, turned = config.kv_lora_rank, config.qk_rope_head_dim
+        found |= {"attention.kv_lora_rank": rank, "attention.head_count_kv": 1}
+        if family in _SIGMOID:
+            found["expert_gating_func"] = 2
+        if config.q_lora_rank:
+            found["attention.q_lora_rank"] = config.q_lora_rank
+        if family == "glm4_moe_lite":
+            found["leading_dense_block_count"] = config.mlp_layer_types.count("dense")
+        if family == "youtu":
+            found |= {"leading_dense_block_count": 2, "expert_shared_count": 0}
+            found["expert_feed_forward_length"] = config.intermediate_size
+        if "mscale_all_dim" in rope:
+            found["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
+        found.pop("attention.temperature_scale", None)  # which the converter leaves out
+        pair = config.qk_nope_head_dim + turned, config.v_head_dim
+        full = {f"attention.{side}_length": n for side, n in zip(_SIDES, pair, strict=True)}
+        if config.older:
+            found["attention.head_count_kv"] = config.num_attention_heads
+        else:
+            full = {f"{key}_mla": size for key, size in full.items()}
+            full |= {"attention.key_length": rank + turned, "attention.value_length": rank}
+        return {**found, **full, "rope.dimension_count": turned}
     turned = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     types = getattr(config, "layer_types", None) or []
     if family == "gemma4_text":
@@ -286,6 +329,11 @@ def _weights(
         elif match := re.search(r"router\.(scale|per_expert_scale)$", name):
             part = "ffn_gate_inp" if match[1] == "scale" else "ffn_down_exps"
             yield f"{block}{part}.scale", weight
+        elif name.endswith("kv_b_proj.weight") and not config.older:
+            nope, value = config.qk_nope_head_dim, config.v_head_dim
+            keys, values = weight.unflatten(0, (-1, nope + value)).split([nope, value], 1)
+            yield name.replace("kv_b", "k_b"), keys.mT
+            yield name.replace("kv_b", "v_b"), values
         elif match := re.search(r"\.in_proj_qkvz", name):
             each = config.linear_num_value_heads // config.linear_num_key_heads
             sizes = [16, 16, 16 * each, 16 * each]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -109,6 +110,16 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm3": _CONV,
 }  # fmt: skip
 
+# Models with multi-head latent attention.
+_LATENT = {
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+    "v_head_dim": 16, "num_key_value_heads": 4, "head_dim": 16,
+}  # fmt: skip
+_ROUTED = {
+    **_LATENT, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48, "first_k_dense_replace": 1,
+}  # fmt: skip
+
 # Models that take images, too, with the family of their text.
 _VISION = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -136,6 +147,7 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
         "n_shared_experts": 2, "first_k_dense_replace": 1,
     }),
     "idefics3": ("llama", {}),
+    "kimi_k25": ("deepseek_v3", _ROUTED),
     "lfm2_vl": ("lfm2", _CONV),
     "lfm3_vl": ("lfm3", _CONV),
     "lighton_ocr": ("qwen3", {}),
@@ -151,16 +163,9 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl": ("qwen3_vl_text", {"rope_parameters": _MROPE}),
 }  # fmt: skip
 
-# Models with multi-head latent attention.
-_LATENT = {
-    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
-    "v_head_dim": 16, "num_key_value_heads": 4, "head_dim": 16, "n_routed_experts": 4,
-    "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
-    "first_k_dense_replace": 1,
-}  # fmt: skip
 MLA: dict[str, dict[str, Any]] = {
-    "deepseek_v2": _LATENT, "deepseek_v3": _LATENT, "glm4_moe_lite": _LATENT,
-    "longcat_flash": _LATENT, "minicpm3": _LATENT, "youtu": _LATENT,
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash"), _ROUTED),
+    "minicpm3": _LATENT, "mistral4": {**_ROUTED, "head_dim": 32}, "youtu": _LATENT,
 }  # fmt: skip
 
 # How much larger than variance-keeping the weights are, by parts of their names.
@@ -177,20 +182,28 @@ def tiny_model(
     """
     torch.manual_seed(seed)
     settings = deepcopy({**_BASE, **(FAMILIES | HYBRIDS | MLA).get(family, {}), **options})
-    kind: Any = AutoModelForCausalLM
     if family in MULTIMODAL:
         text, more = MULTIMODAL[family]
         text_config = {"model_type": text, **settings, **more}
         settings = {"text_config": text_config, "vision_config": _VISION, "eos_token_id": EOS}
         settings["tie_word_embeddings"] = False
-        kind = AutoModelForImageTextToText
-    model = kind.from_config(AutoConfig.for_model(family, **settings))
+    model = auto_class(family).from_config(AutoConfig.for_model(family, **settings))
     make_peaky(model)
     model.generation_config.eos_token_id = EOS
     model.save_pretrained(folder)
+    if family == "kimi_k25":  # as on the hub; transformers names layers as it does the images'
+        stored = load_file(Path(folder) / "model.safetensors")
+        named = {name.replace("model.blocks", "model.layers"): x for name, x in stored.items()}
+        save_file(named, Path(folder) / "model.safetensors", metadata={"format": "pt"})
     if tokenizer:
         _byte_tokenizer().save_pretrained(folder)
     return Path(folder)
+
+
+def auto_class(family: str) -> Any:
+    """transformers' class for models of this type; it has Mistral 4 with those of images alone."""
+    images = family in MULTIMODAL or family == "mistral4"
+    return AutoModelForImageTextToText if images else AutoModelForCausalLM
 
 
 @torch.no_grad()

@@ -115,7 +115,10 @@ def random_step(
     share = min(most // 4, int(rng.choice([0, 0, 20, 300]))) // page_size
     longest = min(most, int(rng.choice([0, 40, 400, 1200])))
     lens = [
-        (int(rng.choice([1, 1, 2, 9, min(90, most)])), share * page_size + int(rng.integers(0, longest + 1)))
+        (
+            int(rng.choice([1, 1, 2, 9, min(90, most)])),
+            share * page_size + int(rng.integers(0, longest + 1)),
+        )
         for _ in range(rng.integers(1, 7))
     ]
     if rng.random() < 0.2:

@@ -11,7 +11,9 @@ import torch
 
 from radixcache.kernels.attention import AttentionBackend, LayerInputs, LayerKind, LayerPages
 from radixcache.kernels.choose import choose_attention
+from radixcache.kernels.native.attention import NativeAttention
 from radixcache.kernels.torch.attention import TorchAttention
+from tests.helpers.native import needs_kernels
 from tests.helpers.simulated_cuda import CPU, CUDA
 from tests.kernels.backends import SHAPES
 from tests.kernels.reference import Step, make_step, naive_attention
@@ -53,13 +55,27 @@ def assert_close(out: torch.Tensor, step: Step, latent: int, **options: Any) -> 
 SINKS = torch.tensor([-3.0, 0.5, 2.0, 9.0, -40.0])
 
 
+ON_CPU = [TorchAttention, pytest.param(NativeAttention, marks=needs_kernels)]
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     "options", [{}, {"window": 6}, {"softcap": 5.0}, {"sinks": SINKS}], ids=str
 )
-def test_torch_equals_the_reference(shape: str, options: dict[str, Any]) -> None:
-    step = mla_step(7, SHAPES[shape], 5, 24, page_size=4)
-    assert_close(run(TorchAttention(), step, 16, **options), step, 16, **options)
+def test_a_cpu_equals_the_reference(backend: Any, shape: str, options: dict[str, Any]) -> None:
+    for latent, rotated in ((16, 8), (20, 6), (33, 35)):
+        step = mla_step(7, SHAPES[shape], 5, latent + rotated, page_size=4)
+        assert_close(run(backend(), step, latent, **options), step, latent, **options)
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+@pytest.mark.parametrize("place", [3, 20])
+def test_only_rows_that_see_a_latent_without_numbers_become_nan(backend: Any, place: int) -> None:
+    step = mla_step(9, [(5, 5), (9, 9)], 5, 24, page_size=4)
+    step.key[7, 0, place] = torch.inf
+    out = run(backend(), step, 16).isnan()
+    assert out[7:].all() and not out[:7].any()
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -7,11 +7,11 @@ from typing import Any
 
 from radixcache.errors import first_sentence
 from radixcache.kernels.attention import LayerKind
-from radixcache.kernels.spec import Architecture, Attention, Layer, Unknown
+from radixcache.kernels.spec import Architecture, Attention, Latent, Layer, Unknown
 from radixcache.runtime.model.families.config import Config, Lacks, Settings, complete
 from radixcache.runtime.model.families.family import RECURRENT, Family
 from radixcache.runtime.model.families.rope import Ropes
-from radixcache.runtime.model.families.table import FAMILIES, WRAPPERS
+from radixcache.runtime.model.families.table import ALIASES, FAMILIES, WRAPPERS
 
 # transformers' config class has defaults, but importing it takes longer than all of this. So these
 # are tried without, if their configs have the settings whose defaults are not false.
@@ -38,6 +38,9 @@ def describe(
         Unknown: another family, or a setting that is not understood.
     """
     family = settings.get("model_type")
+    if isinstance(family, str) and family in ALIASES:
+        family = ALIASES[family]
+        settings = {**settings, "model_type": family}
     if not isinstance(family, str) or family not in {*FAMILIES, *WRAPPERS}:
         raise Unknown(f"no loop for {family}")
     try:
@@ -98,7 +101,8 @@ def _layer(config: Config, row: Family, ropes: Ropes, number: int, kind: str) ->
             raise Unknown("its layers are of other types")
         mixer = row.mixer(config)
     elif kind not in ("mlp", "moe"):
-        mixer = _attention(config, row, ropes, number, kind)
+        describes = _latent if row.latent else _attention
+        mixer = describes(config, row, ropes, number, kind)
     alone = row.single and mixer is not None
     return Layer(
         mixer,
@@ -136,5 +140,29 @@ def _attention(config: Config, row: Family, ropes: Ropes, number: int, kind: str
         bias=config.flag(row.bias),
         out_bias=config.flag(row.out_bias),
         sinks=row.sinks,
+        query_scaling=ropes.query_scaling(kind) if row.query_scaling else None,
+    )
+
+
+def _latent(config: Config, row: Family, ropes: Ropes, number: int, kind: str) -> Latent:
+    heads, rank = config.size("num_attention_heads"), config.size("kv_lora_rank")
+    names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    nope, turned, value = (config.size(name) for name in names)
+    config.agree("num_key_value_heads", heads)
+    config.agree("qk_head_dim", nope + turned)
+    config.agree("head_dim", turned, nope + turned)
+    if max(heads, rank, nope, turned, value) > 1 << 16:
+        raise Unknown(f"its heads are {heads} of {nope} and {turned} over latents of {rank}")
+    rope = ropes.index(kind, nope + turned if row.partial_rope else turned)
+    if 2 * len(ropes.made[rope].frequencies) != turned:
+        raise Unknown(f"its RoPE turns other elements than {turned}")
+    scale = (nope + turned) ** -0.5 * ropes.mscale(kind) ** 2
+    return Latent(
+        LayerKind(heads, 1, rank, turned, scale, mla=True),
+        nope,
+        value,
+        config.count("q_lora_rank") or None,
+        rope,
+        bias=config.flag(row.bias),
         query_scaling=ropes.query_scaling(kind) if row.query_scaling else None,
     )

@@ -41,6 +41,7 @@ class Family:
         residual_scale, eps: settings.
         scales: fields of `Architecture`.
         offset: its `norm_offset`.
+        latent: attention is MLA.
         pairs: a checkpoint has the pairs that RoPE turns side by side.
         adjust: changes the layers where they depend on each other, or have more than a row says.
         value_is_key: in layers without a window, values that have no product are the keys.
@@ -78,6 +79,7 @@ class Family:
     centred: bool = False
     offset: float = 0.0
     eps: str = "rms_norm_eps"
+    latent: bool = False
     pairs: bool = False
     adjust: Callable[[Config, Family, list[Layer]], list[Layer]] = lambda *a: a[2]
     value_is_key: bool = False

@@ -65,10 +65,41 @@ def gpt_oss(config: Config, family: Family, number: int) -> Experts:
 
 def deepseek(config: Config, family: Family, number: int) -> MLP | Experts:
     """Sigmoid scores, a correction that chooses, groups; the first layers have no experts."""
+    if isinstance(found := _routed(config, family, number), MLP):
+        return found
+    groups, kept = config.size("n_group"), config.size("topk_group")
+    return replace(found, **_SIGMOID, epsilon=1e-20, groups=groups, kept_groups=kept)
+
+
+def deepseek_v2(config: Config, family: Family, number: int) -> MLP | Experts:
+    """Softmax scores; groups, if any, are chosen by their one best expert."""
+    if isinstance(found := _routed(config, family, number), MLP):
+        return found
+    method = config.get("topk_method")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise Unknown(f"its topk_method is {method}")
+    if method == "greedy":
+        config.ignore("n_group", "topk_group")
+        return found
+    groups, kept = config.size("n_group"), config.size("topk_group")
+    return replace(found, groups=groups, kept_groups=kept, group_best=1)
+
+
+def mistral4(config: Config, family: Family, number: int) -> MLP | Experts:
+    """Softmax scores."""
+    found = deepseek(config, family, number)
+    known: dict[str, Any] = {"scores": "softmax", "correction": False}
+    return found if isinstance(found, MLP) else replace(found, **known)
+
+
+def _routed(config: Config, family: Family, number: int) -> MLP | Experts:
+    """Scaled experts beside shared ones; the first layers, or those of a type, have an MLP."""
     routed, always = "n_routed_experts", "n_shared_experts"
-    if (types := config.maybe("mlp_layer_types")) is not None:  # EXAONE's
-        dense, routed, always = types[number] == "dense", "num_experts", "num_shared_experts"
+    if (types := config.maybe("mlp_layer_types")) is not None:
+        dense = types[number] == "dense"
         config.ignore("first_k_dense_replace")
+        if config.maybe(routed) is None:  # EXAONE's
+            routed, always = "num_experts", "num_shared_experts"
     else:
         dense = number < config.count("first_k_dense_replace")
     if dense:
@@ -76,11 +107,7 @@ def deepseek(config: Config, family: Family, number: int) -> MLP | Experts:
     config.ignore("intermediate_size")
     shared = config.count("moe_shared_expert_intermediate_size")
     shared = shared or config.size("moe_intermediate_size") * config.count(always)
-    found = _experts(config, family, routed, "moe_intermediate_size", shared)
-    groups, kept = config.size("n_group"), config.size("topk_group")
-    return replace(
-        _scaled(config, found), **_SIGMOID, epsilon=1e-20, groups=groups, kept_groups=kept
-    )
+    return _scaled(config, _experts(config, family, routed, "moe_intermediate_size", shared))
 
 
 def nemotron(config: Config, family: Family, number: int) -> MLP | Experts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import log
 from typing import Any
 
 import torch
@@ -59,6 +60,14 @@ class Ropes:
             self._indices[layer_type, dim] = len(self.made)
             self.made.append(self._make(self.parameters(layer_type), dim))
         return self._indices[layer_type, dim]
+
+    def mscale(self, layer_type: str) -> float:
+        """The factor of YaRN on queries, and on keys, of MLA."""
+        rope = self.parameters(layer_type)
+        by, factor = rope.get("mscale_all_dim"), rope.get("factor") or 1
+        if rope["rope_type"] == "default" or not by or factor <= 1:
+            return 1.0
+        return 0.1 * float(by) * log(factor) + 1
 
     def query_scaling(self, layer_type: str) -> tuple[float, int] | None:
         """The `Attention.query_scaling` of a type of layer."""

@@ -119,6 +119,18 @@ _LFM: dict[str, Any] = {
     "block_use_swiglu block_use_xavier_init conv_dim conv_dim_out conv_use_xavier_init "
     "full_attn_idxs num_heads theta use_pos_enc",
 }  # fmt: skip
+_LATENT: dict[str, Any] = {
+    "latent": True, "pairs": True, "spare_layers": True,
+    "ignored": "aux_loss_alpha ep_size num_mtp_layers num_nextn_predict_layers seq_aux",
+}  # fmt: skip
+_INTERLEAVED: dict[str, tuple[Any, ...]] = {"rope_interleave": (True,)}
+_DEEPSEEK_3: dict[str, Any] = {
+    **_LATENT, "mlp": parts.deepseek,
+    "agreed": {
+        **_INTERLEAVED, "moe_layer_freq": (1,), "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",), "partial_rotary_factor": (1,),
+    },
+}  # fmt: skip
 _HEAD_NORMS: dict[str, Any] = {"head_norms": "head", "agreed": {"use_qk_norm": (True,)}}
 _QWEN_UNUSED = "max_window_layers use_sliding_window"
 
@@ -186,6 +198,18 @@ FAMILIES: dict[str, Family] = {
         _GLM, head_norms="use_qk_norm", mlp=parts.deepseek, spare_layers=True,
         ignored="num_nextn_predict_layers",
     ),
+    "deepseek_v2": _row(
+        _LATENT, _MLP_BIAS, mlp=parts.deepseek_v2,
+        agreed={
+            "moe_layer_freq": (1,), "scoring_func": ("softmax",), "norm_topk_prob": (False,),
+        },
+    ),
+    "deepseek_v3": _row(_DEEPSEEK_3),
+    "glm4_moe_lite": _row(_DEEPSEEK_3),
+    "mistral4": _row(
+        _LATENT, query_scaling=True, partial_rope=True, mlp=parts.mistral4, agreed=_INTERLEAVED,
+    ),
+    "youtu": _row(_LATENT, agreed=_INTERLEAVED, ignored="embedding_initializer_range"),
     "glm4v_moe_text": _row(
         _GLM, mlp=parts.deepseek, spare_layers=True, ignored="num_nextn_predict_layers"
     ),
@@ -240,11 +264,14 @@ FAMILIES: dict[str, Family] = {
     ),
 }  # fmt: skip
 
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""Families by other names that configs have for them."""
+
 WRAPPERS = frozenset(
     """
-    exaone4_5 gemma3 gemma4 gemma4_unified glm46v glm4v glm4v_moe idefics3 internvl lfm2_vl lfm3_vl
-    lighton_ocr llava llava_next llava_onevision minicpmv4_6 mistral3 qwen2_5_vl qwen2_vl qwen3_5
-    qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm
+    exaone4_5 gemma3 gemma4 gemma4_unified glm46v glm4v glm4v_moe idefics3 internvl kimi_k25 lfm2_vl
+    lfm3_vl lighton_ocr llava llava_next llava_onevision minicpmv4_6 mistral3 qwen2_5_vl qwen2_vl
+    qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm
 """.split()
 )
 """Models that take images, too, and have the settings of their text apart."""

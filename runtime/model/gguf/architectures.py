@@ -30,7 +30,8 @@ class Row:
         flags: settings, and the tensors that exist if they are true.
         implied: settings that files lack, at least some.
         full_every: every n-th layer has no window, unless the file has another pattern.
-        gating: how experts are scored: 1 softmax, 2 sigmoid, 3 softmax of the chosen ones.
+        gating: how experts are scored: 1 softmax, 2 sigmoid, 3 softmax of the chosen ones; 0 for
+            what `adjust` makes of it.
         converted: the converter put RoPE's pairs side by side, in all layers.
         adjust: changes the settings where a config.json needs more, or other ones.
         tiled: whether a delta net's value heads are ordered by their place within a key head first.
@@ -90,10 +91,25 @@ _SCORED = {
     "expert_group_used_count": "topk_group",
     "leading_dense_block_count": "first_k_dense_replace",
 }
+_LATENT = {
+    **_SCORED, "attention.q_lora_rank": "q_lora_rank", "attention.kv_lora_rank": "kv_lora_rank",
+}  # fmt: skip
+_LATENT_READ = (
+    "attention.key_length_mla", "attention.value_length_mla", "attention.temperature_scale",
+    "attention.temperature_length",
+)  # fmt: skip
 _ALL_SCORED = {
     "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": False,
     "first_k_dense_replace": 0,
 }  # fmt: skip
+_ANY_LATENT = {
+    **_ALL_SCORED, "q_lora_rank": None, "n_routed_experts": None, "n_shared_experts": 0,
+    "num_experts_per_tok": None, "moe_intermediate_size": None,
+}  # fmt: skip
+_GROUPS = {("deepseek_v2", 160): (8, 3), ("deepseek_v3", 256): (8, 4)}
+"""Groups of experts, and those that are kept, by family and number, in files that do not say."""
+_GLM_FLASH = (154_880, (47, 48))
+"""Vocabulary and blocks of GLM-4.7-Flash, whose files may not say how experts are scored."""
 _SOFTCAPS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
@@ -239,6 +255,48 @@ def _lfm2(m: Metadata, found: dict[str, Any]) -> None:
     found["layer_types"] = ["full_attention" if n else "conv" for n in m.heads()[1]]
 
 
+def _latent(m: Metadata, found: dict[str, Any]) -> None:
+    """Tells the families of MLA apart, which share an architecture, by how experts are scored."""
+    heads, turned = found["num_attention_heads"], found["head_dim"]
+    whole = m.size("attention.key_length_mla", m.size("attention.key_length"))
+    if whole <= turned:
+        raise Unknown(f"its RoPE turns {turned} of {whole} elements of a head")
+    found["v_head_dim"] = m.size("attention.value_length_mla", m.size("attention.value_length"))
+    found |= {"qk_rope_head_dim": turned, "qk_nope_head_dim": whole - turned}
+    if found["num_key_value_heads"] == 1:  # of latents
+        found["num_key_value_heads"] = heads
+    vocabulary, blocks = _GLM_FLASH
+    is_glm = found["vocab_size"] == vocabulary and m.size("block_count") in blocks
+    gating = m.size("expert_gating_func", 0) or (2 if is_glm else 1)
+    family = "mistral4" if found["norm_topk_prob"] else "deepseek_v2"
+    family = {1: family, 2: "deepseek_v3"}.get(gating, "")
+    if not found["n_routed_experts"]:
+        family = "youtu"
+        for name in {*_SCORED.values()} & found.keys():
+            del found[name]
+    if not family or m.name not in ("deepseek2", family):
+        raise Unknown("its experts are scored in another way")
+    found["model_type"], rope = family, found["rope_parameters"]
+    if rope.get("mscale_all_dim"):  # a tenth of it is stored
+        rope["mscale_all_dim"] = round(10 * rope["mscale_all_dim"], 6)
+        rope["mscale"] = rope["mscale_all_dim"] if m.name == "deepseek2" else 1.0
+    if family == "mistral4":
+        found["head_dim"], rope["partial_rotary_factor"] = whole, turned / whole
+        beta = 0.1 if m.name == "mistral4" else 0.0  # converters leave out that of Small 4
+        rope["llama_4_scaling_beta"] = m.number("attention.temperature_scale", beta) or None
+        length = rope.get("original_max_position_embeddings", 0)
+        if m.size("attention.temperature_length", length) != length:
+            raise Unknown("its queries are scaled by another length than its RoPE")
+    elif m.has("attention.temperature_scale"):
+        raise Unknown(f"its metadata has {m.name}.attention.temperature_scale")
+    groups = _GROUPS.get((family, found.get("n_routed_experts", 0)))
+    if groups is not None and not m.has("expert_group_count"):
+        found["n_group"], found["topk_group"] = groups
+    if family == "deepseek_v2":
+        limited = found["n_group"] > 1
+        found["topk_method"] = "group_limited_greedy" if limited else "greedy"
+
+
 def _nemotron(m: Metadata, found: dict[str, Any]) -> None:
     sizes = m.per_layer("feed_forward_length")
     mlp = "moe" if m.size("expert_count", 0) else "mlp"
@@ -366,6 +424,14 @@ ROWS: dict[str, Row] = {
     "glm4moe": Row(
         "glm4_moe", read=_SECTIONS, keys=_SCORED, sizes=_INNER,
         flags={**_BIAS, "use_qk_norm": "attn_q_norm.weight"}, implied=_ALL_SCORED, gating=2,
+    ),
+    "deepseek2": Row(
+        "deepseek_v3", read=_LATENT_READ, keys=_LATENT, sizes=_INNER, implied=_ANY_LATENT, gating=0,
+        adjust=_latent,
+    ),
+    "mistral4": Row(
+        "mistral4", read=_LATENT_READ, keys=_LATENT, sizes=_INNER,
+        implied={**_ANY_LATENT, "norm_topk_prob": True}, gating=0, adjust=_latent,
     ),
     "dots1": Row("dots1", keys=_SCORED, sizes=_INNER, flags=_BIAS, implied=_ALL_SCORED, gating=2),
     "minimax-m2": Row("minimax_m2", keys=_experts("num_local_experts"), gating=2),

@@ -81,7 +81,7 @@ def settings_of(file: GGUFFile) -> dict[str, Any]:
             raise Unknown(f"its metadata has {key}")
     if not m.flag("attention.causal", True):
         raise Unknown("it has attention to what comes later")
-    if m.size("expert_gating_func", 0) not in (0, row.gating):
+    if row.gating and m.size("expert_gating_func", 0) not in (0, row.gating):
         raise Unknown("its experts are scored in another way")
     if "token_embd.weight" not in tensors:
         raise ModelError("the GGUF file has no tensor token_embd.weight")
@@ -89,9 +89,12 @@ def settings_of(file: GGUFFile) -> dict[str, Any]:
     recurrent = {0} if m.has("ssm.conv_kernel") or m.has("shortconv.l_cache") else set()
     if len({*kv_heads} - recurrent) > 1 and "attention.key_length_swa" not in row.read:
         raise Unknown("its layers have different numbers of heads")
-    head_dim = m.size("attention.key_length", m.size("embedding_length") // max(heads, 1))
-    if head_dim != m.size("attention.value_length", head_dim):
-        raise Unknown("its values are of another size than its keys")
+    if "attention.kv_lora_rank" in row.keys:  # MLA's keys and values are of latents
+        head_dim = m.size("rope.dimension_count")
+    else:
+        head_dim = m.size("attention.key_length", m.size("embedding_length") // max(heads, 1))
+        if head_dim != m.size("attention.value_length", head_dim):
+            raise Unknown("its values are of another size than its keys")
     if min(heads, head_dim, m.size("embedding_length")) < 1:
         raise Unknown(f"its num_attention_heads is {heads}, of {head_dim} each")
     end = file.get("tokenizer.ggml.eos_token_id", int, -1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 
-from radixcache.kernels.spec import Architecture, Attention, DeltaNet, Layer, ShortConv
+from radixcache.kernels.spec import ATTENDS, Architecture, DeltaNet, Layer, ShortConv
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
 from radixcache.runtime.model.gguf.architectures import ROWS
 from radixcache.runtime.model.weights.plan import SHARED, Names, Naming
@@ -15,6 +15,8 @@ _PARTS = {
     "after_norm": "post_ffw_norm", "layer_scale": "layer_output_scale", "qkv": "attn_qkv",
     "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output",
     "query_norm": "attn_q_norm", "key_norm": "attn_k_norm", "sinks": "attn_sinks",
+    "q_a": "attn_q_a", "q_a_norm": "attn_q_a_norm", "q_b": "attn_q_b", "kv_a": "attn_kv_a_mqa",
+    "kv_a_norm": "attn_kv_a_norm", "kv_b": "attn_kv_b", "k_b": "attn_k_b", "v_b": "attn_v_b",
     "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down", "router": "ffn_gate_inp",
     "experts.gate": "ffn_gate_exps", "experts.up": "ffn_up_exps", "experts.down": "ffn_down_exps",
     "shared.gate": "ffn_gate_shexp", "shared.up": "ffn_up_shexp", "shared.down": "ffn_down_shexp",
@@ -70,7 +72,7 @@ def _names(at: str, layer: Layer, stored: Container[str]) -> dict[str, str]:
     parts = _PARTS
     if isinstance(layer.mixer, ShortConv):
         parts = parts | _SHORT_CONV
-    elif not isinstance(layer.mixer, Attention | None):
+    elif not isinstance(layer.mixer, ATTENDS | None):
         parts = parts | (_DELTA_NET if isinstance(layer.mixer, DeltaNet) else _MAMBA)
     if f"{at}ffn_norm.weight" not in stored and "attended_norm" not in layer.norms:
         # Some files name the MLP's norm by its place behind attention.

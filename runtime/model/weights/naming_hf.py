@@ -25,6 +25,8 @@ _MIXERS = ("self_attn", "linear_attn", "mamba", "conv", "mixer")
 _MIXER = {
     "q_proj": "q", "k_proj": "k", "v_proj": "v", "qkv_proj": "qkv", "gate_proj": "q_gate",
     "o_proj": "o", "out_proj": "o", "q_norm": "query_norm", "q_layernorm": "query_norm",
+    "q_a_proj": "q_a", "q_a_layernorm": "q_a_norm", "q_b_proj": "q_b", "kv_b_proj": "kv_b",
+    "kv_a_proj_with_mqa": "kv_a", "kv_a_layernorm": "kv_a_norm",
     "k_norm": "key_norm", "k_layernorm": "key_norm", "sinks": "sinks", "conv": "conv",
     "conv1d": "conv", "in_proj": "in", "in_proj_qkv": "in", "in_proj_z": "z",
     "in_proj_qkvz": "qkvz", "in_proj_ba": "ba", "in_proj_b": "b", "in_proj_a": "a",

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from radixcache.errors import ModelError
-from radixcache.kernels.spec import Architecture, Attention, DeltaNet, Unknown
+from radixcache.kernels.spec import Architecture, Attention, DeltaNet, Latent, Unknown
 from radixcache.runtime.model.families.table import FAMILIES
 
 Shape = tuple[int, ...]
@@ -22,6 +22,7 @@ Part = torch.Tensor | slice | None
 """The rows or columns to take, in this order; None takes all."""
 
 _HEADS = ("q", "k", "v", "q_gate", "query_norm", "key_norm")
+_LATENTS = ("q", "q_b", "kv_a", "k_b", "v_b")
 SHARED = ("k", "v", "key_norm")
 """What a layer that attends over K/V of another does not read, though files may have it."""
 _VALUE_HEADS = ("in", "z", "ba", "conv", "rate", "rate_bias", "o")
@@ -141,6 +142,8 @@ class _Layer:
         end = name[len(stem) :]
         if isinstance(mixer, Attention) and stem in _HEADS:
             return [self._attention(stem, end, mixer, shape)]
+        if isinstance(mixer, Latent) and stem in _LATENTS:
+            return self._latent(stem, end, mixer, shape)
         if isinstance(mixer, DeltaNet) and stem in _VALUE_HEADS:
             return self._delta(stem, mixer, shape)
         prefix, dot, part = stem.rpartition(".")
@@ -199,6 +202,22 @@ class _Layer:
             name = f"k{end}"
         return self._piece(name, shape, rows)
 
+    def _latent(self, stem: str, end: str, mixer: Latent, shape: Shape) -> list[Piece]:
+        heads, rank, turned = mixer.kind.query_heads, mixer.kind.head_dim, mixer.kind.value_dim
+        if stem not in ("k_b", "v_b"):  # rotated rows are the last of each head, or of all
+            heads, first = (1, rank) if stem == "kv_a" else (heads, mixer.nope)
+            rows = halves(heads, first + turned, turned, first)
+            return [self._piece(f"{stem}{end}", shape, rows if self._family.pairs else None)]
+        if self._has(stem):
+            piece = self._piece(stem, (heads, shape[0] // heads, shape[1]))
+            return [piece._replace(shape=shape)]
+        each = torch.arange(heads * (mixer.nope + mixer.value)).view(heads, -1)
+        whole = each.numel(), rank
+        if stem == "v_b":
+            return [self._piece("kv_b", whole, each[:, mixer.nope :].flatten())]
+        keys = (self._piece("kv_b", whole, rows) for rows in each[:, : mixer.nope])
+        return [piece._replace(then="transpose") for piece in keys]
+
     def _delta(self, stem: str, mixer: DeltaNet, shape: Shape) -> list[Piece]:
         keys, each, rest = mixer.key_heads, mixer.heads // mixer.key_heads, shape[1:]
         if mixer.heads % keys:
@@ -225,8 +244,9 @@ class _Layer:
         return [self._piece(stem, shape, {"in": channels, "z": values}.get(stem, heads))]
 
 
-def halves(heads: int, head_dim: int, turned: int) -> torch.Tensor:
-    """The order of heads' rows that puts the pairs of the first `turned` into halves."""
+def halves(heads: int, head_dim: int, turned: int, first: int = 0) -> torch.Tensor:
+    """The order of heads' rows that puts the pairs of `turned` ones, from `first` on, into
+    halves."""
     rows = torch.arange(heads * head_dim).view(heads, head_dim)
-    pairs = rows[:, 0:turned:2], rows[:, 1:turned:2]
-    return torch.cat([*pairs, rows[:, turned:]], 1).flatten()
+    before, pairs, after = rows.split([first, turned, head_dim - first - turned], 1)
+    return torch.cat([before, pairs[:, ::2], pairs[:, 1::2], after], 1).flatten()

@@ -21,6 +21,7 @@ from radixcache.kernels.spec import (
     Attention,
     DeltaNet,
     Experts,
+    Latent,
     Layer,
     Mamba2,
     Rope,
@@ -58,6 +59,10 @@ def architecture(
     return Architecture("tiny", VOCAB, HIDDEN, 1000, None, layers, ropes, 1e-5, **settings)
 
 
+LATENT = Latent(
+    LayerKind(3, 1, 36, 10, 0.05, mla=True), 16, 20, 28, 0, bias=True, query_scaling=(0.7, 8),
+    eps=1e-3,
+)  # fmt: skip
 DELTA = DeltaNet(4, key_heads=2, heads=4, key=16, value=20)
 MAMBA = Mamba2(4, heads=6, value=12, state=16, groups=2, least=0.01, most=0.5)
 ARCHITECTURES = {
@@ -115,6 +120,14 @@ ARCHITECTURES = {
                 per_layer=MLP(20, "gelu_tanh", gated=False))] * 3,
         embed_scale=HIDDEN**0.5,
     ),
+    "latents": architecture(
+        Layer(LATENT, DENSE),
+        Layer(replace(LATENT, q_rank=None, bias=False, query_scaling=None), Experts(
+            12, 3, MLP(24), renormalise=False, scale=1.8, groups=4, kept_groups=2, group_best=1,
+        )),
+        Layer(replace(LATENT, bias=False), DENSE),
+        ropes=(rope(5, scale=1.2),),
+    ),
     "short convolutions": architecture(
         Layer(ShortConv(3, 44), DENSE), LLAMA, Layer(ShortConv(4, 40, True, True), DENSE)
     ),
@@ -141,7 +154,7 @@ def random_weights(a: Architecture, number: int, rng: torch.Generator, few_bits:
         if len(shape) == 1:
             return 0.2 * x + (1 if "norm" in name or "scale" in name else 0)
         x /= 1 if name == "conv" else shape[1] ** 0.5 / 2
-        return eight_bits(x) if few_bits and name in ("k", "up") else x
+        return eight_bits(x) if few_bits and name in ("k", "up", "q", "k_b") else x
 
     def one_or_all(name: str, shape: tuple[int, ...]) -> Any:
         experts = a.layers[number].experts
@@ -281,6 +294,7 @@ def test_a_token_has_the_same_bits_in_any_chunks_and_company(name: str, dtype: t
         "experts beside",
         "inputs of each layer",
         "delta nets",
+        "latents",
     ],
 )
 def test_many_rows_have_the_bits_of_few(name: str) -> None:
@@ -331,8 +345,9 @@ def test_weights_of_other_shapes_are_refused(change: Weights) -> None:
 
 @pytest.mark.parametrize("layer", [
     Layer(Attention(PLAIN, 1), DENSE), Layer(Attention(PLAIN._replace(kv_heads=3)), DENSE),
-    Layer(replace(DELTA, key_heads=3), DENSE), Layer(replace(MAMBA, groups=5), DENSE),
-    Layer(replace(HEADS, shares=True), DENSE), Layer(HEADS, DENSE, per_layer=MLP(8, gated=False)),
+    Layer(replace(LATENT, rope=1), DENSE), Layer(replace(DELTA, key_heads=3), DENSE),
+    Layer(replace(MAMBA, groups=5), DENSE), Layer(replace(HEADS, shares=True), DENSE),
+    Layer(HEADS, DENSE, per_layer=MLP(8, gated=False)),
 ])  # fmt: skip
 def test_numbers_that_contradict_each_other_are_refused(layer: Layer) -> None:
     a = architecture(layer)

@@ -45,6 +45,10 @@ from tests.helpers.tiers import MemoryStore, attach
 _WINDOW = {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"]}
 _SHORT = {**_WINDOW, "sliding_window": 3}
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+_LATENT = {
+    "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_group": 3,
+    "topk_group": 2, "kv_lora_rank": 44, "qk_rope_head_dim": 12, "v_head_dim": 20,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"intermediate_size": 4224},  # products that are packed: one row has other bits
     "qwen3": {"intermediate_size": 60, "head_dim": 24},
@@ -70,6 +74,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
         "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1,
     },
+    "deepseek_v2": {**_LATENT, "topk_method": "group_limited_greedy", "q_lora_rank": None},
+    "mistral4": {**_LATENT, "head_dim": 28, "rope_parameters": {
+        "rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 0.9,
+        "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3,
+    }},
+    "youtu": {"intermediate_size": 60},
     "qwen3_5_text": {},
     "qwen3_next": {},
     "lfm2": {"intermediate_size": 100},
@@ -83,12 +93,14 @@ GGUFS = {
 """Files of these kinds of blocks, matrix by matrix in turn."""
 CONVERTED = {
     "qwen3_moe of 8 bits": "Q8_0", "qwen3_5_text of 4 bits": "Q4_0", "gpt_oss of floats": "MXFP4",
+    "deepseek_v3 of 8 bits": "Q8_0",
 }  # fmt: skip
-"""Files of experts, of recurrent layers, of experts with biases and of windows; of one kind."""
+"""Files of experts, of recurrent layers, of experts with biases and of windows, and of latents; of
+one kind."""
 DTYPES = ("float32", "bfloat16")
 WIDE = {"hidden_size": 128, "head_dim": 32}
 """For `kv_cache_dtype="int8"`, which takes heads of multiples of 32."""
-NEVER_WIDE = ("granitemoehybrid", *GGUFS, *CONVERTED)
+NEVER_WIDE = ("granitemoehybrid", "deepseek_v2", "mistral4", "youtu", *GGUFS, *CONVERTED)
 
 
 @cache

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 
 from radixcache.kernels.attention import PagedBatch
-from radixcache.kernels.spec import Architecture, Attention
+from radixcache.kernels.spec import ATTENDS, Architecture
 from radixcache.runtime.model import reference
 from radixcache.runtime.model.checkpoint import open_checkpoint
 from radixcache.runtime.model.families.describe import describe
@@ -22,7 +22,7 @@ from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.weights.sources import SafetensorsSource
 from radixcache.states import SequenceStates
-from tests.helpers.models import MULTIMODAL, VOCAB_SIZE
+from tests.helpers.models import VOCAB_SIZE, auto_class
 
 LENS = (70, 33, 50)
 
@@ -36,9 +36,7 @@ STEPS = (
 
 def plain_logits(folder: Path, sequences: list[np.ndarray]) -> list[torch.Tensor]:
     """Logits of every token with transformers alone, one sequence at a time."""
-    config = AutoConfig.from_pretrained(folder)
-    multimodal = config.model_type in MULTIMODAL
-    kind: Any = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    kind = auto_class(AutoConfig.from_pretrained(folder).model_type)
     model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         return [model(torch.tensor(tokens)[None]).logits[0] for tokens in sequences]
@@ -154,7 +152,7 @@ def logits_by_reference(
         hidden, shared = reference.embed(architecture, tokens, weights.embedding(), per_layer)
         for number, layer in enumerate(architecture.layers):
             found, attention = weights.layer(number), None
-            if isinstance(layer.mixer, Attention):
+            if isinstance(layer.mixer, ATTENDS):
                 attention = layer.mixer
             if fault is not None:
                 rope = None if attention is None else attention.rope

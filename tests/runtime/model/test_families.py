@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,19 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from radixcache.errors import ModelError
 from radixcache.kernels.quantized import Quantized
 from radixcache.kernels.spec import (
+    ATTENDS,
     MLP,
     Architecture,
     Attention,
     Experts,
+    Latent,
     Layer,
     Unknown,
     Weights,
@@ -40,7 +43,7 @@ from radixcache.runtime.model.kv_pool import LayerShape, bytes_per_token
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.weights.plan import halves
 from tests.helpers.decoders import DECODERS
-from tests.helpers.models import MULTIMODAL, tiny_model
+from tests.helpers.models import MULTIMODAL, auto_class, tiny_model
 from tests.runtime.model.steps import TOKENS, logits_by_reference, read, settings_of
 
 TOLERANCE = 2e-5  # of the range of the logits; delta nets and Mamba 2 come to 6e-6
@@ -59,20 +62,24 @@ def refused(folder: Path, reason: str, kind: type[Exception] = Unknown) -> None:
         pass
 
 
-def swap_norms(weights: Weights, attention: Attention | None, turned: int) -> None:
+def swap_norms(weights: Weights, attention: ATTENDS | None, turned: int) -> None:
     around = ("input_norm", "attended_norm", "mlp_norm", "after_norm")
     names = [name for name in around if name in weights]
     for name, norm in zip(names, [weights[name] for name in reversed(names)], strict=True):
         weights[name] = norm
 
 
-def flip_heads(weights: Weights, attention: Attention | None, turned: int) -> None:
-    if attention is not None:
-        heads = weights["q"].unflatten(0, (attention.kind.query_heads, -1))
-        weights["q"] = heads.flip(0).flatten(0, 1)
+def flip_heads(
+    weights: Weights, attention: ATTENDS | None, turned: int, names: Sequence[str] = ("q", "q_b")
+) -> None:
+    if attention is None:
+        return
+    for name in weights.keys() & {*names}:
+        heads = weights[name].unflatten(0, (attention.kind.query_heads, -1))
+        weights[name] = heads.flip(0).flatten(0, 1)
 
 
-def flip_router(weights: Weights, attention: Attention | None, turned: int) -> None:
+def flip_router(weights: Weights, attention: ATTENDS | None, turned: int) -> None:
     if "router" in weights:
         weights["router"] = weights["router"].flip(0)
 
@@ -98,8 +105,14 @@ def double_tokens(weights: Weights, attention: Attention | None, turned: int) ->
         weights["table"] = 2 * weights["table"]
 
 
-def interleave(weights: Weights, attention: Attention | None, turned: int) -> None:
-    if attention is not None and turned:
+def interleave(weights: Weights, attention: ATTENDS | None, turned: int) -> None:
+    if isinstance(attention, Latent):
+        sizes = {"q": attention.nope, "q_b": attention.nope, "kv_a": attention.kind.head_dim}
+        for name in weights.keys() & sizes:
+            dim = sizes[name] + turned
+            order = halves(len(weights[name]) // dim, dim, turned, sizes[name])
+            weights[name] = weights[name][order]
+    elif attention is not None and turned:
         for name in {*"qk"} & weights.keys():
             dim = attention.kind.head_dim
             weights[name] = weights[name][halves(len(weights[name]) // dim, dim, turned)]
@@ -143,10 +156,31 @@ def faults(right: Architecture) -> Iterator[tuple[str, Architecture, Any]]:
         layers.append(replace(layer, mixer=mixer))
     if tuple(layers) != right.layers:
         yield "windows", replace(right, layers=tuple(layers)), None
+    if any(isinstance(layer.mixer, Latent) for layer in right.layers):
+        yield from latent_faults(right)
+
+
+def latent_faults(right: Architecture) -> Iterator[tuple[str, Architecture, Any]]:
+    """Those of MLA: what is absorbed, the scale, and what chooses groups of experts."""
+
+    def change(which: str, edit: Any) -> tuple[str, Architecture, Any]:
+        layers = (replace(x, **{which: edit(getattr(x, which))}) for x in right.layers)
+        return which, replace(right, layers=tuple(layers)), None
+
+    for name in ("k_b", "v_b"):
+        yield name, right, partial(flip_heads, names=(name,))
+    yield change("mixer", lambda x: replace(x, kind=x.kind._replace(scale=x.kind.scale * 1.05)))
+    yield change("mixer", lambda x: replace(x, eps=1e-2))
+    if right.family == "mistral4":
+        yield change("mixer", lambda x: replace(x, query_scaling=None))
+    if right.family != "youtu":
+        other = lambda x: replace(x, group_best=3 - x.group_best)  # noqa: E731
+        yield change("mlp", lambda x: x if isinstance(x, MLP) else other(x))
 
 
 @torch.inference_mode()
-def logits_by_transformers(folder: Path, kind: Any = AutoModelForCausalLM) -> torch.Tensor:
+def logits_by_transformers(folder: Path) -> torch.Tensor:
+    kind = auto_class(settings_of(folder)["model_type"])
     model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     found: torch.Tensor = model(TOKENS[None], use_cache=False).logits[0]
     return found
@@ -182,8 +216,8 @@ def test_the_reference_computes_what_transformers_does(family, tmp_path) -> None
 
 @pytest.mark.parametrize("family", MULTIMODAL)
 def test_the_text_of_a_model_that_takes_images(family, tmp_path) -> None:
-    folder, kind = tiny_model(family, tmp_path, tokenizer=False), AutoModelForImageTextToText
-    assert error(logits_by_reference(folder), logits_by_transformers(folder, kind)) < TOLERANCE
+    folder = tiny_model(family, tmp_path, tokenizer=False)
+    assert error(logits_by_reference(folder), logits_by_transformers(folder)) < TOLERANCE
     settings = settings_of(folder)
     assert describe({**settings, "magic": 2.0})  # of images, and not of the text
     with pytest.raises(Unknown, match="its config has magic"):

@@ -108,7 +108,7 @@ PER_LAYER = {
     [
         # Fused QKV, no keyword arguments, learned positions, and attention sinks are among them.
         *((family, OTHERS[family]) for family in UNLISTED),
-        ("deepseek_v3", LATENT),  # values wider than keys
+        ("deepseek_v3", {**LATENT, "attention_magic": 1}),  # values wider than keys
         ("gemma4_text", PER_LAYER),  # other heads in full attention layers than in sliding ones
     ],
 )

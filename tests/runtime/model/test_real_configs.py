@@ -26,6 +26,7 @@ UNKNOWN = "but Transformers does not recognize this architecture"
 CODE = "contains custom code which must be executed"
 
 LOOP = {
+    "deepseek_v3": "deepseek-ai--DeepSeek-R1 moonshotai--Kimi-K2-Instruct nvidia--Kimi-K2.6-NVFP4",
     "gemma4_text": "nvidia--Gemma-4-31B-IT-NVFP4",
     "gpt_oss": "openai--gpt-oss-20b",
     "llama": "meta-llama--Meta-Llama-3.1-405B meta-llama--Meta-Llama-3.1-8B "
@@ -47,8 +48,6 @@ LOOP = {
 LAYERS = {
     "its experts are in a latent space": "nvidia--NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4 "
     "nvidia--NVIDIA-Nemotron-3-Ultra-550B-A55B-FP8",
-    "no loop for deepseek_v3": "deepseek-ai--DeepSeek-R1",
-    "no loop for kimi_k25": "nvidia--Kimi-K2.6-NVFP4",
     "no loop for laguna": "poolside--Laguna-XS.2-FP8",
     "no loop for step3p7": "stepfun-ai--Step-3.7-Flash-FP8",
 }
@@ -58,7 +57,7 @@ REFUSED = {
     f"`deepseek_ref` {UNKNOWN}": "sgl-project--DeepSeek-V4-Pro-FP8",
     f"`mimo` {UNKNOWN}": "XiaomiMiMo--MiMo-7B-Base",
     f"`minimax_m3` {UNKNOWN}": "MiniMaxAI--MiniMax-M3",
-    CODE: "moonshotai--Kimi-K2-Instruct moonshotai--Kimi-K3",
+    CODE: "moonshotai--Kimi-K3",
     f"'deepseek_v32' cannot run over KV pages: {INDEXED}": "deepseek-ai--DeepSeek-V3.2 "
     "nvidia--DeepSeek-V3.2-NVFP4",
     "it has layers of type compressed_sparse_attention": "deepseek-ai--DeepSeek-V4-Pro "

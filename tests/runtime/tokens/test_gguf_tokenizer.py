@@ -99,6 +99,9 @@ def test_a_byte_level_vocabulary_gives_the_ids_of_its_tokenizer(tmp_path, origin
         ("laguna", "a \n\n b", ["a", " ", "\n\n", " b"], False),
         ("minicpm5", "a  1234", ["a", "  ", "123", "4"], True),
         ("deepseek-v3", "f(x) 漢字と1234.go", "f|(x|)| |漢字と|123|4|.go".split("|"), False),
+        ("deepseek-llm", "Fé (x) 漢字 123", "F|é| (|x|)| |漢字| |123".split("|"), False),
+        ("deepseek-llm", "aՀա\n\n。! ", "a|Հ|ա|\n|\n|。|!| ".split("|"), False),
+        ("kimi-k2", "we'LL3 漢字と1234 Ab漢", "we'LL|3| |漢字|と|123|4| Ab|漢".split("|"), False),
         ("deepseek-coder", "f(x) 漢 12 +=", "f|(|x|)| |漢| |1|2| +=".split("|"), False),
     ],
 )  # fmt: skip

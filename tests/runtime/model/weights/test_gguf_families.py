@@ -29,13 +29,21 @@ from radixcache.runtime.model.weights.sources import GGUFSource, SafetensorsSour
 from tests.helpers.gguf_converter import FAMILIES, convert
 from tests.helpers.models import tiny_model
 from tests.helpers.native import needs_kernels
-from tests.runtime.model.steps import STEPS, random_sequences, relative_error, run_steps
+from tests.runtime.model.steps import (
+    STEPS,
+    plain_logits,
+    random_sequences,
+    relative_error,
+    run_steps,
+)
 
 CPU = torch.device("cpu")
 Q8 = 5  # signed numbers of 8 bits in blocks of 32, as panels.h counts formats
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu")
 _OTHER_NAMES = {"nemotron_h_moe"}  # of the same family
 _SAME = {
     "glm4v_moe_text": "glm4_moe", "solar_open": "glm4_moe", "qwen2_5_vl_text": "qwen2_vl_text",
+    "glm4_moe_lite": "deepseek_v3",
 }  # fmt: skip
 """Families whose files have another's name, and are described as that one."""
 
@@ -152,8 +160,12 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "gemma3_text", "gemma4_text", "qwen3_5_moe_text", "nemotron_h", "lfm2_moe"]
-)
+    "family",
+    [
+        "llama", "gemma3_text", "gemma4_text", "qwen3_5_moe_text", "nemotron_h", "lfm2_moe",
+        "deepseek_v3", "mistral4",
+    ],
+)  # fmt: skip
 def test_nonsense_in_the_metadata_is_one_sentence(family, tmp_path) -> None:
     _, file = made(family, tmp_path)
     whole, outcomes = dict(file.metadata), set()
@@ -202,6 +214,78 @@ def test_tensors_that_other_files_have_joined(family, tmp_path) -> None:
         file.tensors[name] = joined(both, 0, by_head)
     found = GGUFSource(file, described, CPU, torch.float32).layer(0)
     assert not [name for name in wanted if not equal(found[name], wanted[name])]
+
+
+@pytest.mark.parametrize("family", LATENT)
+def test_older_files_of_mla_have_keys_and_values_in_one_tensor(family, tmp_path) -> None:
+    described, file = made(family, tmp_path, older=True)
+    assert "blk.0.attn_kv_b.weight" in file.tensors
+    assert not [*differences(described, describe_gguf(file, settings_of(file)))]
+    _, newer = made(family, tmp_path / "newer")
+    found, wanted = (GGUFSource(x, described, CPU, torch.float32).layer(1) for x in (file, newer))
+    assert not [name for name in wanted if not equal(found[name], wanted[name])]
+
+
+@needs_kernels
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("family", LATENT)
+def test_quantised_files_of_mla_give_the_logits_of_their_weights(family, older, tmp_path) -> None:
+    """In the older form k_b is a part whose blocks would be cut."""
+    sizes = {"qk_nope_head_dim": 32, "v_head_dim": 32, "qk_rope_head_dim": 32, "head_dim": 32}
+    sizes |= {"head_dim": 64} if family == "mistral4" else {}
+    options: dict[str, Any] = {**FAMILIES[family][1], **sizes}
+    folder = tiny_model(family, tmp_path / "made", tokenizer=False, **options)
+    path = convert(folder, tmp_path / "model.gguf", "Q8_0", older=older)
+    settings: dict[str, Any] = {"device": "cpu", "quantized_activations": "off"}
+    model = load_model(path, **settings, exact=True)
+    by_torch = load_model(path, **settings, attention=TorchAttention())
+    assert ("dense k_b" in model.placement) is older
+    assert "dense k_b and v_b" in by_torch.placement
+    sequences = random_sequences()
+    got, wanted = (run_steps(each, sequences, STEPS[0], 16) for each in (model, by_torch))
+    assert relative_error(got, wanted) < 1e-5
+    plain = torch.cat(plain_logits(folder, sequences))
+    wrong = (torch.cat(got) - plain).std(1) / plain.std()  # some tokens have other experts
+    assert wrong.median() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "said"),
+    [
+        ("deepseek_v3", {"expert_gating_func": 3}, "scored in another way"),
+        ("mistral4", {"expert_gating_func": 2}, "scored in another way"),
+        ("deepseek_v3", {"attention.temperature_scale": 0.1}, "attention.temperature_scale"),
+        ("mistral4", {"attention.temperature_length": 9}, "scaled by another length"),
+        ("deepseek_v3", {"attention.indexer.top_k": 9}, "attention.indexer.top_k"),
+        ("deepseek_v2", {"attention.key_length_mla": 8}, "turns 8 of 8"),
+        ("deepseek_v2", {"attention.head_count_kv": 2}, "num_key_value_heads is 2"),
+        ("youtu", {"attention.kv_lora_rank": None}, "no deepseek2.attention.kv_lora_rank"),
+    ],
+)
+def test_metadata_of_mla_that_is_not_understood_is_refused(family, change, said, tmp_path) -> None:
+    keys = {f"{FAMILIES[family][0]}.{key}": value for key, value in change.items()}
+    _, file = made(family, tmp_path, **keys)
+    with pytest.raises((Unknown, ModelError), match=said):
+        describe_gguf(file, settings_of(file))
+
+
+def test_what_older_files_of_mla_do_not_say(tmp_path) -> None:
+    """Groups of DeepSeek V2 and V3, and how GLM-4.7-Flash scores its experts."""
+    _, file = made("deepseek_v3", tmp_path, **{"deepseek2.expert_group_count": None})
+    file.metadata |= {"deepseek2.expert_count": 256}
+    found = settings_of(file)
+    assert (found["n_group"], found["topk_group"]) == (8, 4)
+    file.metadata |= {"deepseek2.expert_count": 160, "deepseek2.expert_weights_norm": False}
+    del file.metadata["deepseek2.expert_gating_func"]
+    found = settings_of(file)
+    assert (found["model_type"], found["topk_method"]) == ("deepseek_v2", "group_limited_greedy")
+    assert (found["n_group"], found["topk_group"]) == (8, 3)
+    tensor = file.tensors["token_embd.weight"]
+    file.tensors["token_embd.weight"] = tensor._replace(shape=(154_880, 64))
+    assert settings_of(file)["model_type"] == "deepseek_v2"
+    file.metadata["deepseek2.block_count"] = 47
+    file.tensors |= {f"another.{n}": tensor for n in range(47)}
+    assert settings_of(file)["model_type"] == "deepseek_v3"
 
 
 def joined(parts: list[GGUFTensor], dim: int, order: torch.Tensor | None = None) -> GGUFTensor:
