@@ -21,7 +21,7 @@ CORNERS: dict[Kind, set[str]] = {
     },
 }  # fmt: skip
 CORNERS[RadixCache] = CORNERS[HashBlockCache] | {"hits of the whole", "tables repointed"}
-FEW, SOME, MANY = 10, 200, 600
+FEW, SOME, MANY = 10, 100, 300
 
 CASES = [(kind, (), size) for kind in (RadixCache, HashBlockCache) for size in (1, 4, 16)]
 NONE = (NoCache, (), 4)  # whose pages are of no one else's

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from radixcache.kernels.native.build import LEVELS, usable_levels
-from release.wheels import add_libraries, compiler_for, glibc_of, libraries_of
+from radixcache.kernels.native.build import LEVELS, build_ahead, usable_levels
+from release.wheels import LIBRARIES, add_libraries, compiler_for, glibc_of
 from tests.helpers.sources import PACKAGES, ROOT, installed_path
 from tests.kernels.native.native_check import FLAGS
 
@@ -72,15 +72,11 @@ def test_the_c_library_that_a_library_needs_is_read_from_it(told, found, tmp_pat
 
 @pytest.fixture(scope="module")
 def libraries() -> dict[str, Path]:
-    """Of the levels that this machine can run."""
+    """Of the levels that this machine can run; compiling one takes half a minute."""
     compiler = compiler_for(HERE)
     if compiler is None:
         pytest.skip("no GCC for Linux on this processor")
-    return by_level(libraries_of(HERE, compiler))
-
-
-def by_level(libraries: list[Path]) -> dict[str, Path]:
-    return {path.name.rsplit("-", 2)[0]: path for path in libraries}
+    return {level: build_ahead(LIBRARIES, level, compiler) for level in usable_levels()}
 
 
 def bits(folder: Path, level: str, cwd: Path, **variables: str) -> tuple[str, list[str]]:
@@ -128,7 +124,7 @@ def test_the_bits_for_another_processor_are_those_of_a_build_there_under_an_emul
     compiler, emulator = compiler_for(machine), shutil.which(f"qemu-{machine}")
     if compiler is None or emulator is None:
         pytest.skip(f"no compiler or no emulator for {machine}")
-    library = by_level(libraries_of(machine, compiler))[level]
+    library = build_ahead(LIBRARIES, level, compiler)
     newer = {"armv8-a": "-mcpu=neoverse-n1"}.get(level, LEVELS[level].flags)
     source, program = ROOT / "tests/kernels/native/native_same.cpp", tmp_path / "same"
     subprocess.run((compiler, *FLAGS, newer, source, "-o", program), check=True)
@@ -143,5 +139,4 @@ def test_the_bits_for_another_processor_are_those_of_a_build_there_under_an_emul
 
 @pytest.mark.exhaustive
 def test_compiled_kernels_need_a_c_library_of_2_34_and_no_other_library(libraries):
-    assert set(libraries) == {name for name, level in LEVELS.items() if level.machine == HERE}
-    assert all(glibc_of(path) <= (2, 34) for path in libraries.values())
+    assert libraries and all(glibc_of(path) <= (2, 34) for path in libraries.values())

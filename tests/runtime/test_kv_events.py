@@ -137,7 +137,7 @@ class Told(Contract):
                 assert not router.held
 
 
-@pytest.mark.parametrize("examples", [8, pytest.param(150, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("examples", [8, pytest.param(80, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("page_size", [3, pytest.param(2, marks=pytest.mark.exhaustive), 16])
 @pytest.mark.parametrize(
     ("kind", "slots"), [(RadixCache, ()), (RadixCache, (5,)), (HashBlockCache, ())]

@@ -38,7 +38,7 @@ def answer(llm: LLM, requests: list[Asked]) -> list[Any]:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 @pytest.mark.parametrize(
-    "num_schedules", [3, pytest.param(60, marks=pytest.mark.exhaustive)], ids=str
+    "num_schedules", [3, pytest.param(30, marks=pytest.mark.exhaustive)], ids=str
 )
 def test_no_bit_differs_over_restarts(tmp_path: Path, num_schedules: int, family: str) -> None:
     """With windows that are kept apart, too."""

@@ -37,7 +37,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         server.assert_idle()
 
 
-@pytest.mark.parametrize("examples", [1, pytest.param(40, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("examples", [1, pytest.param(20, marks=pytest.mark.exhaustive)])
 def test_no_request_is_answered_with_500(tiny: LiveServer, examples: int) -> None:
     schema = schemathesis.openapi.from_url(f"{tiny.url}/openapi.json")
     operations: list[Any] = [result.ok() for result in schema.get_all_operations()]  # type: ignore[union-attr]

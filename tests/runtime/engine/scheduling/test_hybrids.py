@@ -45,7 +45,7 @@ def small_engine(num_states: int) -> Engine:
     return hash_engine(max_num_batched_tokens=64, max_num_seqs=8, num_states=num_states)
 
 
-@seeds(20_261_125, 40)
+@seeds(20_261_125, 20)
 def test_random_requests_get_the_tokens_of_their_own_texts(seed: int) -> None:
     """A model of checksums, whose states tell any token too many or too few."""
     rng, total = random.Random(seed), Counter[str]()
@@ -104,7 +104,7 @@ def test_a_second_question_about_a_document_computes_little_of_it() -> None:
         for family in HYBRIDS
     ],
 )
-@seeds(7, 9)
+@seeds(7, 4)
 def test_random_requests_get_the_tokens_of_transformers(
     folder: Callable[[str], Path], family: str, seed: int
 ) -> None:

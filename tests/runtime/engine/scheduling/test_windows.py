@@ -59,7 +59,7 @@ def verify_what_is_found(engine: Engine) -> None:
     engine.check = both  # type: ignore[method-assign]
 
 
-@seeds(20_261_127, 60)
+@seeds(20_261_127, 30)
 def test_random_requests_get_the_tokens_of_their_own_texts(seed: int) -> None:
     """A model of checksums, whose windows tell any token too few, or another's."""
     rng, total = random.Random(seed), Counter[str]()
