@@ -58,6 +58,7 @@ def tried(family: str, folder: Path) -> tuple[int, str]:
 
 IN_GGUF = {row.family for row in ROWS.values()} | {"mistral", "mixtral", "olmo3"}
 IN_GGUF |= {"gemma4_unified_text", "glm4v_moe_text", "qwen2_5_vl_text", "solar_open"}
+IN_GGUF |= {"deepseek_v2", "glm4_moe_lite", "youtu"}
 """Families whose GGUF files are read, some under another's name."""
 
 

@@ -87,20 +87,20 @@ def flip_router(weights: Weights, attention: ATTENDS | None, turned: int) -> Non
 def absent(*names: str) -> Any:
     """These weights of a layer change nothing."""
 
-    def change(weights: Weights, attention: Attention | None, turned: int) -> None:
+    def change(weights: Weights, attention: ATTENDS | None, turned: int) -> None:
         weights.update({name: torch.ones_like(weights[name]) for name in names if name in weights})
 
     return change
 
 
-def roll_inputs(weights: Weights, attention: Attention | None, turned: int) -> None:
+def roll_inputs(weights: Weights, attention: ATTENDS | None, turned: int) -> None:
     """Each layer gets the inputs of the one before."""
     for name, dim in (("table", 1), ("projection", 0)):
         if name in weights:
             weights[name] = weights[name].roll(len(weights["norm"]), dim)
 
 
-def double_tokens(weights: Weights, attention: Attention | None, turned: int) -> None:
+def double_tokens(weights: Weights, attention: ATTENDS | None, turned: int) -> None:
     if "table" in weights:
         weights["table"] = 2 * weights["table"]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from radixcache import SamplingParams
-from radixcache.errors import InvalidRequest, ModelError
+from radixcache.errors import ModelError
 from radixcache.kernels.native.attention import NativeAttention
 from radixcache.kernels.native.layers import NativeLayers
 from radixcache.kernels.spec import Latent, Unknown
@@ -44,6 +44,12 @@ def made(family: str, folder: Path, **options: Any) -> Path:
     return tiny_model(family, folder, tokenizer=False, **{**DECODERS[family], **options})
 
 
+def typical_error(got: list[torch.Tensor], plain: list[torch.Tensor]) -> float:
+    """A token's median: nearly tied experts may change places, and give some another MLP."""
+    wrong = (torch.cat(got) - torch.cat(plain)).std(1) / torch.cat(plain).std()
+    return float(wrong.nan_to_num(torch.inf).median())
+
+
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-5), ("bfloat16", 0.08)])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -57,15 +63,9 @@ def test_logits_of_any_chunks_are_those_of_one_forward_and_a_wrong_page_shows(
     assert model.bytes_per_token == 2 * (32 + 8) * model.dtype.itemsize
     plain = plain_logits(folder, sequences)
 
-    def error(got: list[torch.Tensor]) -> float:
-        if dtype == "float32":
-            return relative_error(got, plain)
-        # Nearly tied experts may change places, and give some tokens another MLP.
-        wrong = (torch.cat(got) - torch.cat(plain)).std(1) / torch.cat(plain).std()
-        return float(wrong.nan_to_num(torch.inf).median())
-
+    error = relative_error if dtype == "float32" else typical_error
     for page_size, steps in ((16, STEPS[0]), (1, STEPS[1]), (4, STEPS[2])):
-        assert error(run_steps(model, sequences, steps, page_size)) < limit
+        assert error(run_steps(model, sequences, steps, page_size), plain) < limit
     if dtype == "float32":
         damaged = run_steps(model, sequences, STEPS[2], 16, damage=True)
         assert relative_error(damaged, plain) > 1e-2
@@ -108,12 +108,6 @@ def test_a_loop_that_does_not_absorb_is_found_at_load(
     assert "come out wrong in our loop" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["int8", "float16"])
-def test_latents_are_kept_in_the_dtype_of_the_model(name: str, tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="is not for the latents of MLA: say auto"):
-        load_model(made("deepseek_v3", tmp_path), device="cpu", kv_cache_dtype=name)
-
-
 @pytest.mark.parametrize("wrong", [
     {"index_topk": 4}, {"rope_interleave": False}, {"num_key_value_heads": 2},
     {"qk_rope_head_dim": 1 << 17}, {"kv_lora_rank": 0}, {"scoring_func": "softmax"},
@@ -151,14 +145,12 @@ def test_kimi_k2_is_deepseek_v3(tmp_path: Path) -> None:
 
 
 SIZES = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
-DENSE = {"first_k_dense_replace": 2, "mlp_layer_types": ["dense"] * 2}
-"""Sizes of FlashInfer's kernel; and torch counts an expert's tokens otherwise on a GPU."""
+"""Of FlashInfer's kernel."""
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "glm4_moe_lite", "youtu"])
 def test_flashinfer_computes_what_transformers_does(family: str, tmp_path: Path) -> None:
-    dense = {} if family == "youtu" else DENSE
-    folder, sequences = made(family, tmp_path, **{**SIZES, **dense}), random_sequences()
+    folder, sequences = made(family, tmp_path, **SIZES), random_sequences()
     plain = plain_logits(folder, sequences)
     with simulated_gpu() as gpu:
         model = load_model(folder, device="cuda", dtype="bfloat16")
@@ -167,8 +159,8 @@ def test_flashinfer_computes_what_transformers_does(family: str, tmp_path: Path)
         gpu.kernels.calls.clear()
         for page_size, steps in ((16, STEPS[0]), (1, STEPS[1])):
             got = [rows.cpu() for rows in run_steps(model, sequences, steps, page_size)]
-            assert relative_error(got, plain) < 0.08
-        assert gpu.kernels.calls["mla"] and gpu.kernels.calls["rmsnorm"]
+            assert typical_error(got, plain) < 0.08
+        assert gpu.kernels.calls["mla"]
 
 
 @pytest.mark.parametrize("looped", [True, False])
@@ -176,7 +168,9 @@ def test_flashinfer_computes_what_transformers_does(family: str, tmp_path: Path)
 def test_on_a_gpu_decodes_take_graphs_or_torch_where_flashinfer_has_no_kernel(
     looped: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {**SIZES, "first_k_dense_replace": 2, "rope_interleave": looped}
+    options: dict[str, Any] = {**SIZES, "rope_interleave": looped}
+    if not looped:
+        options["first_k_dense_replace"] = 2  # torch counts an expert's tokens otherwise on a GPU
     folder = tiny_model("deepseek_v3", tmp_path, tokenizer=False, **options)
     rng, params = random.Random(3), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     stem = [rng.randrange(250) for _ in range(30)]
