@@ -1,7 +1,8 @@
 """Implements `quantized_activations`: rows in 8 bits before they meet a quantized weight.
 
 It is a mode of a model, at all numbers of rows: a row is rounded by itself, in blocks of 32, so
-that a hit has a miss's bits. The products of routers, and what is no product, stay as they are.
+that a hit has a miss's bits. The products of routers, those that MLA absorbs, and what is no
+product stay as they are.
 """
 
 from __future__ import annotations
