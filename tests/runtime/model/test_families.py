@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -296,6 +297,22 @@ def test_gates_that_transformers_does_not_compute_are_refused(family, tmp_path) 
             continue
         with pytest.raises(ModelError, match=f"its output_gate_type is {gate}, which"):
             load_model(folder)
+
+
+def test_layers_that_the_config_does_not_count_are_dropped_where_a_family_has_such(
+    tmp_path, caplog
+) -> None:
+    """GLM's for further tokens (MTP); any other layer too many is told, and the loop refuses it."""
+    options = {**DECODERS["glm4_moe"], "first_k_dense_replace": 0}
+    for family, runs, more in (("glm4_moe", True, options), ("llama", False, {})):
+        folder = tiny_model(family, tmp_path / family, tokenizer=False, **more)
+        settings = settings_of(folder)
+        fewer = {"num_hidden_layers": settings["num_hidden_layers"] - 1}
+        (folder / "config.json").write_text(json.dumps(settings | fewer))
+        caplog.clear()
+        with caplog.at_level("INFO", "radixcache"), suppress(ModelError):
+            assert isinstance(load_model(folder, device="cpu"), Decoder) == runs
+        assert ("layers.1" in caplog.text) != runs
 
 
 def test_layers_that_share_keys_take_no_memory(tmp_path) -> None:
