@@ -45,6 +45,7 @@ from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.weights.plan import halves
 from tests.helpers.decoders import DECODERS
 from tests.helpers.models import MULTIMODAL, auto_class, tiny_model
+from tests.helpers.native import needs_kernels
 from tests.runtime.model.steps import TOKENS, logits_by_reference, read, settings_of
 
 TOLERANCE = 2e-5  # of the range of the logits; delta nets and Mamba 2 come to 6e-6
@@ -286,6 +287,7 @@ def test_no_model_of_transformers_reads_what_tools_write() -> None:
     assert not read & (config._OF_TOOLS | {"output_gate_type", "attention_head_dim"})
 
 
+@needs_kernels
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text"])
 def test_gates_that_transformers_does_not_compute_are_refused(family, tmp_path) -> None:
     folder = tiny_model(family, tmp_path, tokenizer=False)
