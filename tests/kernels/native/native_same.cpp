@@ -62,10 +62,11 @@ void compare_steps(void* const* theirs) {
     attention.out = o.weight;
     MLP mlp{{gate.weight, up.weight}, down.weight, INNER, true, SILU};
     Joint joint{nullptr, norm.data(), 1, 1, false};
-    Sublayer layers[] = {{&attention, joint, ATTENTION}, {&mlp, joint, DENSE}};
+    Sublayer layers[] = {{&attention, nullptr, joint, ATTENTION, -1},
+                         {&mlp, nullptr, joint, DENSE, -1}};
     RopeTable rope{turns.data(), 1, 16};
-    Model model{layers, &rope, 2, 1, 0, HIDDEN, 5 * DIM, 3 * DIM, INNER, false, 1e-5f, 1, 0,
-                joint, table.weight, table.weight};
+    Model model{layers, &rope, nullptr, 2, 1, 0, HIDDEN, 5 * DIM, 3 * DIM, INNER, false, 1e-5f,
+                1, 0, joint, table.weight, table.weight};
     auto step = [&](void* const* kernels) {
         std::vector<T> keys(TOKENS * DIM), values(keys);
         auto format = sizeof(T) == 4 ? KVFormat::FLOAT32 : KVFormat::BFLOAT16;

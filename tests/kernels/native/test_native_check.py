@@ -32,6 +32,13 @@ def test_threads_share_out_all_parts_of_a_job_and_race_for_none(tmp_path: Path) 
     assert done.returncode == 0, (done.stdout + done.stderr)[:3000]
 
 
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.parametrize("source", ["native_check.cpp", "native_same.cpp"])
+def test_programs_that_only_longer_runs_build_fit_the_kernels(source: str, tmp_path: Path) -> None:
+    assert COMPILER is not None
+    compile_check(COMPILER, tmp_path / "check", "-fsyntax-only", source=source)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 def test_the_kernels_are_right_and_each_comparison_can_fail(tmp_path: Path) -> None:
