@@ -44,7 +44,7 @@ demo: $(VENV)/.stamp-runtime  ## three users chat about two documents, with the 
 test: $(VENV)/.stamp-dev  ## run the tests, in up to four processes (3 to 6 minutes on two cores)
 	@$(BIN)/python -m pytest $(PROCESSES) $(ARGS)
 
-test-gpu: $(VENV)/.stamp-dev $(GPU)/.stamp  ## the GPU path, on a CPU: FlashInfer's own Python over simulated kernels; Triton's interpreter (5 minutes)
+test-gpu: $(VENV)/.stamp-dev $(GPU)/.stamp  ## the GPU path, on a CPU: FlashInfer's own Python over simulated kernels; Triton's interpreter (10 minutes)
 	@PYTHONPATH=$(GPU)/flashinfer $(BIN)/python -m pytest $(PROCESSES) -m "simulated_gpu and not exhaustive and not gpu" $(ARGS)
 	@TRITON_INTERPRET=1 PYTHONPATH=$(GPU)/triton:$(GPU)/flashinfer $(BIN)/python -m pytest $(PROCESSES) tests/kernels/triton $(ARGS)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -119,7 +119,6 @@ class Latent:
     bias: bool = False
     query_scaling: tuple[float, int] | None = None
     eps: float = 1e-6
-    shares: ClassVar[bool] = False
 
     @property
     def query_width(self) -> int:
@@ -330,8 +329,8 @@ class Architecture:
     @property
     def kinds(self) -> list[LayerKind]:
         """The attention of each layer that has KV pages, in order."""
-        mixers = [x.mixer for x in self.layers if isinstance(x.mixer, ATTENDS)]
-        return [mixer.kind for mixer in mixers if not mixer.shares]
+        own = [x.mixer for x in self.layers if not x.shares_kv]
+        return [mixer.kind for mixer in own if isinstance(mixer, ATTENDS)]
 
     @property
     def is_recurrent(self) -> bool:

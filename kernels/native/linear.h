@@ -90,7 +90,8 @@ void tile(int rows, const typename P::Element* x, const float* weights, int dept
 
 // Expands a panel's block to float32 [depth][N].
 template <class P>
-void expand(const P& p, const uint32_t* block, int depth, float* to) {
+void expand(const Levels* levels, const uint32_t* block, int depth, float* to) {
+    const P p{levels};
     for (const float* end = to + depth * N; to < end; block += P::WORDS * N) {
         Scales scales[V];
         for (int v = 0; v < V; v++) scales[v] = P::scales(block, v);
@@ -124,11 +125,6 @@ void few_rows(const Levels* levels, int rows, const void* x, int64_t stride, con
     else few<P>(P{levels}, rows, from, stride, panel, depth, to);
 }
 
-template <class P>
-void expand_block(const Levels* levels, const uint32_t* block, int depth, float* to) {
-    expand(P{levels}, block, depth, to);
-}
-
 // The weights of one column of a panel.
 template <class P>
 void expand_column(const Levels* levels, const uint32_t* panel, int column, int depth, float* to) {
@@ -147,7 +143,7 @@ struct Kernels {
     int block, words;  // weights of a block, and the words of its columns
     bool nibbles;
     decltype(&few_rows<Pairs>) few;
-    decltype(&expand_block<Pairs>) expand;  // null where a panel's words are floats
+    decltype(&::expand<Pairs>) expand;  // null where a panel's words are floats
     decltype(&expand_column<Pairs>) column;
     decltype(&rounded_rows<Panels<8, 32>>) rounded;  // null where rows of 8 bits cannot meet it
 
@@ -157,7 +153,7 @@ struct Kernels {
 template <class P>
 constexpr Kernels make_kernels() {
     Kernels made{P::BLOCK, P::WORDS * N, P::NIBBLES, few_rows<P>, nullptr, expand_column<P>, nullptr};
-    if constexpr (!P::PLAIN) made.expand = expand_block<P>;
+    if constexpr (!P::PLAIN) made.expand = expand<P>;
     if constexpr (P::WHOLE) made.rounded = rounded_rows<P>;
     return made;
 }

@@ -100,7 +100,8 @@ class TorchBackend(Backend):
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float | None = None) -> torch.Tensor:
         """`F.rms_norm` takes more operations."""
         if self.architecture.centred:
-            return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), None, eps or self.eps)
+            eps = self.eps if eps is None else eps
+            return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), None, eps)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         added = self._eps if eps is None else length.new_full((), eps)
         factor = torch.addcmul(added, length, length, value=1 / x.shape[-1]).rsqrt_()

@@ -176,8 +176,8 @@ class LayerLoop(Layers):
         x = self.first_norm(residual)
         for number, layer in enumerate(self._layers):
             of_layer: Any = None
-            if isinstance(mixer := layer.spec.mixer, ATTENDS):
-                of_layer = None if mixer.shares else next(pages)
+            if isinstance(layer.spec.mixer, ATTENDS):
+                of_layer = None if layer.spec.shares_kv else next(pages)
             elif layer.recurrent is not None:
                 of_layer = pool.states.of_layer[number]
             rows = logit_rows if number == last else None

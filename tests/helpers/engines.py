@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import (
-    AutoConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PreTrainedModel
 
 from radixcache import HashBlockCache, NoCache, PagePool, PrefixCache, RadixCache, SamplingParams
 from radixcache.kernels.torch.attention import TorchAttention

@@ -99,7 +99,8 @@ class ModelWeights(ABC):
         if piece.then == "negative exp":
             return -dense(found).exp()
         if piece.then == "over root of size":
-            return dense(found) * dense(found).numel() ** -0.5
+            scale = dense(found)
+            return scale * scale.numel() ** -0.5
         return dense(found) + self._architecture.norm_offset if piece.then else found
 
 
