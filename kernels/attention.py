@@ -76,16 +76,26 @@ class PagedBatch:
         """The batch of sequences with these page tables, which may be longer than is needed."""
         counts = [-(-length // page_size) for length in kv_lens]
         used = [table[:count] for table, count in zip(tables, counts, strict=True)]
-        return cls(
+        lasts = [(length - 1) % page_size + 1 for length in kv_lens]
+        batch = cls(
             qo_indptr=offsets(query_lens),
             kv_indptr=offsets(counts),
-            kv_indices=np.concatenate(used),
-            kv_last_page_len=(np.array(kv_lens, np.int32) - 1) % page_size + 1,
+            kv_indices=np.concatenate(used) if len(used) > 1 else used[0].copy(),
+            kv_last_page_len=np.array(lasts, np.int32),
             page_size=page_size,
             shared=shared,
             window=window,
             first=first,
         )
+        lens = np.array([query_lens, kv_lens], np.int32)
+        longer = (at for at, count in enumerate(query_lens) if count != 1)
+        known = {
+            "query_lens": lens[0],
+            "kv_lens": lens[1],
+            "num_decodes": next(longer, len(counts)),
+        }
+        vars(batch).update(known)  # what the cached properties would compute again
+        return batch
 
     def serves(self, kind: LayerKind) -> bool:
         """Whether these are the tables of such layers."""

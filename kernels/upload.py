@@ -132,11 +132,15 @@ class Fetch:
     """
 
     def __init__(self, *tensors: torch.Tensor) -> None:
-        self._on_host = [t.to("cpu", non_blocking=True) for t in tensors]  # to pinned memory
-        self._fence = Fence(tensors[0].device)
-        self._fence.record()
+        self._fence: Fence | None = None
+        self._on_host: list[torch.Tensor] | tuple[torch.Tensor, ...] = tensors
+        if tensors[0].is_cuda:
+            self._on_host = [t.to("cpu", non_blocking=True) for t in tensors]  # to pinned memory
+            self._fence = Fence(tensors[0].device)
+            self._fence.record()
 
     def read(self) -> list[list[Any]]:
         """The numbers of each tensor, once they have arrived."""
-        self._fence.wait()
+        if self._fence is not None:
+            self._fence.wait()
         return [tensor.tolist() for tensor in self._on_host]

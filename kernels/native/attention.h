@@ -32,6 +32,40 @@ struct Batch {  // as PagedBatch
     const int64_t* slots;
 };
 
+// What the tables of a batch say of its sequences and new tokens; `batch` has all but these.
+//
+// Returns: the pages that there must be; or, if the tables contradict each other, minus the number
+// of the sentence in attention.py that says how.
+inline int64_t plan_batch(const Batch& batch, const int32_t* last_page_len, const int32_t* before,
+                          const int32_t* write_indices, int64_t indices, int32_t* kv_lens,
+                          int32_t* first, int64_t* slots) {
+    const int64_t count = batch.sequences, size = batch.page_size;
+    if (batch.qo_indptr[0] || batch.kv_indptr[0]) return -1;
+    for (int64_t s = 0; s < count; s++) {
+        int64_t pages = (int64_t)batch.kv_indptr[s + 1] - batch.kv_indptr[s], last = last_page_len[s];
+        int64_t rows = (int64_t)batch.qo_indptr[s + 1] - batch.qo_indptr[s];
+        if (pages < 1 || batch.kv_indptr[s + 1] > indices) return -2;
+        if (last < 1 || last > size || rows < 0) return -3;
+        if (rows > (pages - 1) * size + last) return -4;
+    }
+    if (batch.kv_indptr[count] != indices) return -2;
+    int32_t most = -1;
+    for (int64_t i = 0; i < indices; i++) {
+        int32_t page = batch.kv_indices[i], to = write_indices ? write_indices[i] : page;
+        if (page < 0 || to < 0) return -5;
+        most = std::max(most, std::max(page, to));
+    }
+    for (int64_t s = 0; s < count; s++) {
+        const int32_t* pages = (write_indices ? write_indices : batch.kv_indices) + batch.kv_indptr[s];
+        int64_t all = ((int64_t)batch.kv_indptr[s + 1] - batch.kv_indptr[s] - 1) * size + last_page_len[s];
+        int64_t rows = (int64_t)batch.qo_indptr[s + 1] - batch.qo_indptr[s];
+        first[s] = before ? before[s] : 0;
+        kv_lens[s] = all + first[s];
+        for (int64_t at = all - rows; at < all; at++) *slots++ = pages[at / size] * size + at % size;
+    }
+    return (int64_t)most + 1;
+}
+
 struct Heads {  // of a layer; window: INT32_MAX for none; softcap: 0 for none
     int32_t heads, kv_heads, dim, value_dim, window;
     float scale, softcap;

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int32, c_void_p
-from functools import lru_cache
-from typing import Any
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -22,9 +21,18 @@ from radixcache.kernels.attention import (
     PagedBatch,
 )
 from radixcache.kernels.kv_format import stored_dim
-from radixcache.kernels.native.library import check, kernel, kv_format
+from radixcache.kernels.native.library import check, kernel, kv_format, plan_function
 
 NO_WINDOW = 2**31 - 1
+
+_CONTRADICTIONS = (
+    "the page tables are of different batches",
+    "a sequence without pages, or pages without a sequence",
+    "a last page or a number of new tokens has an impossible length",
+    "a sequence has more new tokens than its pages hold",
+    "a negative page number",
+)
+"""In the order of `plan_batch` in attention.h."""
 
 
 class _Batch(ctypes.Structure):
@@ -105,42 +113,71 @@ class NativeAttention(AttentionBackend):
 
     def _plan(self, batch: PagedBatch, arrays: Arrays, fixed: FixedShape | None) -> AttentionPlan:
         assert fixed is None, "there are no CUDA graphs on a CPU"
-        return NativePlan(batch, [torch.as_tensor(array, dtype=torch.int64) for array in arrays])
+        return NativePlan(batch, arrays)
 
     def _check_batch(self, batch: PagedBatch) -> None:
-        last, size, counts = batch.kv_last_page_len, batch.page_size, np.diff(batch.kv_indptr)
-        starts_at_0 = not (batch.qo_indptr[0] or batch.kv_indptr[0])
-        if not starts_at_0 or len(counts) != len(batch.query_lens) or len(counts) != len(last):
-            raise ValueError("the page tables are of different batches")
-        if (counts < 1).any() or batch.kv_indptr[-1] != len(batch.kv_indices):
-            raise ValueError("a sequence without pages, or pages without a sequence")
-        if (last < 1).any() or (last > size).any() or (batch.query_lens < 0).any():
-            raise ValueError("a last page or a number of new tokens has an impossible length")
-        super()._check_batch(batch)
-        if batch.kv_indices.min(initial=0) < 0:
-            raise ValueError("a negative page number")
+        if batch.shared:  # `NativePlan` checks the rest
+            super()._check_batch(batch)
 
 
 class NativePlan(AttentionPlan):
     """A checked batch, as the kernels take it.
 
+    A step of one sequence spends as long between two kernels as numpy takes for thirty operations
+    whose code is in no cache any more: so one function of C++ checks the tables.
+
     Attributes:
+        num_tokens: T, all new ones.
         query_lens: [B] new tokens of each sequence.
+        numbers: the other arrays, int64 and contiguous.
     """
 
-    def __init__(self, batch: PagedBatch, arrays: list[torch.Tensor]) -> None:
-        self.arrays, self.query_lens = arrays, batch.query_lens
-        first = np.zeros_like(batch.kv_lens) if batch.first is None else batch.first
-        lens = batch.kv_lens + first
-        tables = batch.qo_indptr, batch.kv_indptr, batch.kv_indices, lens, first
-        self._tokens, self._page_size = int(batch.qo_indptr[-1]), batch.page_size
-        self._num_pages = int(batch.kv_indices.max(initial=-1)) + 1
-        self._tables: list[NDArray[Any]] = [
-            np.ascontiguousarray(table, dtype=np.int32) for table in tables
-        ]
-        self._tables.append(batch.slots())
-        addresses = (table.ctypes.data for table in self._tables)
-        self._batch = _Batch(len(batch.query_lens), batch.page_size, *addresses)
+    def __init__(self, batch: PagedBatch, arrays: Arrays) -> None:
+        self.numbers = [np.ascontiguousarray(array, np.int64) for array in arrays]
+        starts, offsets, indices, last = (
+            np.ascontiguousarray(table, np.int32)
+            for table in (
+                batch.qo_indptr,
+                batch.kv_indptr,
+                batch.kv_indices,
+                batch.kv_last_page_len,
+            )
+        )
+        count, size, num_pages = len(last), batch.page_size, len(indices)
+        before, to = (
+            None if table is None else np.ascontiguousarray(table, np.int32)
+            for table in (batch.first, batch.write_indices)
+        )
+        others = len(starts) - 1, len(offsets) - 1, count if before is None else len(before)
+        if {*others} != {count}:
+            raise ValueError(_CONTRADICTIONS[0])
+        if to is not None and len(to) != num_pages:
+            raise ValueError(_CONTRADICTIONS[1])
+        self.num_tokens, self._page_size = int(starts[-1]), size
+        if not 0 <= self.num_tokens <= num_pages * size:
+            raise ValueError(_CONTRADICTIONS[2])
+        lens, slots = np.empty((2, count), np.int32), np.empty(self.num_tokens, np.int64)
+        self._held = starts, offsets, indices, lens, slots
+        made = lens[0].ctypes.data, lens[1].ctypes.data, slots.ctypes.data
+        tables = (table.ctypes.data for table in (starts, offsets, indices))
+        self._batch = _Batch(count, size, *tables, *made)
+        found = plan_function()(
+            *(ctypes.addressof(self._batch), last.ctypes.data),
+            *(None if table is None else table.ctypes.data for table in (before, to)),
+            *(num_pages, *made),
+        )
+        if found < 0:
+            raise ValueError(_CONTRADICTIONS[-found - 1])
+        self._num_pages = found
+
+    @property
+    def query_lens(self) -> NDArray[np.int32]:
+        return np.diff(self._held[0])
+
+    @cached_property
+    def arrays(self) -> list[torch.Tensor]:  # type: ignore[override]
+        """The other arrays as tensors, over the same memory."""
+        return [torch.from_numpy(array) for array in self.numbers]
 
     def address_for(self, tokens: int, k_pages: torch.Tensor) -> int:
         """The address of the planned batch, for a kernel.
@@ -149,7 +186,7 @@ class NativePlan(AttentionPlan):
             ValueError: the step was not planned for these pages or so many tokens.
         """
         pages, size = k_pages.shape[:2]
-        if (tokens, size) != (self._tokens, self._page_size) or pages < self._num_pages:
+        if (tokens, size) != (self.num_tokens, self._page_size) or pages < self._num_pages:
             raise ValueError("the step was planned for other pages or tokens")
         return ctypes.addressof(self._batch)
 

@@ -125,8 +125,9 @@ class NativeLayers(Layers):
             tensors = {} if pool.states is None else pool.states.tensors
             self._pool = pool
             self._states = [tensors[name] for name in self.architecture.state_shapes]
-        tables = (table.long().contiguous() for table in plan.arrays)
-        return self._model.forward(full, window, pool.layers, self._states, states, *tables)
+        return self._model.forward(
+            full, window, pool.layers, self._states, states, *full.numbers[:3]
+        )
 
     # ---- Structures of one layer.
 

@@ -78,6 +78,14 @@ def kernel(name: str, dtype: torch.dtype | None = None) -> Callable[..., None]:
     return call
 
 
+@cache
+def plan_function() -> Callable[..., int]:
+    """`plan_batch` of attention.h, which is over before a wrapper would be."""
+    function = library().radixcache_plan
+    function.restype, function.argtypes = c_int64, [c_void_p] * 4 + [c_int64] + [c_void_p] * 3
+    return function
+
+
 def kv_format(pages: torch.Tensor) -> int:
     """The `KVFormat` of attention.h; `ValueError` if the kernels read no such pages."""
     if pages.dtype not in _KV_DTYPES:

@@ -221,9 +221,9 @@ class NativeModel:
         pages: Sequence[LayerPages],
         states: Sequence[torch.Tensor],
         slots: Sequence[SlotUse],
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        logit_rows: torch.Tensor,
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        logit_rows: NDArray[np.int64],
     ) -> torch.Tensor:
         """[R, vocab_size] float32 logits of a planned step.
 
@@ -233,7 +233,7 @@ class NativeModel:
             states: of each recurrent layer, float32: [slots, width - 1, channels], and unless it is
                 a short convolution [slots, heads, key, value]; likewise.
             slots: of each sequence; none if no layer is recurrent.
-            token_ids, positions, logit_rows: [T], [T] and [R] int64.
+            token_ids, positions, logit_rows: [T], [T] and [R], contiguous.
 
         Raises:
             ValueError: the tensors do not fit together, or to the plan.
@@ -241,8 +241,8 @@ class NativeModel:
             MemoryError: what the step computes does not fit into memory.
         """
         tokens, rows = len(token_ids), len(logit_rows)
-        for table, count in ((token_ids, tokens), (positions, tokens), (logit_rows, rows)):
-            check(table, torch.int64, (count,))
+        if positions.shape != (tokens,):
+            raise ValueError(f"{tokens} tokens at {len(positions)} positions")
         if pages is not self._pages:
             self._page_structs, self._pages = self._check_pages(pages), pages
         firsts = {windowed: pages[at].k for windowed, at in self._first_of.items()}
@@ -257,7 +257,7 @@ class NativeModel:
         kernel("forward", self._dtype)(
             *(ctypes.addressof(self._model), batch, window_batch),
             *(self._page_structs, ctypes.addressof(used)),
-            *(token_ids.data_ptr(), positions.data_ptr(), logit_rows.data_ptr(), rows),
+            *(token_ids.ctypes.data, positions.ctypes.data, logit_rows.ctypes.data, rows),
             logits.data_ptr(),
         )
         return logits

@@ -1,5 +1,5 @@
 // The functions that Python calls, compiled for the machine at hand; callers check every argument.
-// Each returns 1, or 0 if memory ran out, or -1 for a number that is out of range.
+// Each returns 1, or 0 if memory ran out, or -1 for a number that is out of range; but for `plan`.
 
 #include "blocks.h"
 #include "merges.h"
@@ -88,6 +88,12 @@ int32_t radixcache_find_merges(const char* text, const int64_t* characters, cons
     return enough_memory([&] {
         *found = find_merges(text, characters, scores, pieces, count, left, right);
     });
+}
+
+int64_t radixcache_plan(const Batch& batch, const int32_t* last_page_len, const int32_t* before,
+                        const int32_t* write_indices, int64_t indices, int32_t* kv_lens,
+                        int32_t* first, int64_t* slots) {
+    return plan_batch(batch, last_page_len, before, write_indices, indices, kv_lens, first, slots);
 }
 
 int32_t radixcache_sample(const float* logits, int64_t stride, int64_t rows, int64_t vocab,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from radixcache.kernels.choose import choose_draw, choose_filter
-from radixcache.kernels.native.sampling import Draw, DrawTokens
+from radixcache.kernels.native.sampling import GREEDY, Draw, DrawTokens
 from radixcache.kernels.torch.top_p import Filter, filter_by_sort
 from radixcache.kernels.upload import Fetch, on_device, send
 from radixcache.runtime.engine.logits_processors import LogitsProcessors
@@ -151,7 +151,7 @@ def _temperature(params: SamplingParams) -> float:
 
 def _draw_of(params: SamplingParams, generator: torch.Generator) -> Draw:
     if params.temperature <= 0:
-        return Draw()
+        return GREEDY
     top_k = min(max(params.top_k, 0), 2**31 - 1)
     noise = torch.rand((), dtype=torch.float64, generator=generator).item()
     return Draw(params.top_p, noise, _temperature(params), params.min_p, top_k)

@@ -244,7 +244,8 @@ class PagedModel(ABC):
         if unread is not None:
             unread.write(plan.arrays[0])
         with self._step(batch, pool, states):
-            return self.compute(pool, plan, states=states)
+            logits = self._logits(pool, plan, states)
+        return logits if logits.dtype == torch.float32 else logits.float()
 
     def _step(
         self, batch: PagedBatch, pool: KVPool, states: Sequence[SequenceStates]

@@ -135,7 +135,13 @@ def test_what_does_not_fit_together_is_refused() -> None:
     ({"kv_last_page_len": [1, 0]}, "impossible length"),
     ({"kv_last_page_len": [1, 5]}, "impossible length"),
     ({"qo_indptr": [0, 6, 7]}, "more new tokens"),
+    ({"qo_indptr": [0, 1, 1000]}, "impossible length"),
+    ({"kv_indptr": [0, 9, 3]}, "without pages"),
+    ({"first": [0]}, "different batches"),
+    ({"write_indices": [0, 1]}, "without pages"),
+    ({"write_indices": [0, -1, 2]}, "negative"),
 ])  # fmt: skip
+@needs_kernels
 def test_page_tables_that_contradict_each_other_are_refused(fields, match) -> None:
     good = make_batch([[0, 1], [2]], [1, 1], [5, 4], 4)
     NativeAttention().plan(good)
