@@ -55,8 +55,9 @@ def tuples(case: Case, size: int) -> set[Any]:
     return set(combinations(enumerate(case), min(size, len(case))))
 
 
-def seeds(first: int, more: int) -> pytest.MarkDecorator:
-    """`parametrize` over seeds: `first` in every run, `more` after it in the exhaustive one."""
-    others = range(first + 1, first + 1 + more)
-    marked = [pytest.param(seed, marks=pytest.mark.exhaustive) for seed in others]
-    return pytest.mark.parametrize("seed", [first, *marked])
+def seeds(first: int, more: int, count: int = 1) -> pytest.MarkDecorator:
+    """`parametrize` over seeds: `count` of them from `first` on in every run, `more` after these in
+    the exhaustive one."""
+    end = first + count
+    marked = [pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(end, end + more)]
+    return pytest.mark.parametrize("seed", [*range(first, end), *marked])

@@ -19,6 +19,7 @@ from radixcache.kernels.torch.attention import TorchAttention
 from radixcache.runtime.engine import build
 from radixcache.runtime.model.cuda_graphs import Shape, pad
 from radixcache.runtime.model.load import load_model
+from tests.helpers.cover import seeds
 from tests.helpers.models import tiny_model
 from tests.helpers.sources import ROOT
 from tests.kernels.backends import SHAPES, assert_written_pages_stay, attend, held
@@ -52,7 +53,7 @@ def make_backend(dtype: torch.dtype = torch.float32):
     return triton_attention.TritonAttention(CPU, dtype, [LayerKind(4, 2, 16, 16, 1.0)])
 
 
-@pytest.mark.parametrize("seed", range(16))
+@seeds(0, 8, 8)
 def test_output_equals_the_reference(seed) -> None:
     step, options = random_step(seed, (16, 64, 80, 128), (torch.float32,), most=48)
     assert error(step, run(step, make_backend(), **options), **options) < 2e-5
@@ -66,7 +67,7 @@ def test_a_layer_attends_over_what_another_has_written() -> None:
     assert_written_pages_stay(step, make_backend().plan(step.batch))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@seeds(0, 4, 4)
 def test_pages_of_fewer_bits_hold_what_torch_writes_there(seed) -> None:
     """With slots that hold what is no number. (The interpreter does not round to bfloat16.)"""
     dtype = (torch.int8, torch.float16)[seed % 2]
@@ -80,7 +81,7 @@ def test_pages_of_fewer_bits_hold_what_torch_writes_there(seed) -> None:
         np.testing.assert_array_equal(side.view(torch.int8), other.view(torch.int8))
 
 
-@pytest.mark.parametrize("seed", range(9))
+@seeds(0, 4, 5)
 def test_only_rows_that_see_a_token_with_no_finite_numbers_have_none(seed) -> None:
     assert_only_rows_that_see_it_are_spoilt(attend, make_backend(), seed, 48)
 
@@ -219,13 +220,13 @@ def test_an_engine_gives_the_same_tokens_over_its_page_tables(tmp_path: Path) ->
 
 FEW, MORE = ("64", "512"), ("128", "256")
 COMPILED = [
-    ("bf16", FEW, 60),
-    ("int8", FEW, 36),
+    ("bf16", FEW[:1], 45),
+    ("int8", FEW[1:], 21),
     *(
         pytest.param(*case, marks=pytest.mark.exhaustive)
         for case in (
-            ("bf16", MORE, 60),
-            ("int8", MORE, 36),
+            ("bf16", FEW + MORE, 90),
+            ("int8", FEW + MORE, 66),
             ("fp16", FEW + MORE, 90),
             ("fp32", FEW + MORE, 85),
         )

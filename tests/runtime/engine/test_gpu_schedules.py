@@ -29,11 +29,11 @@ def gpu(folders) -> Iterator[None]:
 def test_every_answer_is_as_without_a_cache_and_graphs_compute_what_single_kernels_do(
     folders, seed: int
 ) -> None:
-    """Forty schedules each, of which ten are of hybrids."""
+    """Twenty schedules each, of which five are of hybrids."""
     seen = Counter[str]()
-    for number in range(40 * seed, 40 * seed + 40):
+    for number in range(20 * seed, 20 * seed + 20):
         seen += run_schedule(folders, number)
     print(dict(seen))
     for what in ("mixed in graphs", "cascades in graphs", "preempted", "failures", "nothing left",
                  "accepted", "loaded", "states in graphs"):  # fmt: skip
-        assert seen[what] > 5, f"{what}: {seen}"
+        assert seen[what] > 2, f"{what}: {seen}"
