@@ -71,6 +71,19 @@ def test_what_a_lease_finds_is_held_though_held_pages_were_counted_before() -> N
     cache.check()
 
 
+def test_loaded_tokens_are_the_newest_though_their_lease_computed_nothing() -> None:
+    """Another that the few examples may not draw."""
+    cache = RadixCache(PagePool(num_pages=3, page_size=1))
+    put(cache, [1])
+    put(cache, [2])
+    lease = cache.acquire([1, 3, 9])
+    cache.reserve(lease, 2)
+    cache.load(lease, [3])
+    cache.release(lease)
+    put(cache, [7])
+    assert cache.cached_length([1, 3]) == 2 and not cache.cached_length([2])
+
+
 def test_several_pages_of_a_hash_block_lease_that_only_looks_are_passed_over() -> None:
     """Another that the few examples may not draw."""
     cache = HashBlockCache(PagePool(num_pages=6, page_size=1))
