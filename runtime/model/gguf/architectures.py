@@ -197,6 +197,8 @@ def _gemma4(m: Metadata, found: dict[str, Any]) -> None:
         for i, slide in enumerate(slides)
         if not slide
     }
+    first = slides.index(False) if False in slides else 0
+    found["attention_k_eq_v"] = f"blk.{first}.attn_v.weight" not in m.file.tensors
     rope = found["rope_parameters"]
     rope |= {"rope_type": "proportional", "partial_rotary_factor": 2 * turned / wide}
     _two_ropes(m, found)

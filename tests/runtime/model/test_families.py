@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -13,11 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from radixcache.errors import ModelError
 from radixcache.kernels.quantized import Quantized
@@ -35,7 +32,6 @@ from radixcache.kernels.spec import (
 from radixcache.kernels.torch.experts import choose
 from radixcache.runtime.model import reference
 from radixcache.runtime.model.decoder import Decoder
-from radixcache.runtime.model.families import config
 from radixcache.runtime.model.families import describe as module
 from radixcache.runtime.model.families.describe import describe
 from radixcache.runtime.model.families.gemma4 import BESIDE
@@ -45,7 +41,6 @@ from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.weights.plan import halves
 from tests.helpers.decoders import DECODERS
 from tests.helpers.models import MULTIMODAL, auto_class, tiny_model
-from tests.helpers.native import needs_kernels
 from tests.runtime.model.steps import TOKENS, logits_by_reference, read, settings_of
 
 TOLERANCE = 2e-5  # of the range of the logits; delta nets and Mamba 2 come to 6e-6
@@ -226,79 +221,6 @@ def test_the_text_of_a_model_that_takes_images(family, tmp_path) -> None:
         describe({**settings, "text_config": {**settings["text_config"], "magic": 2.0}})
     with pytest.raises(Unknown, match="its config has rope_scaling"):  # whose is it?
         describe({**settings, "rope_scaling": {"rope_type": "linear", "factor": 2.0}})
-
-
-def test_settings_of_the_hub_that_transformers_does_not_save(tmp_path) -> None:
-    def with_settings(family: str, more: Mapping[str, Any], **options: Any) -> Architecture:
-        folder = tiny_model(family, tmp_path / family, tokenizer=False, **options)
-        return describe({**settings_of(folder), **more})
-
-    for name in ("layernorm_linear_attention_beta", "layernorm_mlp_beta", "mlp_intermediate_size"):
-        with_settings("minimax_m2", {name: 96}, **DECODERS["minimax_m2"])
-    with_settings("ernie4_5_moe", {"moe_gate": "topk"}, **DECODERS["ernie4_5_moe"])
-    attends = {"num_local_experts": 0, "layer_types": ["attention"] * 2, "num_hidden_layers": 2}
-    assert len(with_settings("granitemoehybrid", attends, shared_intermediate_size=96).kinds) == 2
-    images = settings_of(tiny_model("qwen2_5_vl", tmp_path / "vl", tokenizer=False))
-    text = images.pop("text_config") | {"vision_token_id": 3, "model_type": "qwen2_5_vl"}
-    text["rope_scaling"] = {"type": "mrope", "mrope_section": [2, 3, 3]}
-    flat = {**images, **text, "rope_theta": 1e4}
-    del flat["rope_parameters"], flat["head_dim"]
-    assert describe(flat).family == "qwen2_5_vl_text"
-    with pytest.raises(Unknown, match="its config has magic"):
-        describe({**flat, "magic": 2.0})
-
-
-def test_settings_that_change_nothing_and_those_that_may() -> None:
-    """The latter leave the loop; gates of a kind that transformers does not compute are refused."""
-    known: dict[str, dict[str, Any]] = {
-        "llama": {
-            "is_llama_config": True, "unsloth_fixed": True, "unsloth_version": "2026.1",
-            "attention_head_dim": 128, "_attn_implementation_autoset": True, "pruned_heads": {},
-            "attn_implementation": "sdpa", "temperature": 0.6, "top_k": 20, "max_length": 20,
-            "do_sample": True, "tokenizer_class": "T", "sep_token_id": 3, "image_token_index": 4,
-            "task_specific_params": {}, "neftune_noise_alpha": 5, "quantization_config": {},
-        },
-        "qwen3": {"use_qk_norm": True}, "qwen3_moe": {"use_qk_norm": True},
-        "qwen3_vl_moe_text": {"norm_topk_prob": True},
-        "qwen3_5_text": {"output_gate_type": "swish"},
-        "qwen3_5_moe_text": {"output_gate_type": "silu"},
-    }  # fmt: skip
-    wrong: dict[str, dict[str, Any]] = {
-        "llama": {"attention_head_dim": 64, "use_qk_norm": True, "image_size": 224, "tokens": 3},
-        "qwen3": {"use_qk_norm": False}, "qwen3_moe": {"use_qk_norm": 2},
-        "qwen3_vl_moe_text": {"norm_topk_prob": False},
-        "qwen3_5_text": {"output_gate_type": "sigmoid", "output_gate": "silu"},
-        "qwen3_5_moe_text": {"output_gate_type": "sigmoid"},
-    }  # fmt: skip
-    for family, settings in known.items():
-        whole = AutoConfig.for_model(family, num_hidden_layers=4).to_dict()
-        assert repr(describe({**whole, **settings})) == repr(describe(whole))
-        for name, value in wrong[family].items():
-            with pytest.raises(Unknown, match=f"its (config has )?{name}"):
-                describe({**whole, name: value})
-
-
-def test_no_model_of_transformers_reads_what_tools_write() -> None:
-    models, read = Path(transformers.__file__).parent / "models", set[str]()
-    for family in {*FAMILIES, *WRAPPERS}:
-        for code in (models / model_type_to_module_name(family)).glob("modeling_*.py"):
-            read.update(re.findall(r"\bconfig(?:\.|, \")(\w+)", code.read_text()))
-    assert {"hidden_size", "attention_dropout", "use_qk_norm"} <= read
-    assert not read & (config._OF_TOOLS | {"output_gate_type", "attention_head_dim"})
-
-
-@needs_kernels
-@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text"])
-def test_gates_that_transformers_does_not_compute_are_refused(family, tmp_path) -> None:
-    folder = tiny_model(family, tmp_path, tokenizer=False)
-    settings = settings_of(folder)
-    for gate, runs in (("swish", True), ("sigmoid", False), ("tanh", False)):
-        (folder / "config.json").write_text(json.dumps({**settings, "output_gate_type": gate}))
-        if runs:
-            assert isinstance(load_model(folder), Decoder)
-            continue
-        with pytest.raises(ModelError, match=f"its output_gate_type is {gate}, which"):
-            load_model(folder)
 
 
 def test_layers_that_the_config_does_not_count_are_dropped_where_a_family_has_such(
