@@ -365,6 +365,22 @@ def test_experts_of_the_hub_in_one_tensor(tmp_path) -> None:
     assert error(logits_by_reference(folder), expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("at", ["moe.experts", "experts", "experts.switch_glu"])
+def test_experts_of_gemma_4_one_by_one_or_as_mlx_has_them(at: str, tmp_path: Path) -> None:
+    folder = tiny_model("gemma4_text", tmp_path, tokenizer=False, **DECODERS["gemma4_text"])
+    expected, new = logits_by_reference(folder), {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        layer, _, fused = name.partition("experts.")
+        parts = ("gate_proj", "up_proj") if fused == "gate_up_proj" else ("down_proj",)
+        for part, found in zip(parts, tensor.chunk(len(parts), 1), strict=True) if fused else ():
+            if at.endswith("glu"):
+                new[f"{layer}{at}.{part}.weight"] = found.contiguous()
+            else:
+                new |= {f"{layer}{at}.{n}.{part}.weight": one for n, one in enumerate(found)}
+    without = [f"model.layers.{number}.experts." for number in range(7)]
+    assert torch.equal(logits_by_reference(changed(folder, new, *without)), expected)
+
+
 def test_mxfp4_is_read_to_the_bit(tmp_path) -> None:
     folder = tiny_model("gpt_oss", tmp_path, tokenizer=False, **DECODERS["gpt_oss"])
     generator, at = torch.Generator().manual_seed(0), "model.layers.0.mlp.experts."
