@@ -107,4 +107,4 @@ def _name(stored: str, dense: bool) -> str:
         part, end = part.removesuffix("_bias"), ".bias"
     if above.startswith("shared_expert"):
         above = "shared"
-    return _MLP.get(stem, f"{above}{dot}{_MLP.get(part.removesuffix('_blocks'), part)}") + end
+    return _MLP.get(stem, f"{above}{dot}{_MLP.get(part, part)}") + end

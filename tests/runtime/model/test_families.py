@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from radixcache.kernels.spec import (
 )
 from radixcache.kernels.torch.experts import choose
 from radixcache.runtime.model import reference
+from radixcache.runtime.model.checkpoint import open_checkpoint
+from radixcache.runtime.model.compatibility import quantization_of
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.families import describe as module
 from radixcache.runtime.model.families.describe import describe
@@ -39,6 +42,8 @@ from radixcache.runtime.model.families.table import FAMILIES, WRAPPERS
 from radixcache.runtime.model.kv_pool import LayerShape, bytes_per_token
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.weights.plan import halves
+from radixcache.runtime.model.weights.quantized_checkpoint import QuantizedCheckpoint
+from radixcache.runtime.model.weights.sources import SafetensorsSource
 from tests.helpers.decoders import DECODERS
 from tests.helpers.models import MULTIMODAL, auto_class, tiny_model
 from tests.runtime.model.steps import TOKENS, logits_by_reference, read, settings_of
@@ -381,22 +386,36 @@ def test_experts_of_gemma_4_one_by_one_or_as_mlx_has_them(at: str, tmp_path: Pat
     assert torch.equal(logits_by_reference(changed(folder, new, *without)), expected)
 
 
-def test_mxfp4_is_read_to_the_bit(tmp_path) -> None:
+def test_mxfp4_is_read_to_the_bit_and_told(tmp_path) -> None:
     folder = tiny_model("gpt_oss", tmp_path, tokenizer=False, **DECODERS["gpt_oss"])
-    generator, at = torch.Generator().manual_seed(0), "model.layers.0.mlp.experts."
-    new = {f"{at}gate_up_proj_bias": torch.ones(8, 192), f"{at}down_proj_bias": torch.ones(8, 64)}
-    for name, size in (("gate_up_proj", (8, 192, 2, 16)), ("down_proj", (8, 64, 3, 16))):
-        new[f"{at}{name}_blocks"] = torch.randint(256, size, generator=generator).byte()
-        new[f"{at}{name}_scales"] = torch.randint(110, 135, size[:3], generator=generator).byte()
-    with read(changed(folder, new, at)) as (_, weights):
-        layer = weights.layer(0)
+    generator, at = torch.Generator().manual_seed(0), "model.layers.{}.mlp.experts."
+    sizes, new = {"gate_up": (8, 192, 2, 16), "down": (8, 64, 3, 16)}, {}
+    for n, (name, size) in product((0, 1), sizes.items()):
+        stem = f"{at.format(n)}{name}_proj"
+        new[f"{stem}_bias"] = torch.ones(size[:2])
+        new[f"{stem}_blocks"] = torch.randint(256, size, generator=generator).byte()
+        new[f"{stem}_scales"] = torch.randint(119, 124, size[:3], generator=generator).byte()
+    settings = {**settings_of(folder), "quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(settings))
+    changed(folder, new, *map(at.format, (0, 1)))
+    with open_checkpoint(folder, torch.device("cpu"), torch.float32) as stored:
+        checkpoint = QuantizedCheckpoint(stored, folder, quantization_of(folder, settings))
+        layer = SafetensorsSource(checkpoint, describe(settings)).layer(0)
     for name, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
-        pair = new[f"{at}{name}_blocks"], new[f"{at}{name}_scales"]
+        pair = (new[f"{at.format(0)}{name}_{end}"] for end in ("blocks", "scales"))
         expected = convert_moe_packed_tensors(*pair, dtype=torch.float32).transpose(1, 2)
         for number, part in enumerate(parts):
             for expert, weight in enumerate(layer[f"experts.{part}"]):
                 assert isinstance(weight, Quantized)
                 assert torch.equal(weight.dense(), expected[expert, number :: len(parts)])
+    model = load_model(folder, device="cpu")
+    assert isinstance(model, Decoder)
+    told = " of MXFP4 in 4.2 bits a weight (embed_tokens, k_proj, lm_head, o_proj, q_proj, router, "
+    assert model.kept == f"{told}v_proj not quantised)"
+    lost = f"{at.format(1)}down_proj"
+    changed(folder, {}, f"{lost}_scales")
+    with pytest.raises(ModelError, match=rf"by mxfp4 \({lost} has blocks in U8\)"):
+        load_model(folder, device="cpu")
 
 
 def test_what_a_checkpoint_may_have_and_what_not(tmp_path) -> None:
