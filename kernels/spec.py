@@ -65,6 +65,7 @@ class Attention:
         rope: the index of the layer's RoPE in `Architecture.ropes`; None turns nothing.
         head_norms: what the norms of queries and keys cover: each head, all heads at once, or None.
         value_norm: whether values are normed head by head, without weights.
+        value_is_key: whether the product that makes keys makes values, too.
         gated: whether the output is multiplied by the sigmoid of `q_gate`'s product.
         bias: whether queries, keys and values have biases.
         out_bias: whether the output has one.
@@ -79,6 +80,7 @@ class Attention:
     rope: int | None = None
     head_norms: Literal["head", "whole"] | None = None
     value_norm: bool = False
+    value_is_key: bool = False
     gated: bool = False
     bias: bool = False
     out_bias: bool = False

@@ -165,8 +165,9 @@ def _grouped(
         ends: [count] int32, where the rows of each expert end.
         experts: [N] the rows' experts.
     """
+    aligned = x.shape[1] * x.itemsize % 16 == 0
     weight = weight.transpose(1, 2)
-    if x.dtype == torch.bfloat16 or x.is_cpu:  # else it has no kernel
+    if aligned and (x.dtype == torch.bfloat16 or x.is_cpu):  # else it has no kernel
         out = F.grouped_mm(x, weight, offs=ends)
     elif len(x) * weight[0].numel() <= _GATHERED:
         out = by_row(x, weight, experts)

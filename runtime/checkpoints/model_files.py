@@ -18,15 +18,16 @@ INDEX = "model.safetensors.index.json"
 """Says which file of a checkpoint has which tensor."""
 
 _HUB_SECONDS = 10.0
+_WEIGHTS = (".safetensors", ".bin")
 
 
 def check_model(name_or_path: str | Path | None) -> None:
     """Refuse a name without a model, quickly and without torch; None is the bundled one.
 
     Raises:
-        ModelError: a folder without a config or a single GGUF file, or without a file that its
-            index names, or a part of its GGUF file; another kind of file; or a name that is neither
-            a folder nor, as far as can be told, on the hub.
+        ModelError: a folder without a config or a single GGUF file, without weights, or without a
+            file that its index names, or a part of its GGUF file; another kind of file; or a name
+            that is neither a folder nor, as far as can be told, on the hub.
     """
     if name_or_path is None:
         return
@@ -42,6 +43,8 @@ def check_model(name_or_path: str | Path | None) -> None:
             named, by = shards(index), "its index names"
         if lost := [name for name in named if not (path / name).is_file()]:
             raise ModelError(f"the model at {name_or_path} lacks {lost[0]}, which {by}")
+        if not gguf and not any(file.suffix in _WEIGHTS for file in path.iterdir()):
+            raise ModelError(f"no model at {name_or_path}: the folder has no .safetensors file")
     elif path.exists():
         raise ModelError(
             f"no model at {name_or_path}: a model is a folder with a config.json and weights, "

@@ -141,13 +141,15 @@ def check_config(config: PreTrainedConfig) -> None:
     """Refuse a model by its config.
 
     Raises:
-        ModelError: encoder-decoder, layer types that are neither full and sliding attention nor
-            recurrent, RoPE frequencies that change with the longest position of a batch, or gates
-            of another kind than its class computes.
+        ModelError: encoder-decoder or bidirectional, layer types that are neither full and sliding
+            attention nor recurrent, RoPE frequencies that change with the longest position of a
+            batch, or gates of another kind than its class computes.
     """
     text = config.get_text_config()
     if config.is_encoder_decoder:
         raise refusal(config.model_type, "it is an encoder-decoder")
+    if not getattr(text, "is_causal", True):
+        raise refusal(config.model_type, "its attention is bidirectional")
     unknown = {*layer_types(config)} - _ATTENTION - RECURRENT - _NEITHER
     if unknown:
         names = ", ".join(sorted(unknown))

@@ -199,6 +199,9 @@ class TransformersModel(PagedModel):
             rows = torch.arange(len(token_ids), device=self.device)
             ids = torch.from_numpy(np.asarray(token_ids, dtype=np.int64)).to(self.device)
             return self._run(ids, rows, rows).float()
+        except Exception as error:  # whatever foreign modelling code raises
+            reason = f"its own attention does not run ({first_sentence(error)})"
+            raise refusal(self.config.model_type, reason) from error
         finally:
             self._model.set_attn_implementation(IMPLEMENTATION)
 

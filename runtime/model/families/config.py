@@ -112,6 +112,11 @@ class Config:
         """A setting as a truth value, or that of the family."""
         return bool(self.get(name)) if isinstance(name, str) else name
 
+    def denies(self, name: str) -> bool:
+        """Whether a setting that is true where it is absent is there, false or null."""
+        self._read.add(name)
+        return name in self._settings and not self._settings[name]
+
     def layer_types(self, *known: str) -> list[str]:
         """The type of each layer, out of those that are known."""
         types, count = self.get("layer_types"), self.size("num_hidden_layers")

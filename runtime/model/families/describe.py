@@ -67,6 +67,8 @@ def describe(
 
 def _describe(family: str, config: Config, max_model_len: int | None) -> Architecture:
     row = FAMILIES[family]
+    if config.denies("is_causal"):
+        raise Unknown("its attention looks at what comes later")
     ropes = Ropes(config, row, max_model_len)
     types = row.types(config)
     layers = [_layer(config, row, ropes, n, kind) for n, kind in enumerate(types)]
@@ -136,6 +138,7 @@ def _attention(config: Config, row: Family, ropes: Ropes, number: int, kind: str
         rope=ropes.index(kind, dim) if turned else None,
         head_norms=norms,  # type: ignore[arg-type]
         value_norm=row.value_norm,
+        value_is_key=config.flag(row.value_is_key) and window is None,
         gated=row.gated,
         bias=config.flag(row.bias),
         out_bias=config.flag(row.out_bias),
@@ -151,6 +154,8 @@ def _latent(config: Config, row: Family, ropes: Ropes, number: int, kind: str) -
     config.agree("num_key_value_heads", heads)
     config.agree("qk_head_dim", nope + turned)
     config.agree("head_dim", turned, nope + turned)
+    if config.denies("rope_interleave"):
+        raise Unknown("its RoPE turns the halves of a head")
     if max(heads, rank, nope, turned, value) > 1 << 16:
         raise Unknown(f"its heads are {heads} of {nope} and {turned} over latents of {rank}")
     rope = ropes.index(kind, nope + turned if row.partial_rope else turned)
@@ -161,7 +166,7 @@ def _latent(config: Config, row: Family, ropes: Ropes, number: int, kind: str) -
         LayerKind(heads, 1, rank, turned, scale, mla=True),
         nope,
         value,
-        config.count("q_lora_rank") or None,
+        None if config.get("q_lora_rank") is None else config.size("q_lora_rank"),
         rope,
         bias=config.flag(row.bias),
         query_scaling=ropes.query_scaling(kind) if row.query_scaling else None,

@@ -44,7 +44,7 @@ class Family:
         latent: attention is MLA.
         pairs: a checkpoint has the pairs that RoPE turns side by side.
         adjust: changes the layers where they depend on each other, or have more than a row says.
-        value_is_key: in layers without a window, values that have no product are the keys.
+        value_is_key: of layers without a window.
         alternating: a checkpoint's experts are [in, out], and gate and up take turns in them.
         spare_layers: a checkpoint may have layers after the last, for the tokens after the next.
         ignored: settings, between spaces, that change nothing here, or not alone.
@@ -82,7 +82,7 @@ class Family:
     latent: bool = False
     pairs: bool = False
     adjust: Callable[[Config, Family, list[Layer]], list[Layer]] = lambda *a: a[2]
-    value_is_key: bool = False
+    value_is_key: str | bool = False
     alternating: bool = False
     spare_layers: bool = False
     ignored: str = ""

@@ -10,6 +10,10 @@ from radixcache.runtime.model.families.config import Config
 from radixcache.runtime.model.families.family import Family
 
 _SIGMOID: dict[str, Any] = {"scores": "sigmoid", "correction": True}
+_OF_EXPERTS = (
+    "moe_intermediate_size", "n_group", "norm_topk_prob", "num_experts_per_tok",
+    "routed_scaling_factor", "topk_group", "topk_method",
+)  # fmt: skip
 
 
 def _experts(
@@ -102,7 +106,8 @@ def _routed(config: Config, family: Family, number: int) -> MLP | Experts:
             routed, always = "num_experts", "num_shared_experts"
     else:
         dense = number < config.count("first_k_dense_replace")
-    if dense:
+    if dense:  # as all may be
+        config.ignore(routed, always, *_OF_EXPERTS)
         return family.dense(config)
     config.ignore("intermediate_size")
     shared = config.count("moe_shared_expert_intermediate_size")

@@ -81,9 +81,9 @@ _GEMMA2: dict[str, Any] = {
 _GEMMA4: dict[str, Any] = {
     **_GEMMA2, "norms": _PRE | _POST | gemma4.BESIDE | gemma4.PER_LAYER, "head_norms": "head",
     "nested_rope": True, "partial_rope": True, "offset": 0.0, "adjust": gemma4.adjust,
-    "scale": lambda config: 1.0, "heads": gemma4.heads, "value_norm": True, "value_is_key": True,
-    "layer_scale": True,
-    "ignored": "attention_k_eq_v hidden_act moe_intermediate_size num_experts top_k_experts "
+    "scale": lambda config: 1.0, "heads": gemma4.heads, "value_norm": True,
+    "value_is_key": "attention_k_eq_v", "layer_scale": True,
+    "ignored": "hidden_act moe_intermediate_size num_experts top_k_experts "
     "vocab_size_per_layer_input",
 }  # fmt: skip
 _GRANITE: dict[str, Any] = {
@@ -123,12 +123,11 @@ _LATENT: dict[str, Any] = {
     "latent": True, "pairs": True, "spare_layers": True,
     "ignored": "aux_loss_alpha ep_size num_mtp_layers num_nextn_predict_layers seq_aux",
 }  # fmt: skip
-_INTERLEAVED: dict[str, tuple[Any, ...]] = {"rope_interleave": (True,)}
 _DEEPSEEK_3: dict[str, Any] = {
     **_LATENT, "mlp": parts.deepseek,
     "agreed": {
-        **_INTERLEAVED, "moe_layer_freq": (1,), "scoring_func": ("sigmoid",),
-        "topk_method": ("noaux_tc",), "partial_rotary_factor": (1,),
+        "moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",),
+        "partial_rotary_factor": (1,),
     },
 }  # fmt: skip
 _HEAD_NORMS: dict[str, Any] = {"head_norms": "head", "agreed": {"use_qk_norm": (True,)}}
@@ -206,10 +205,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v3": _row(_DEEPSEEK_3),
     "glm4_moe_lite": _row(_DEEPSEEK_3),
-    "mistral4": _row(
-        _LATENT, query_scaling=True, partial_rope=True, mlp=parts.mistral4, agreed=_INTERLEAVED,
-    ),
-    "youtu": _row(_LATENT, agreed=_INTERLEAVED, ignored="embedding_initializer_range"),
+    "mistral4": _row(_LATENT, query_scaling=True, partial_rope=True, mlp=parts.mistral4),
+    "youtu": _row(_LATENT, ignored="embedding_initializer_range"),
     "glm4v_moe_text": _row(
         _GLM, mlp=parts.deepseek, spare_layers=True, ignored="num_nextn_predict_layers"
     ),
@@ -226,7 +223,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "ernie4_5_moe": _row(
         _USE_BIAS, pairs=True, mlp=parts.ernie,
-        ignored="moe_capacity moe_gate moe_norm_min moe_use_aux_free num_nextn_predict_layers",
+        ignored="moe_capacity moe_gate moe_use_aux_free num_nextn_predict_layers",
+        agreed={"moe_norm_min": (1e-12,)},
     ),
     "qwen3_next": _row(_QWEN3_5, mlp=parts.qwen),
     "qwen3_5_text": _row(_QWEN3_5),

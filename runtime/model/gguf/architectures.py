@@ -188,16 +188,23 @@ def _gemma4(m: Metadata, found: dict[str, Any]) -> None:
     wide, slides = found["head_dim"], [t == "sliding_attention" for t in found["layer_types"]]
     divisors = floats(m.file, "rope_freqs.weight")
     turned = divisors.count(1.0)
-    if divisors != [1.0] * turned + [_NOT_TURNED] * (wide // 2 - turned):
+    rope, near = found["rope_parameters"], m.size("attention.key_length_swa")
+    whole = "partial_rotary_factor" not in rope and near == m.size("rope.dimension_count_swa", near)
+    if not whole or divisors != [1.0] * turned + [_NOT_TURNED] * (wide // 2 - turned):
         raise Unknown("its RoPE turns other parts of a head")
-    found["head_dim"] = m.size("attention.key_length_swa")
+    if rope["rope_type"] not in ("default", "linear"):
+        raise Unknown(f"its RoPE is {rope['rope_type']}, for a part of a head")
+    if near != m.size("attention.value_length_swa", near):
+        raise Unknown("its values are of another size than its keys")
+    found["head_dim"] = near
     found["num_key_value_heads"] = kv_heads[slides.index(True) if True in slides else 0]
     found["per_layer_config"] = {
         str(i): {"head_dim": wide, "num_key_value_heads": kv_heads[i]}
         for i, slide in enumerate(slides)
         if not slide
     }
-    rope = found["rope_parameters"]
+    first = slides.index(False) if False in slides else 0
+    found["attention_k_eq_v"] = f"blk.{first}.attn_v.weight" not in m.file.tensors
     rope |= {"rope_type": "proportional", "partial_rotary_factor": 2 * turned / wide}
     _two_ropes(m, found)
 

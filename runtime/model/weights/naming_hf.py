@@ -44,8 +44,7 @@ _THEN = {**dict.fromkeys(_NORMS, "plus offset"), "rate": "negative exp", "conv":
 _THEN["router_norm"] = "over root of size"
 _OTHERS = {
     "layer_scalar": "layer_scale", "router.proj": "router",
-    "router.per_expert_scale": "expert_scale", "experts.gate_up_proj": "experts.gate_up",
-    "experts.down_proj": "experts.down", "per_layer_input_gate": "per_layer.up",
+    "router.per_expert_scale": "expert_scale", "per_layer_input_gate": "per_layer.up",
     "per_layer_projection": "per_layer.down",
 }  # fmt: skip
 
@@ -88,7 +87,9 @@ def name_checkpoint(architecture: Architecture, stored: Collection[str]) -> Nami
 @lru_cache(4096)
 def _name(stored: str, dense: bool) -> str:
     """A name below a layer as `Names` has it; those of norms stay."""
-    stored = stored.removesuffix(".weight")
+    stored = stored.removesuffix(".weight").removeprefix("moe.").replace(".switch_glu", "")
+    if stored.startswith("experts."):  # Gemma 4's, which stand beside an MLP
+        stored = f"mlp.{stored}"
     place, _, stem = stored.removesuffix(".bias").replace("switch_mlp", "experts").partition(".")
     end = ".bias" * stored.endswith(".bias")
     if place in _MIXERS and stem in _MIXER:
@@ -106,4 +107,4 @@ def _name(stored: str, dense: bool) -> str:
         part, end = part.removesuffix("_bias"), ".bias"
     if above.startswith("shared_expert"):
         above = "shared"
-    return _MLP.get(stem, f"{above}{dot}{_MLP.get(part.removesuffix('_blocks'), part)}") + end
+    return _MLP.get(stem, f"{above}{dot}{_MLP.get(part, part)}") + end

@@ -198,7 +198,7 @@ class _Layer:
             both = torch.arange(2 * count).view(kind.query_heads, 2, -1)  # of each head
             part = both[:, int(stem == "q_gate")].flatten()
             return self._piece(f"q{end}", (2 * count, *rest), part if rows is None else part[rows])
-        if stem == "v" and self._family.value_is_key and kind.window is None and not self._has("v"):
+        if stem == "v" and mixer.value_is_key:
             name = f"k{end}"
         return self._piece(name, shape, rows)
 

@@ -23,7 +23,7 @@ from radixcache.runtime.model.weights.quantized_formats import FORMATS, INPUTS, 
 
 _T = TypeVar("_T")
 
-_METHODS = {"", "mxfp4", *(method for form in FORMATS for method in form.methods)}
+_METHODS = {"", *(method for form in FORMATS for method in form.methods)}
 _MARKS = {part.rstrip("?") for form in FORMATS for part in form.parts} - {"weight"}
 _SAYS: dict[tuple[str, str], tuple[Any, ...]] = {
     ("awq", "version"): ("gemm", "GEMM"), ("gptq", "is_marlin_format"): (False,),
@@ -71,7 +71,7 @@ class QuantizedCheckpoint(Checkpoint):
         for stem, parts in groups.items():
             if stem in coded:
                 self._take(stem, parts, said)
-            elif any(len(self._shapes[name]) > 1 for name in parts.values()):
+            elif any(len(self._shapes[name]) > 1 and "bias" not in name for name in parts.values()):
                 self._plain.add(stem.rpartition(".")[2])
         inputs = {f"{part}?" for stem in coded for part in groups[stem]} & INPUTS.keys()
         rounds = re.search("activation_scheme|input_activations': {", str(said.settings))
@@ -145,6 +145,8 @@ class QuantizedCheckpoint(Checkpoint):
         is_whole = whole in self._headers and f"{whole}_scale_inv" in self._headers
         if is_whole and not whole.endswith(".weight"):
             return whole, f"weight{name[len(whole) :]}"
+        if self._headers[name][0] == "U8" and name.endswith(("_blocks", "_scales")):
+            return name[:-7], name[-6:]
         stem, dot, part = name.partition(".weight.")
         stem, _, part = (stem, dot, f"weight.{part}") if dot else name.rpartition(".")
         return stem, part

@@ -253,6 +253,19 @@ def _nvfp4(stem: Stem) -> Quantized:
     return e2m1(torch.stack([codes & 15, codes >> 4], -1).flatten(1), scales)
 
 
+def _mxfp4_shape(stem: Stem) -> Shape:
+    *outer, count, size = stem.shapes["blocks"]
+    _require(len(outer) == 2 and size == 16 and stem.shapes["scales"] == (*outer, count), stem)
+    return *outer, 32 * count
+
+
+def _mxfp4(stem: Stem) -> list[Quantized]:
+    """E2M1 in blocks of 32, each with an exponent of 2, of all experts."""
+    blocks, scales = stem.read("blocks"), (stem.read("scales").float() - 127).exp2()
+    codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(2)
+    return [e2m1(*each) for each in zip(codes, scales, strict=True)]
+
+
 _STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
@@ -324,6 +337,7 @@ FORMATS = (
     Format("NVFP4", ("modelopt", _CT), {"weight?": ("U8",), "weight_packed?": ("U8",),
            "weight_scale": ("F8_E4M3",), "weight_scale_2?": ("F32",),
            "weight_global_scale?": ("F32",), **INPUTS}, _nvfp4_shape, _nvfp4),
+    Format("MXFP4", ("mxfp4",), {"blocks": ("U8",), "scales": ("U8",)}, _mxfp4_shape, _mxfp4),
     Format("AWQ", ("awq",), _TABLES,
            lambda s: (s.shapes["scales"][1], s.shapes["qweight"][0]), _awq),
     Format("GPTQ", ("gptq",), {**_TABLES, "g_idx?": _INTS}, _gptq_shape, _gptq),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from radixcache.errors import ModelError
-from radixcache.kernels.quantized import Quantized, Stored, dense, e2m1
+from radixcache.kernels.quantized import Quantized, Stored, dense
 from radixcache.kernels.spec import Architecture, Unknown, Weight, Weights
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
 from radixcache.runtime.model.checkpoint import Checkpoint, Read
@@ -20,8 +20,6 @@ from radixcache.runtime.model.gguf.blocks import read_tensor
 from radixcache.runtime.model.weights.naming_gguf import name_gguf
 from radixcache.runtime.model.weights.naming_hf import name_checkpoint
 from radixcache.runtime.model.weights.plan import Naming, Piece, Tensors, plan_layer
-
-_BLOCKS, _SCALES = "_blocks", "_scales"  # of MXFP4, which are uint8
 
 
 class ModelWeights(ABC):
@@ -110,21 +108,13 @@ class SafetensorsSource(ModelWeights):
     def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
         self._checkpoint = checkpoint
         self._read: dict[str, Read] = {}
-        shapes = self._shapes = checkpoint.shapes
-        for name in [name for name in shapes if name.endswith(_BLOCKS)]:
-            scales, (*outer, blocks, size) = name.replace(_BLOCKS, _SCALES), shapes[name]
-            if size == 16 and shapes.pop(scales, ()) == (*outer, blocks):
-                shapes[name] = *outer, 32 * blocks
-        tensors = Tensors(shapes, "checkpoint", "config")
-        super().__init__(architecture, tensors, name_checkpoint(architecture, shapes))
+        self._shapes = checkpoint.shapes
+        tensors = Tensors(self._shapes, "checkpoint", "config")
+        super().__init__(architecture, tensors, name_checkpoint(architecture, self._shapes))
 
     def read(self, piece: Piece) -> Weight:
         if (name := piece.tensor) not in self._read:
-            whole: Any = self._tensor(name)
-            self._read[name] = whole
-            if name.endswith(_BLOCKS):
-                scales: Any = self._tensor(name.replace(_BLOCKS, _SCALES))
-                self._read[name] = [_mxfp4(*pair) for pair in zip(whole, scales, strict=True)]
+            self._read[name] = self._tensor(name)
         found: Any = self._read[name]
         if isinstance(found, torch.Tensor) and found.shape != piece.shape:
             found = found.reshape(piece.shape)
@@ -148,8 +138,7 @@ class SafetensorsSource(ModelWeights):
         rounded = name.endswith((".weight", ".bias")) and not self._architecture.norm_offset
         vector = len(self._shapes.get(name, ())) == 1 or name.endswith("correction_bias")
         found = self._checkpoint.tensor(name, exact=vector and not rounded)
-        is_blocks = name.endswith((_BLOCKS, _SCALES))
-        if isinstance(found, torch.Tensor) and found.is_floating_point() == is_blocks:
+        if isinstance(found, torch.Tensor) and not found.is_floating_point():
             raise ModelError(f"the checkpoint has {name} in {str(found.dtype)[6:]}")
         return found
 
@@ -200,9 +189,3 @@ def _part(weight: Weight, piece: Piece) -> Weight:
         moved = weight.columns(torch.arange(weight.shape[1])[columns])
         return weight.dense()[:, columns].contiguous() if moved is None else moved
     return weight[:, columns].contiguous()
-
-
-def _mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> Quantized:
-    """Blocks of 32 numbers of 4 bits [out, in / 32, 16] and exponents [out, in / 32] of 2."""
-    codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(1)
-    return e2m1(codes, (scales.float() - 127).exp2())

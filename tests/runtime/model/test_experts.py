@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from radixcache.kernels.torch.experts import _grouped, by_expert, by_row
 
 
-def test_all_ways_give_the_same_products() -> None:
+@pytest.mark.parametrize("size", [16, 14, 5])
+def test_all_ways_give_the_same_products(size: int) -> None:
     torch.manual_seed(1)
     counts = torch.tensor([3, 0, 7, 1])
     experts = torch.arange(4).repeat_interleave(counts)
     ends = counts.cumsum(0, dtype=torch.int32)
-    x, weight = torch.randn(11, 16), torch.randn(4, 32, 16).transpose(1, 2)
+    x, weight = torch.randn(11, size), torch.randn(4, 32, size).transpose(1, 2)
     expected = torch.stack([row @ weight[e] for row, e in zip(x, experts, strict=True)])
     for found in (
         by_row(x, weight, experts),

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from radixcache.errors import ModelError
 from radixcache.kernels.quantized import Quantized
@@ -34,8 +32,9 @@ from radixcache.kernels.spec import (
 )
 from radixcache.kernels.torch.experts import choose
 from radixcache.runtime.model import reference
+from radixcache.runtime.model.checkpoint import open_checkpoint
+from radixcache.runtime.model.compatibility import quantization_of
 from radixcache.runtime.model.decoder import Decoder
-from radixcache.runtime.model.families import config
 from radixcache.runtime.model.families import describe as module
 from radixcache.runtime.model.families.describe import describe
 from radixcache.runtime.model.families.gemma4 import BESIDE
@@ -43,9 +42,10 @@ from radixcache.runtime.model.families.table import FAMILIES, WRAPPERS
 from radixcache.runtime.model.kv_pool import LayerShape, bytes_per_token
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.weights.plan import halves
+from radixcache.runtime.model.weights.quantized_checkpoint import QuantizedCheckpoint
+from radixcache.runtime.model.weights.sources import SafetensorsSource
 from tests.helpers.decoders import DECODERS
 from tests.helpers.models import MULTIMODAL, auto_class, tiny_model
-from tests.helpers.native import needs_kernels
 from tests.runtime.model.steps import TOKENS, logits_by_reference, read, settings_of
 
 TOLERANCE = 2e-5  # of the range of the logits; delta nets and Mamba 2 come to 6e-6
@@ -228,79 +228,6 @@ def test_the_text_of_a_model_that_takes_images(family, tmp_path) -> None:
         describe({**settings, "rope_scaling": {"rope_type": "linear", "factor": 2.0}})
 
 
-def test_settings_of_the_hub_that_transformers_does_not_save(tmp_path) -> None:
-    def with_settings(family: str, more: Mapping[str, Any], **options: Any) -> Architecture:
-        folder = tiny_model(family, tmp_path / family, tokenizer=False, **options)
-        return describe({**settings_of(folder), **more})
-
-    for name in ("layernorm_linear_attention_beta", "layernorm_mlp_beta", "mlp_intermediate_size"):
-        with_settings("minimax_m2", {name: 96}, **DECODERS["minimax_m2"])
-    with_settings("ernie4_5_moe", {"moe_gate": "topk"}, **DECODERS["ernie4_5_moe"])
-    attends = {"num_local_experts": 0, "layer_types": ["attention"] * 2, "num_hidden_layers": 2}
-    assert len(with_settings("granitemoehybrid", attends, shared_intermediate_size=96).kinds) == 2
-    images = settings_of(tiny_model("qwen2_5_vl", tmp_path / "vl", tokenizer=False))
-    text = images.pop("text_config") | {"vision_token_id": 3, "model_type": "qwen2_5_vl"}
-    text["rope_scaling"] = {"type": "mrope", "mrope_section": [2, 3, 3]}
-    flat = {**images, **text, "rope_theta": 1e4}
-    del flat["rope_parameters"], flat["head_dim"]
-    assert describe(flat).family == "qwen2_5_vl_text"
-    with pytest.raises(Unknown, match="its config has magic"):
-        describe({**flat, "magic": 2.0})
-
-
-def test_settings_that_change_nothing_and_those_that_may() -> None:
-    """The latter leave the loop; gates of a kind that transformers does not compute are refused."""
-    known: dict[str, dict[str, Any]] = {
-        "llama": {
-            "is_llama_config": True, "unsloth_fixed": True, "unsloth_version": "2026.1",
-            "attention_head_dim": 128, "_attn_implementation_autoset": True, "pruned_heads": {},
-            "attn_implementation": "sdpa", "temperature": 0.6, "top_k": 20, "max_length": 20,
-            "do_sample": True, "tokenizer_class": "T", "sep_token_id": 3, "image_token_index": 4,
-            "task_specific_params": {}, "neftune_noise_alpha": 5, "quantization_config": {},
-        },
-        "qwen3": {"use_qk_norm": True}, "qwen3_moe": {"use_qk_norm": True},
-        "qwen3_vl_moe_text": {"norm_topk_prob": True},
-        "qwen3_5_text": {"output_gate_type": "swish"},
-        "qwen3_5_moe_text": {"output_gate_type": "silu"},
-    }  # fmt: skip
-    wrong: dict[str, dict[str, Any]] = {
-        "llama": {"attention_head_dim": 64, "use_qk_norm": True, "image_size": 224, "tokens": 3},
-        "qwen3": {"use_qk_norm": False}, "qwen3_moe": {"use_qk_norm": 2},
-        "qwen3_vl_moe_text": {"norm_topk_prob": False},
-        "qwen3_5_text": {"output_gate_type": "sigmoid", "output_gate": "silu"},
-        "qwen3_5_moe_text": {"output_gate_type": "sigmoid"},
-    }  # fmt: skip
-    for family, settings in known.items():
-        whole = AutoConfig.for_model(family, num_hidden_layers=4).to_dict()
-        assert repr(describe({**whole, **settings})) == repr(describe(whole))
-        for name, value in wrong[family].items():
-            with pytest.raises(Unknown, match=f"its (config has )?{name}"):
-                describe({**whole, name: value})
-
-
-def test_no_model_of_transformers_reads_what_tools_write() -> None:
-    models, read = Path(transformers.__file__).parent / "models", set[str]()
-    for family in {*FAMILIES, *WRAPPERS}:
-        for code in (models / model_type_to_module_name(family)).glob("modeling_*.py"):
-            read.update(re.findall(r"\bconfig(?:\.|, \")(\w+)", code.read_text()))
-    assert {"hidden_size", "attention_dropout", "use_qk_norm"} <= read
-    assert not read & (config._OF_TOOLS | {"output_gate_type", "attention_head_dim"})
-
-
-@needs_kernels
-@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text"])
-def test_gates_that_transformers_does_not_compute_are_refused(family, tmp_path) -> None:
-    folder = tiny_model(family, tmp_path, tokenizer=False)
-    settings = settings_of(folder)
-    for gate, runs in (("swish", True), ("sigmoid", False), ("tanh", False)):
-        (folder / "config.json").write_text(json.dumps({**settings, "output_gate_type": gate}))
-        if runs:
-            assert isinstance(load_model(folder), Decoder)
-            continue
-        with pytest.raises(ModelError, match=f"its output_gate_type is {gate}, which"):
-            load_model(folder)
-
-
 def test_layers_that_the_config_does_not_count_are_dropped_where_a_family_has_such(
     tmp_path, caplog
 ) -> None:
@@ -443,22 +370,52 @@ def test_experts_of_the_hub_in_one_tensor(tmp_path) -> None:
     assert error(logits_by_reference(folder), expected) < TOLERANCE
 
 
-def test_mxfp4_is_read_to_the_bit(tmp_path) -> None:
+@pytest.mark.parametrize("at", ["moe.experts", "experts", "experts.switch_glu"])
+def test_experts_of_gemma_4_one_by_one_or_as_mlx_has_them(at: str, tmp_path: Path) -> None:
+    folder = tiny_model("gemma4_text", tmp_path, tokenizer=False, **DECODERS["gemma4_text"])
+    expected, new = logits_by_reference(folder), {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        layer, _, fused = name.partition("experts.")
+        parts = ("gate_proj", "up_proj") if fused == "gate_up_proj" else ("down_proj",)
+        for part, found in zip(parts, tensor.chunk(len(parts), 1), strict=True) if fused else ():
+            if at.endswith("glu"):
+                new[f"{layer}{at}.{part}.weight"] = found.contiguous()
+            else:
+                new |= {f"{layer}{at}.{n}.{part}.weight": one for n, one in enumerate(found)}
+    without = [f"model.layers.{number}.experts." for number in range(7)]
+    assert torch.equal(logits_by_reference(changed(folder, new, *without)), expected)
+
+
+def test_mxfp4_is_read_to_the_bit_and_told(tmp_path) -> None:
     folder = tiny_model("gpt_oss", tmp_path, tokenizer=False, **DECODERS["gpt_oss"])
-    generator, at = torch.Generator().manual_seed(0), "model.layers.0.mlp.experts."
-    new = {f"{at}gate_up_proj_bias": torch.ones(8, 192), f"{at}down_proj_bias": torch.ones(8, 64)}
-    for name, size in (("gate_up_proj", (8, 192, 2, 16)), ("down_proj", (8, 64, 3, 16))):
-        new[f"{at}{name}_blocks"] = torch.randint(256, size, generator=generator).byte()
-        new[f"{at}{name}_scales"] = torch.randint(110, 135, size[:3], generator=generator).byte()
-    with read(changed(folder, new, at)) as (_, weights):
-        layer = weights.layer(0)
+    generator, at = torch.Generator().manual_seed(0), "model.layers.{}.mlp.experts."
+    sizes, new = {"gate_up": (8, 192, 2, 16), "down": (8, 64, 3, 16)}, {}
+    for n, (name, size) in product((0, 1), sizes.items()):
+        stem = f"{at.format(n)}{name}_proj"
+        new[f"{stem}_bias"] = torch.ones(size[:2])
+        new[f"{stem}_blocks"] = torch.randint(256, size, generator=generator).byte()
+        new[f"{stem}_scales"] = torch.randint(119, 124, size[:3], generator=generator).byte()
+    settings = {**settings_of(folder), "quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(settings))
+    changed(folder, new, *map(at.format, (0, 1)))
+    with open_checkpoint(folder, torch.device("cpu"), torch.float32) as stored:
+        checkpoint = QuantizedCheckpoint(stored, folder, quantization_of(folder, settings))
+        layer = SafetensorsSource(checkpoint, describe(settings)).layer(0)
     for name, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
-        pair = new[f"{at}{name}_blocks"], new[f"{at}{name}_scales"]
+        pair = (new[f"{at.format(0)}{name}_{end}"] for end in ("blocks", "scales"))
         expected = convert_moe_packed_tensors(*pair, dtype=torch.float32).transpose(1, 2)
         for number, part in enumerate(parts):
             for expert, weight in enumerate(layer[f"experts.{part}"]):
                 assert isinstance(weight, Quantized)
                 assert torch.equal(weight.dense(), expected[expert, number :: len(parts)])
+    model = load_model(folder, device="cpu")
+    assert isinstance(model, Decoder)
+    told = " of MXFP4 in 4.2 bits a weight (embed_tokens, k_proj, lm_head, o_proj, q_proj, router, "
+    assert model.kept == f"{told}v_proj not quantised)"
+    lost = f"{at.format(1)}down_proj"
+    changed(folder, {}, f"{lost}_scales")
+    with pytest.raises(ModelError, match=rf"by mxfp4 \({lost} has blocks in U8\)"):
+        load_model(folder, device="cpu")
 
 
 def test_what_a_checkpoint_may_have_and_what_not(tmp_path) -> None:

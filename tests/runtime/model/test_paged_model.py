@@ -239,8 +239,9 @@ def test_what_cannot_be_loaded_is_said_in_one_sentence(path, tmp_path) -> None:
     (tmp_path / "empty").mkdir()
     assert "the folder has no config.json" in refusal(tmp_path / "empty")
     config = json.loads((path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert "does not load" in refusal(tmp_path)  # no weights
+    for more in ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, {}):
+        (tmp_path / "config.json").write_text(json.dumps(config | more))
+        assert "the folder has no .safetensors file" in refusal(tmp_path)
     weights = load_file(path / "model.safetensors")
     del weights["model.norm.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})

@@ -128,6 +128,19 @@ def test_gemma_4_gives_the_logits_of_its_checkpoint(attention, tmp_path) -> None
         GGUFSource(file, described, CPU, torch.float32)
 
 
+@pytest.mark.parametrize(("wrong", "reason"), [
+    ({"rope.dimension_count": 16}, "turns other parts of a head"),
+    ({"rope.dimension_count_swa": 8}, "turns other parts of a head"),
+    ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+      "rope.scaling.original_context_length": 64}, "is yarn, for a part of a head"),
+    ({"attention.value_length_swa": 8}, "values are of another size"),
+])  # fmt: skip
+def test_rope_of_gemma_4_that_turns_otherwise_is_refused(wrong, reason, tmp_path) -> None:
+    _, file = made("gemma4_text", tmp_path, **{f"gemma4.{key}": wrong[key] for key in wrong})
+    with pytest.raises(Unknown, match=reason):
+        settings_of(file)
+
+
 def test_what_a_newer_file_says_comes_before_what_llama_cpp_knows(tmp_path) -> None:
     described, file = made("gemma3_text", tmp_path, **{"gemma3.rope.freq_base_swa": None})
     assert not [*differences(described, describe_gguf(file, settings_of(file)))]
