@@ -234,6 +234,8 @@ class Experts:
         shared: the shared expert; None if there is none.
         shared_gate: whether the sigmoid of a product with the row scales it.
         each_scale: whether a weight `expert_scale` [count] multiplies the scores last.
+        latent: size of the space in which the experts work, between the products `latent_in` of a
+            row and `latent_out` of their sum (LatentMoE, Nemotron 3 Super); None if it is the row's.
     """
 
     count: int
@@ -251,6 +253,7 @@ class Experts:
     shared: MLP | None = None
     shared_gate: bool = False
     each_scale: bool = False
+    latent: int | None = None
 
     def __post_init__(self) -> None:
         size, kept = self.count // max(self.groups, 1), self.kept_groups
@@ -392,7 +395,10 @@ class Architecture:
                 shapes["correction"] = (experts.count,)
             if experts.each_scale:
                 shapes["expert_scale"] = (experts.count,)
-            _mlp_shapes(shapes, experts.each, hidden, "experts.")
+            size = hidden if experts.latent is None else experts.latent
+            if experts.latent is not None:
+                shapes |= {"latent_in": (size, hidden), "latent_out": (hidden, size)}
+            _mlp_shapes(shapes, experts.each, size, "experts.")
             if experts.shared is not None:
                 _mlp_shapes(shapes, experts.shared, hidden, "shared.")
             if experts.shared_gate:

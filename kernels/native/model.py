@@ -75,7 +75,7 @@ class Experts(ctypes.Structure):
 
     _fields_ = [
         *_fields(c_void_p, "each shared"),
-        *_fields(Weight, "router shared_gate"),
+        *_fields(Weight, "router shared_gate latent_in latent_out"),
         *_fields(c_void_p, "correction each_scale"),
         *_fields(c_int32, "scores count active groups kept_groups group_best renormalise"),
         *_fields(c_float, "epsilon scale"),

@@ -113,7 +113,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {**_LOCAL, "position_embedding_type": "rope"},
     "bamba": {"mamba_n_groups": 4},
     "nemotron_h": {
-        **_GROUPS, "num_hidden_layers": 6, "time_step_min": 0.5,
+        **_GROUPS, "num_hidden_layers": 6, "time_step_min": 0.5, "moe_latent_size": 40,
         "layers_block_type": ["mamba", "attention", "mlp", "moe", "mamba", "attention"],
     },
 }  # fmt: skip

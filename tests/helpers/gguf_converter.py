@@ -116,6 +116,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {"block_auto_adjust_ff_dim": False}),
     "lfm2_moe": ("lfm2moe", {**_TIED, "shared_expert_intermediate_size": None}),
     "nemotron_h": ("nemotron_h", {}),
+    "nemotron_h of experts": ("nemotron_h_moe", {**_GROUPS, "first_k_dense_replace": None,
+        "layers_block_type": ["mamba", "moe", "attention", "moe", "mamba"], "n_shared_experts": 1,
+        "moe_shared_expert_intermediate_size": 40, "moe_latent_size": 32, "norm_topk_prob": True,
+        "routed_scaling_factor": 1.7}),
 }  # fmt: skip
 _CONVERTED = {"llama", "mixtral", "ministral3", "granite", "granitemoe", "granitemoehybrid"}
 _CONVERTED |= {"arcee", "smollm3", "nemotron_h"}
@@ -123,8 +127,8 @@ _MAMBA = {"granitemoehybrid": 1, "nemotron_h": 2}  # groups
 _ONE_ADDED = ("gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _SAYS_PATTERN = ("gemma4_text", "olmo3", "exaone4", "exaone_moe")
 _SCORED = (
-    "glm4_moe", "glm4v_moe", "solar_open", "dots1", "exaone_moe", "deepseek_v3", "glm4_moe_lite",
-    "deepseek_v2", "mistral4",
+    "nemotron_h", "glm4_moe", "glm4v_moe", "solar_open", "dots1", "exaone_moe", "deepseek_v3",
+    "glm4_moe_lite", "deepseek_v2", "mistral4",
 )  # fmt: skip
 _SIGMOID = (*_SCORED[:-2], "lfm2_moe", "minimax_m2")
 _SIDES = ("key", "value")
@@ -177,7 +181,8 @@ def convert(
     whole = AutoConfig.from_pretrained(folder)
     family, config = whole.model_type, SimpleNamespace(**whole.get_text_config().to_dict())
     config.older = older
-    name = FAMILIES[family][0]
+    scored = family == "nemotron_h" and "moe" in config.layers_block_type
+    name = "nemotron_h_moe" if scored else FAMILIES[family][0]
     keys = {f"{name}.{key}": value for key, value in _metadata(family, config).items()}
     metadata = {"general.architecture": name, "tokenizer.ggml.eos_token_id": 257, **keys, **changes}
     names = gguf.get_tensor_name_map(
@@ -295,8 +300,13 @@ def _metadata(family: str, config: Any) -> dict[str, Any]:
         found["attention.head_count_kv"] = [
             2 * (b in ("attention", "full_attention")) for b in blocks
         ]
-        found["feed_forward_length"] = [config.intermediate_size * (b == "mlp") for b in blocks]
-        found = {k: v for k, v in found.items() if not k.startswith("expert")}
+        inner, scored = config.intermediate_size, "moe" in blocks
+        if scored:
+            inner, found["moe_latent_size"] = config.moe_intermediate_size, config.moe_latent_size
+            found["expert_shared_feed_forward_length"] = config.moe_shared_expert_intermediate_size
+        else:
+            found = {k: v for k, v in found.items() if not k.startswith("expert")}
+        found["feed_forward_length"] = [inner * (b in ("mlp", "moe")) for b in blocks]
         found["attention.layer_norm_epsilon"] = config.layer_norm_epsilon
         found |= {"block_count": len(blocks)} | {
             "ssm.inner_size": 128,
@@ -371,6 +381,8 @@ def _weights(
     for name, parts in experts.items():
         if family == "mixtral":
             name = re.sub(r"model\.(layers\.\d+)\.block_sparse_moe", r"\1.feed_forward", name)
+        if family == "nemotron_h":
+            name = name.replace("mixer", "mlp").replace("backbone", "model")
         yield name, torch.stack(parts)
 
 

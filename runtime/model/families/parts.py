@@ -114,9 +114,12 @@ def nemotron(config: Config, family: Family, number: int) -> MLP | Experts:
     """A block of its own."""
     if config.get("layers_block_type")[number] == "mlp":
         return family.dense(config)
-    if config.maybe("moe_latent_size") is not None:
-        raise Unknown("its experts are in a latent space")
-    return deepseek(config, family, number)
+    found = deepseek(config, family, number)
+    if isinstance(found, MLP) or config.maybe("moe_latent_size") is None:
+        return found
+    if config.flag(family.mlp_bias):
+        raise Unknown("its experts are in a latent space with biases")
+    return replace(found, latent=config.size("moe_latent_size"))
 
 
 def minimax(config: Config, family: Family, number: int) -> Experts:

@@ -470,10 +470,12 @@ ROWS: dict[str, Row] = {
         implied=_NEMOTRON_SAYS, converted=True, adjust=_nemotron,
     ),
     "nemotron_h_moe": Row(
-        "nemotron_h", read=("ssm.inner_size",), keys={**_NEMOTRON, **_SCORED},
+        "nemotron_h", read=("ssm.inner_size",),
+        keys={**_NEMOTRON, **_SCORED, "moe_latent_size": "moe_latent_size"},
         sizes={**_INNER, "moe_shared_expert_intermediate_size": "ffn_up_shexp.weight"},
         flags=_NEMOTRON_FLAGS,
-        implied={**_NEMOTRON_SAYS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
+        implied={**_NEMOTRON_SAYS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0,
+                 "moe_latent_size": None},
         converted=True, gating=2, adjust=_nemotron,
     ),
 }  # fmt: skip

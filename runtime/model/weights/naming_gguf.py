@@ -23,6 +23,7 @@ _PARTS = {
     "shared.router": "ffn_gate_inp_shexp", "gate_up": "ffn_up", "shared.gate_up": "ffn_up_shexp",
     "experts.gate_up": "ffn_gate_up_exps", "mlp_out_norm": "post_ffw_norm_1",
     "expert_norm": "pre_ffw_norm_2", "expert_out_norm": "post_ffw_norm_2",
+    "latent_in": "ffn_latent_down", "latent_out": "ffn_latent_up",
     "per_layer_norm": "post_norm", "per_layer.up": "inp_gate", "per_layer.down": "proj",
 }  # fmt: skip
 _PER_LAYER = {

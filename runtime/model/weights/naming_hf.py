@@ -37,7 +37,8 @@ _MLP = {
     "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "gate_up_proj": "gate_up",
     "w1": "gate", "w3": "up", "w2": "down", "input_linear": "gate_up", "output_linear": "down",
     "gate": "router", "router": "router", "router.layer": "router",
-    "shared_expert_gate": "shared.router",
+    "shared_expert_gate": "shared.router", "fc1_latent_proj": "latent_in",
+    "fc2_latent_proj": "latent_out",
 }  # fmt: skip
 _NORMS = ("input_norm", "attended_norm", "mlp_norm", "after_norm", "query_norm", "key_norm")
 _THEN = {**dict.fromkeys(_NORMS, "plus offset"), "rate": "negative exp", "conv": "transpose"}

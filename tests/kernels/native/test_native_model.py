@@ -107,6 +107,11 @@ ARCHITECTURES = {
     "experts, not renormalised": architecture(
         LLAMA, Layer(HEADS, replace(FEW, renormalise=False, shared=MLP(40), shared_gate=True))
     ),
+    "experts in a latent space": architecture(
+        LLAMA, Layer(HEADS, replace(
+            FEW, each=MLP(40, "relu2", gated=False), latent=37, shared=MLP(56, "relu2", gated=False)
+        ))
+    ),
     "experts beside": architecture(
         *[Layer(HEADS, MLP(64, "gelu_tanh"), (*ALL_NORMS, *BESIDE), layer_scale=True,
                 beside=replace(FEW, each=MLP(40, "gelu_tanh"), each_scale=True))] * 2
@@ -291,6 +296,7 @@ def test_a_token_has_the_same_bits_in_any_chunks_and_company(name: str, dtype: t
     [
         "experts in groups",
         "experts, not renormalised",
+        "experts in a latent space",
         "experts beside",
         "inputs of each layer",
         "delta nets",

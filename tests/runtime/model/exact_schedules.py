@@ -84,7 +84,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_next": {},
     "lfm2": {"intermediate_size": 100},
     "granitemoehybrid": {},
-    "nemotron_h": {},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "moe", "attention", "mlp", "moe"], "n_routed_experts": 6,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 40, "moe_latent_size": 28, "n_group": 3,
+        "topk_group": 2,
+    },
 }  # fmt: skip
 GGUFS = {
     "llama of 4 bits": ("Q4_1",),

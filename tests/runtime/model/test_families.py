@@ -81,6 +81,11 @@ def flip_heads(
         weights[name] = heads.flip(0).flatten(0, 1)
 
 
+def flip_latents(weights: Weights, attention: ATTENDS | None, turned: int) -> None:
+    if "latent_in" in weights:
+        weights["latent_in"] = weights["latent_in"].flip(0)
+
+
 def flip_router(weights: Weights, attention: ATTENDS | None, turned: int) -> None:
     if "router" in weights:
         weights["router"] = weights["router"].flip(0)
@@ -136,6 +141,8 @@ def faults(right: Architecture) -> Iterator[tuple[str, Architecture, Any]]:
         yield "heads", right, flip_heads
     if any(layer.experts for layer in right.layers):
         yield "router", right, flip_router
+    if any(layer.experts and layer.experts.latent for layer in right.layers):
+        yield "latents", right, flip_latents
     if any(layer.beside for layer in right.layers):
         for name in (*BESIDE, "expert_scale", "layer_scale"):
             yield f"{name} is absent", right, absent(name)
