@@ -109,16 +109,18 @@ class Latent:
         bias: whether `q_a`, `kv_a` and the output have biases.
         query_scaling: as in `Attention`.
         eps: of the norms of latents.
+        gated: whether the sigmoid of `z` [heads], a product of the row, scales each head's output.
     """
 
     kind: LayerKind
     nope: int
     value: int
     q_rank: int | None
-    rope: int
+    rope: int | None
     bias: bool = False
     query_scaling: tuple[float, int] | None = None
     eps: float = 1e-6
+    gated: bool = False
 
     @property
     def query_width(self) -> int:
@@ -153,7 +155,15 @@ class DeltaNet:
     """Gated delta net (Qwen3-Next, Qwen3.5): a state [heads, key, value] fades and is corrected.
 
     `in` gives queries and keys [key_heads * key] each and values [heads * value]; they go through
-    a causal convolution and SiLU. `z` gates the normed output; `ba` gives beta, then alpha [heads].
+    a causal convolution and SiLU. `ba` gives beta, then alpha [heads]; the SiLU of `z` gates the
+    normed output.
+
+    Attributes:
+        by_channel: Kimi Delta Attention (KDA): each row of the state fades by itself, so that alpha
+            is [heads * key], and the sigmoid of z gates. `q`, `k`, `v`, `b` and `a` are apart.
+        rank: of KDA, the size of the latents `a_a` and `z_a` of a row, whose products `a_b` and
+            `z_b` are alpha and z; None if these are products of the row.
+        bound: of KDA, the least logarithm of a decay, below 0; see `_recurrent_shapes`.
     """
 
     width: int
@@ -161,6 +171,9 @@ class DeltaNet:
     heads: int
     key: int
     value: int
+    by_channel: bool = False
+    rank: int | None = None
+    bound: float | None = None
 
     @property
     def channels(self) -> int:
@@ -169,6 +182,27 @@ class DeltaNet:
     @property
     def out_width(self) -> int:
         return self.heads * self.value
+
+    @property
+    def decays(self) -> int:
+        """Numbers of alpha, by which the state of a token fades."""
+        return self.heads * self.key if self.by_channel else self.heads
+
+    @property
+    def products(self) -> dict[str, int]:
+        """The columns of the products of a row by name, in their order."""
+        keys = self.key_heads * self.key
+        if not self.by_channel:
+            return {"in": self.channels, "ba": 2 * self.heads, "z": self.out_width}
+        parts = {"q": keys, "k": keys, "v": self.out_width, "b": self.heads}
+        if self.rank is None:
+            return {**parts, "a": self.decays, "z": self.out_width}
+        return {**parts, "a_a": self.rank, "z_a": self.rank}
+
+    @property
+    def of_latents(self) -> dict[str, int]:
+        """Those of the last two, if they give latents."""
+        return {} if self.rank is None else {"a_b": self.decays, "z_b": self.out_width}
 
 
 @dataclass(frozen=True)
@@ -235,7 +269,7 @@ class Experts:
         shared_gate: whether the sigmoid of a product with the row scales it.
         each_scale: whether a weight `expert_scale` [count] multiplies the scores last.
         latent: size of the space in which the experts work, between the products `latent_in` of a
-            row and `latent_out` of their sum (LatentMoE, Nemotron 3 Super); None if it is the row's.
+            row and `latent_out` of their sum (Nemotron 3 Super); None if that is the row's.
     """
 
     count: int
@@ -447,18 +481,20 @@ def _latent_shapes(shapes: Shapes, latent: Latent, hidden: int) -> None:
     shapes["kv_a_norm"] = (kind.head_dim,)
     _product(shapes, "k_b", kind.query_heads * kind.head_dim, latent.nope, False)
     _product(shapes, "v_b", latent.width, kind.head_dim, False)
+    if latent.gated:
+        _product(shapes, "z", kind.query_heads, hidden, False)
     _product(shapes, "o", hidden, latent.width, latent.bias)
 
 
 def _recurrent_shapes(shapes: Shapes, mixer: ShortConv | DeltaNet | Mamba2, hidden: int) -> None:
     """`conv` [width, channels]: the oldest tap first. `rate` is -exp(A_log), and `rate_bias` is
-    dt_bias, float32 like all vectors here."""
+    dt_bias, float32 like all vectors here: the logarithm of a decay is rate * softplus(alpha +
+    rate_bias), or bound * sigmoid(-rate * (alpha + rate_bias))."""
     shapes["conv"] = (mixer.width, mixer.channels)
     if isinstance(mixer, DeltaNet):
-        _product(shapes, "in", mixer.channels, hidden, False)
-        _product(shapes, "z", mixer.out_width, hidden, False)
-        _product(shapes, "ba", 2 * mixer.heads, hidden, False)
-        shapes |= {"rate": (mixer.heads,), "rate_bias": (mixer.heads,)}
+        shapes |= {name: (columns, hidden) for name, columns in mixer.products.items()}
+        shapes |= {name: (columns, mixer.rank or 0) for name, columns in mixer.of_latents.items()}
+        shapes |= {"rate": (mixer.heads,), "rate_bias": (mixer.decays,)}
         shapes["mixer_norm"] = (mixer.value,)
         _product(shapes, "o", hidden, mixer.out_width, False)
         return

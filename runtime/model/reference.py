@@ -71,7 +71,7 @@ class _Expanded(LayerLoop):
         unseen = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
         weights = scores.masked_fill(unseen, -torch.inf).softmax(-1)
         value = torch.einsum("tr,hvr->thv", latent, layer.v_b)
-        return torch.einsum("hqk,khv->qhv", weights, value).flatten(1)
+        return torch.einsum("hqk,khv->qhv", weights, value)
 
 
 def rounded_logits(

@@ -166,6 +166,25 @@ def delta_net(config: Config) -> DeltaNet:
     return DeltaNet(*(config.size(f"linear_{name}") for name in names))
 
 
+def kimi_delta(config: Config) -> DeltaNet:
+    """KDA with latents of the size of a head."""
+    known = {"full_attn_layers", "head_dim", "kda_layers", "num_heads", "short_conv_kernel_size"}
+    if unknown := (config.maybe("linear_attn_config") or {}).keys() - known:
+        raise Unknown(f"its linear_attn_config has {', '.join(sorted(unknown))}")
+    delta = ling_delta(config)
+    return replace(delta, rank=delta.key)
+
+
+def ling_delta(config: Config) -> DeltaNet:
+    """KDA, perhaps with bounded decays."""
+    names = ("linear_conv_kernel_dim", "linear_num_heads", "linear_head_dim")
+    width, heads, size = (config.size(name) for name in names)
+    bound = None
+    if config.flag("kda_safe_gate") and (bound := config.number("kda_lower_bound")) >= 0:
+        raise Unknown(f"its kda_lower_bound is {bound}")
+    return DeltaNet(width, heads, heads, size, size, True, bound=bound)
+
+
 def granite_mamba(config: Config) -> Mamba2:
     names = "d_conv n_heads d_head d_state n_groups".split()
     width, heads, value, state, groups = (config.size(f"mamba_{name}") for name in names)

@@ -131,6 +131,13 @@ _DEEPSEEK_3: dict[str, Any] = {
         "topk_method": ("noaux_tc",), "partial_rotary_factor": (1,),
     },
 }  # fmt: skip
+_KDA: dict[str, Any] = {
+    **_LATENT, "types": by_type, "mlp": parts.deepseek,
+    "renamed": {
+        "model_max_length": "max_position_embeddings", "moe_renormalize": "norm_topk_prob",
+        "num_expert_group": "n_group", "num_experts_per_token": "num_experts_per_tok",
+    },
+}  # fmt: skip
 _HEAD_NORMS: dict[str, Any] = {"head_norms": "head", "agreed": {"use_qk_norm": (True,)}}
 _QWEN_UNUSED = "max_window_layers use_sliding_window"
 
@@ -208,6 +215,18 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe_lite": _row(_DEEPSEEK_3),
     "mistral4": _row(
         _LATENT, query_scaling=True, partial_rope=True, mlp=parts.mistral4, agreed=_INTERLEAVED,
+    ),
+    "kimi_linear": _row(
+        _KDA, mixer=parts.kimi_delta, turned=lambda *layer: False,
+        agreed={
+            "mla_use_nope": (True,), "moe_layer_freq": (1,), "use_grouped_topk": (True,),
+            "moe_router_activation_func": ("sigmoid",), "topk_method": ("noaux_tc",),
+        },
+    ),
+    "bailing_hybrid": _row(
+        _KDA, mixer=parts.ling_delta, gated=True,
+        ignored=f"{_LATENT['ignored']} layer_group_size mtp_loss_scaling_factor "
+        "short_conv_kernel_size",
     ),
     "youtu": _row(_LATENT, agreed=_INTERLEAVED, ignored="embedding_initializer_range"),
     "glm4v_moe_text": _row(

@@ -297,6 +297,14 @@ def _latent(m: Metadata, found: dict[str, Any]) -> None:
         found["topk_method"] = "group_limited_greedy" if limited else "greedy"
 
 
+def _kimi(m: Metadata, found: dict[str, Any]) -> None:
+    turned, whole = found["head_dim"], m.size("attention.key_length_mla")
+    found |= {"qk_rope_head_dim": turned, "qk_nope_head_dim": whole - turned}
+    found["v_head_dim"] = m.size("attention.value_length_mla")
+    found["num_key_value_heads"] = found["linear_num_heads"] = found["num_attention_heads"]
+    found["layer_types"] = ["full_attention" if n else "linear_attention" for n in m.heads()[1]]
+
+
 def _nemotron(m: Metadata, found: dict[str, Any]) -> None:
     sizes = m.per_layer("feed_forward_length")
     mlp = "moe" if m.size("expert_count", 0) else "mlp"
@@ -432,6 +440,12 @@ ROWS: dict[str, Row] = {
     "mistral4": Row(
         "mistral4", read=_LATENT_READ, keys=_LATENT, sizes=_INNER,
         implied={**_ANY_LATENT, "norm_topk_prob": True}, gating=0, adjust=_latent,
+    ),
+    "kimi-linear": Row(
+        "kimi_linear", read=_LATENT_READ,
+        keys={**_LATENT, "ssm.conv_kernel": "linear_conv_kernel_dim",
+              "kda.head_dim": "linear_head_dim"},
+        sizes=_INNER, implied={**_ANY_LATENT, "norm_topk_prob": True}, gating=2, adjust=_kimi,
     ),
     "dots1": Row("dots1", keys=_SCORED, sizes=_INNER, flags=_BIAS, implied=_ALL_SCORED, gating=2),
     "minimax-m2": Row("minimax_m2", keys=_experts("num_local_experts"), gating=2),

@@ -26,6 +26,7 @@ from radixcache.kernels.spec import (
     MLP,
     Architecture,
     Attention,
+    DeltaNet,
     Experts,
     Latent,
     Layer,
@@ -84,6 +85,26 @@ def flip_heads(
 def flip_latents(weights: Weights, attention: ATTENDS | None, turned: int) -> None:
     if "latent_in" in weights:
         weights["latent_in"] = weights["latent_in"].flip(0)
+
+
+def one_decay(weights: Weights, attention: ATTENDS | None, turned: int) -> None:
+    """The first channel's of each head, as in a gated delta net."""
+    for name in weights.keys() & {"a", "a_b", "rate_bias"}:
+        heads = weights[name].unflatten(0, (len(weights["rate"]), -1))
+        weights[name] = heads[:, :1].expand_as(heads).flatten(0, 1)
+
+
+def growing(weights: Weights, attention: ATTENDS | None, turned: int) -> None:
+    """States whose decays have the other sign."""
+    if "rate" in weights:
+        weights["rate"] = weights["rate"] * -1
+
+
+def swap_convs(weights: Weights, attention: ATTENDS | None, turned: int) -> None:
+    """Queries and keys go through each other's."""
+    if "conv" in weights:
+        query, key, value = weights["conv"].chunk(3, 1)
+        weights["conv"] = torch.cat([key, query, value], 1)
 
 
 def flip_router(weights: Weights, attention: ATTENDS | None, turned: int) -> None:
@@ -167,24 +188,40 @@ def faults(right: Architecture) -> Iterator[tuple[str, Architecture, Any]]:
         yield "windows", replace(right, layers=tuple(layers)), None
     if any(isinstance(layer.mixer, Latent) for layer in right.layers):
         yield from latent_faults(right)
+    if any(isinstance(layer.mixer, DeltaNet) and layer.mixer.by_channel for layer in right.layers):
+        yield from kda_faults(right)
 
 
 def latent_faults(right: Architecture) -> Iterator[tuple[str, Architecture, Any]]:
     """Those of MLA: what is absorbed, the scale, and what chooses groups of experts."""
 
-    def change(which: str, edit: Any) -> tuple[str, Architecture, Any]:
-        layers = (replace(x, **{which: edit(getattr(x, which))}) for x in right.layers)
-        return which, replace(right, layers=tuple(layers)), None
-
-    for name in ("k_b", "v_b"):
+    for name in ("k_b", "v_b", *["z"] * (right.family == "bailing_hybrid")):
         yield name, right, partial(flip_heads, names=(name,))
-    yield change("mixer", lambda x: replace(x, kind=x.kind._replace(scale=x.kind.scale * 1.05)))
-    yield change("mixer", lambda x: replace(x, eps=1e-2))
+    yield change(right, Latent, lambda x: {"kind": x.kind._replace(scale=x.kind.scale * 1.05)})
+    yield change(right, Latent, lambda x: {"eps": 1e-2})
     if right.family == "mistral4":
-        yield change("mixer", lambda x: replace(x, query_scaling=None))
+        yield change(right, Latent, lambda x: {"query_scaling": None})
     if right.family != "youtu":
-        other = lambda x: replace(x, group_best=3 - x.group_best)  # noqa: E731
-        yield change("mlp", lambda x: x if isinstance(x, MLP) else other(x))
+        yield change(right, Experts, lambda x: {"group_best": 3 - x.group_best})
+        yield change(right, Experts, lambda x: {"scale": x.scale * 1.05})
+
+
+def kda_faults(right: Architecture) -> Iterator[tuple[str, Architecture, Any]]:
+    for fault in (one_decay, growing, swap_convs):
+        yield fault.__name__, right, fault
+    if right.family == "bailing_hybrid":
+        yield change(right, DeltaNet, lambda x: {"bound": x.bound * 1.05})
+        yield change(right, DeltaNet, lambda x: {"bound": None})
+
+
+def change(right: Architecture, of: type, edit: Any) -> tuple[str, Architecture, Any]:
+    """Other fields of the parts of a type."""
+
+    def edited(part: Any) -> Any:
+        return replace(part, **edit(part)) if isinstance(part, of) else part
+
+    layers = (replace(x, mixer=edited(x.mixer), mlp=edited(x.mlp)) for x in right.layers)
+    return of.__name__, replace(right, layers=tuple(layers)), None
 
 
 @torch.inference_mode()
