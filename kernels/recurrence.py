@@ -62,7 +62,7 @@ class StepStates(NamedTuple):
             taps[width] = torch.where(since[:, None] >= back, new, held)
             saved_taps[width] = taps[width].index_select(0, rows)[:, 1:].flatten()
         return cls(
-            Slots(starts, read, write, keeps), read.clamp(min=0).long(),
+            Slots(*(x.int() for x in (starts, read, write, keeps))), read.clamp(min=0).long(),
             (read < 0)[:, None, None], saved.long(), taps, saved_taps,
         )  # fmt: skip
 

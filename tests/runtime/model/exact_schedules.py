@@ -83,7 +83,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {},
     "qwen3_next": {},
     "lfm2": {"intermediate_size": 100},
-    "kimi_linear": {"linear_head_dim": 20, "linear_num_heads": 3, "num_experts": 6},
+    "kimi_linear": {"linear_head_dim": 20, "linear_num_heads": 3, "num_experts": 5},
     "bailing_hybrid": {"intermediate_size": 60},
     "granitemoehybrid": {},
     "nemotron_h": {
