@@ -234,14 +234,16 @@ class NativeLayers(Layers):
         shared = None if experts.shared is None else self._mlp(experts.shared, w, "shared.")
         self._held += [each, shared]
         gate = self._product(w, "shared.router").struct if experts.shared_gate else ()
-        latent = ["latent_in", "latent_out"] if experts.latent is not None else []
+        latent: list[Any] = [(), ()]
+        if experts.latent is not None:
+            latent = [self._product(w, name).struct for name in ("latent_in", "latent_out")]
         return native.Experts(
             ctypes.addressof(each),
             None if shared is None else ctypes.addressof(shared),
             *(
                 self._product(w, "router", torch.float32).struct,
                 gate,
-                *([self._product(w, name).struct for name in latent] or [(), ()]),
+                *latent,
                 *(self._vector(w.get(name)) for name in ("correction", "expert_scale")),
             ),
             *(native.SCORES.index(experts.scores), experts.count, experts.active, experts.groups),

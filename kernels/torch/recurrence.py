@@ -75,7 +75,8 @@ class RecurrentMixer:
         both = both.unflatten(1, (2 * net.key_heads, net.key))
         both = F.rms_norm(both, both.shape[2:], eps=1e-6 / net.key) * self._lengths
         query, key = both.split(net.key_heads, 1)
-        alpha, rate = (alpha.float() + w["rate_bias"]).unflatten(1, (net.heads, -1)), w["rate"][:, None]
+        alpha = (alpha.float() + w["rate_bias"]).unflatten(1, (net.heads, -1))
+        rate = w["rate"][:, None]
         if net.bound is None:
             fade = (rate * F.softplus(alpha)).exp()
         else:

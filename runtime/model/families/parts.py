@@ -163,7 +163,8 @@ def short_conv(config: Config) -> ShortConv:
 
 def delta_net(config: Config) -> DeltaNet:
     names = "conv_kernel_dim num_key_heads num_value_heads key_head_dim value_head_dim".split()
-    return DeltaNet(*(config.size(f"linear_{name}") for name in names))
+    width, keys, heads, key, value = (config.size(f"linear_{name}") for name in names)
+    return DeltaNet(width, keys, heads, key, value)
 
 
 def kimi_delta(config: Config) -> DeltaNet:

@@ -52,11 +52,20 @@ def _bamba_types(config: Config) -> list[str]:
     return ["full_attention" if n in attends else "linear_attention" for n in range(count)]
 
 
-def _nemotron_types(config: Config) -> list[str]:
+def _untied(config: Config) -> None:
     if config.flag("tie_word_embeddings"):  # transformers keeps a head of its own all the same
         raise Unknown("its head cannot be its embedding")
+
+
+def _nemotron_types(config: Config) -> list[str]:
+    _untied(config)
     types: list[str] = config.get("layers_block_type")
     return types
+
+
+def _kda_types(config: Config) -> list[str]:
+    _untied(config)
+    return by_type(config)
 
 
 def _row(*bases: dict[str, Any], **more: Any) -> Family:
@@ -132,7 +141,7 @@ _DEEPSEEK_3: dict[str, Any] = {
     },
 }  # fmt: skip
 _KDA: dict[str, Any] = {
-    **_LATENT, "types": by_type, "mlp": parts.deepseek,
+    **_LATENT, "types": _kda_types, "mlp": parts.deepseek,
     "renamed": {
         "model_max_length": "max_position_embeddings", "moe_renormalize": "norm_topk_prob",
         "num_expert_group": "n_group", "num_experts_per_token": "num_experts_per_tok",

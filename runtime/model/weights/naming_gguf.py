@@ -45,8 +45,8 @@ _WHOLE = {
     "rate": "ssm_a", "skip": "ssm_d", "rate_bias": "ssm_dt.bias", "correction": "exp_probs_b.bias",
     "router_norm": "ffn_gate_inp.scale", "expert_scale": "ffn_down_exps.scale",
 }  # fmt: skip
-_THEN = dict.fromkeys(("conv", "q_conv", "k_conv", "v_conv"), "transpose") | {
-    "router_norm": "over root of size"}
+_CONVS = ("conv", "q_conv", "k_conv", "v_conv")
+_THEN = {"router_norm": "over root of size", **dict.fromkeys(_CONVS, "transpose")}
 _UNUSED = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 _TOWERS = ("v.", "a.", "mm.")  # encoders of images and sounds, whose text part is read
 

@@ -222,9 +222,9 @@ class _Layer:
     def _delta(self, stem: str, mixer: DeltaNet, shape: Shape) -> list[Piece]:
         keys, each, rest = mixer.key_heads, mixer.heads // mixer.key_heads, shape[1:]
         if stem == "conv" and self._has("q_conv"):
-            sizes = mixer.key_heads * mixer.key, mixer.key_heads * mixer.key, mixer.out_width
-            pairs = zip(_CONVS, sizes, strict=True)
-            return [self._piece(name, (mixer.width, size)) for name, size in pairs]
+            columns = [mixer.products[name] for name in "qkv"]
+            pairs = zip(_CONVS, columns, strict=True)
+            return [self._piece(name, (mixer.width, count)) for name, count in pairs]
         if mixer.heads % keys:
             raise Unknown(f"its {mixer.heads} value heads are of {keys} key heads")
         if stem in ("in", "z") and self._has("qkvz"):

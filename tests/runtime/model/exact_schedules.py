@@ -106,8 +106,10 @@ one kind."""
 DTYPES = ("float32", "bfloat16")
 WIDE = {"hidden_size": 128, "head_dim": 32}
 """For `kv_cache_dtype="int8"`, which takes heads of multiples of 32."""
-NEVER_WIDE = ("granitemoehybrid", "deepseek_v2", "mistral4", "youtu", "kimi_linear", "bailing_hybrid",
-              *GGUFS, *CONVERTED)
+NEVER_WIDE = (
+    "granitemoehybrid", "deepseek_v2", "mistral4", "youtu", "kimi_linear", "bailing_hybrid", *GGUFS,
+    *CONVERTED,
+)  # fmt: skip
 
 
 @cache

@@ -218,7 +218,8 @@ def change(right: Architecture, of: type, edit: Any) -> tuple[str, Architecture,
     """Other fields of the parts of a type."""
 
     def edited(part: Any) -> Any:
-        return replace(part, **edit(part)) if isinstance(part, of) else part
+        fields: dict[str, Any] = edit(part) if isinstance(part, of) else {}
+        return replace(part, **fields) if fields else part
 
     layers = (replace(x, mixer=edited(x.mixer), mlp=edited(x.mlp)) for x in right.layers)
     return of.__name__, replace(right, layers=tuple(layers)), None
