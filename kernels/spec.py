@@ -145,10 +145,6 @@ class ShortConv:
     conv_bias: bool = False
     bias: bool = False
 
-    @property
-    def out_width(self) -> int:
-        return self.channels
-
 
 @dataclass(frozen=True)
 class DeltaNet:
@@ -160,10 +156,9 @@ class DeltaNet:
 
     Attributes:
         by_channel: Kimi Delta Attention (KDA): each row of the state fades by itself, so that alpha
-            is [heads * key], and the sigmoid of z gates. `q`, `k`, `v`, `b` and `a` are apart.
-        rank: of KDA, the size of the latents `a_a` and `z_a` of a row, whose products `a_b` and
-            `z_b` are alpha and z; None if these are products of the row.
-        bound: of KDA, the least logarithm of a decay, below 0; see `_recurrent_shapes`.
+            is [heads * key], and the sigmoid of z gates.
+        rank: of KDA, the size of the latents whose products are alpha and z; None for the row.
+        bound: of KDA, what limits the logarithm of a decay, below 0.
     """
 
     width: int
@@ -189,20 +184,15 @@ class DeltaNet:
         return self.heads * self.key if self.by_channel else self.heads
 
     @property
-    def products(self) -> dict[str, int]:
-        """The columns of the products of a row by name, in their order."""
-        keys = self.key_heads * self.key
+    def products(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Columns by name, in their order, of the products of a row, and of those of latents."""
+        keys, values = self.key_heads * self.key, self.out_width
         if not self.by_channel:
-            return {"in": self.channels, "ba": 2 * self.heads, "z": self.out_width}
-        parts = {"q": keys, "k": keys, "v": self.out_width, "b": self.heads}
-        if self.rank is None:
-            return {**parts, "a": self.decays, "z": self.out_width}
-        return {**parts, "a_a": self.rank, "z_a": self.rank}
-
-    @property
-    def of_latents(self) -> dict[str, int]:
-        """Those of the last two, if they give latents."""
-        return {} if self.rank is None else {"a_b": self.decays, "z_b": self.out_width}
+            return {"in": self.channels, "ba": 2 * self.heads, "z": values}, {}
+        parts = {"q": keys, "k": keys, "v": values, "b": self.heads}
+        if (rank := self.rank) is None:
+            return {**parts, "a": self.decays, "z": values}, {}
+        return {**parts, "a_a": rank, "z_a": rank}, {"a_b": self.decays, "z_b": values}
 
 
 @dataclass(frozen=True)
@@ -293,10 +283,8 @@ class Experts:
         size, kept = self.count // max(self.groups, 1), self.kept_groups
         whole = size * self.groups == self.count and (size >= self.group_best or self.groups == 1)
         if not (whole and 0 < kept <= self.groups and 0 < self.active <= size * kept):
-            raise Unknown(
-                f"it chooses {self.active} of {self.count} experts from {kept} of "
-                f"{self.groups} groups"
-            )
+            groups = f"{kept} of {self.groups} groups"
+            raise Unknown(f"it chooses {self.active} of {self.count} experts from {groups}")
 
 
 @dataclass(frozen=True)
@@ -384,8 +372,7 @@ class Architecture:
         delta net or Mamba 2 remembers: [heads, key, value] or [heads, state, value]."""
         shapes: dict[StateName, tuple[tuple[int, ...], torch.dtype]] = {}
         for number, layer in enumerate(self.layers):
-            mixer = layer.mixer
-            if mixer is None or isinstance(mixer, ATTENDS):
+            if not isinstance(mixer := layer.mixer, RECURRENT):
                 continue
             shapes["conv", number, 0] = (mixer.width - 1, mixer.channels), torch.float32
             if not isinstance(mixer, ShortConv):
@@ -472,17 +459,15 @@ def _latent_shapes(shapes: Shapes, latent: Latent, hidden: int) -> None:
     queries: K_h transposed."""
     kind = latent.kind
     if latent.q_rank is None:
-        _product(shapes, "q", latent.query_width, hidden, False)
+        shapes["q"] = latent.query_width, hidden
     else:
         _product(shapes, "q_a", latent.q_rank, hidden, latent.bias)
-        shapes["q_a_norm"] = (latent.q_rank,)
-        _product(shapes, "q_b", latent.query_width, latent.q_rank, False)
+        shapes |= {"q_a_norm": (latent.q_rank,), "q_b": (latent.query_width, latent.q_rank)}
     _product(shapes, "kv_a", kind.head_dim + kind.value_dim, hidden, latent.bias)
-    shapes["kv_a_norm"] = (kind.head_dim,)
-    _product(shapes, "k_b", kind.query_heads * kind.head_dim, latent.nope, False)
-    _product(shapes, "v_b", latent.width, kind.head_dim, False)
+    shapes |= {"kv_a_norm": (kind.head_dim,), "v_b": (latent.width, kind.head_dim)}
+    shapes["k_b"] = kind.query_heads * kind.head_dim, latent.nope
     if latent.gated:
-        _product(shapes, "z", kind.query_heads, hidden, False)
+        shapes["z"] = kind.query_heads, hidden
     _product(shapes, "o", hidden, latent.width, latent.bias)
 
 
@@ -492,21 +477,20 @@ def _recurrent_shapes(shapes: Shapes, mixer: ShortConv | DeltaNet | Mamba2, hidd
     rate_bias), or bound * sigmoid(-rate * (alpha + rate_bias))."""
     shapes["conv"] = (mixer.width, mixer.channels)
     if isinstance(mixer, DeltaNet):
-        shapes |= {name: (columns, hidden) for name, columns in mixer.products.items()}
-        shapes |= {name: (columns, mixer.rank or 0) for name, columns in mixer.of_latents.items()}
+        for products, depth in zip(mixer.products, (hidden, mixer.rank or 0), strict=True):
+            shapes |= {name: (columns, depth) for name, columns in products.items()}
         shapes |= {"rate": (mixer.heads,), "rate_bias": (mixer.decays,)}
-        shapes["mixer_norm"] = (mixer.value,)
-        _product(shapes, "o", hidden, mixer.out_width, False)
+        shapes |= {"mixer_norm": (mixer.value,), "o": (hidden, mixer.out_width)}
         return
     if mixer.conv_bias:
         shapes["conv.bias"] = (mixer.channels,)
-    if isinstance(mixer, ShortConv):
-        _product(shapes, "in", 3 * mixer.channels, hidden, mixer.bias)
-    else:
-        _product(shapes, "in", mixer.out_width + mixer.channels + mixer.heads, hidden, mixer.bias)
+    columns, out = 3 * mixer.channels, mixer.channels
+    if isinstance(mixer, Mamba2):
+        columns, out = mixer.out_width + mixer.channels + mixer.heads, mixer.out_width
         shapes |= dict.fromkeys(("rate", "rate_bias", "skip"), (mixer.heads,))
-        shapes["mixer_norm"] = (mixer.out_width,)
-    _product(shapes, "o", hidden, mixer.out_width, mixer.bias)
+        shapes["mixer_norm"] = (out,)
+    _product(shapes, "in", columns, hidden, mixer.bias)
+    _product(shapes, "o", hidden, out, mixer.bias)
 
 
 def _mlp_shapes(shapes: Shapes, mlp: MLP, hidden: int, prefix: str = "") -> None:

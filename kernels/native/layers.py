@@ -138,13 +138,13 @@ class NativeLayers(Layers):
             return self._latent(mixer, w)
         conv = self._vector(w["conv"]), self._vector(w.get("conv.bias"))
         out, rate = self._product(w, "o").struct, w.get("rate")
-        names, limits = ["in"], (0.0, float("inf"), 0.0)
-        by_channel, of_latents = False, list[str]()
+        names, of_latents, limits = {"in": 0}, dict[str, int](), (0.0, float("inf"), 0.0)
+        by_channel = False
         if isinstance(mixer, ShortConv):
             sizes = 0, 0, 0, 0
         elif isinstance(mixer, DeltaNet):
             sizes = mixer.key_heads, mixer.heads, mixer.key, mixer.value
-            names, of_latents, by_channel = [*mixer.products], [*mixer.of_latents], mixer.by_channel
+            (names, of_latents), by_channel = mixer.products, mixer.by_channel
             limits = (*limits[:2], mixer.bound or 0.0)
             rate = w["rate"].repeat_interleave(mixer.decays // mixer.heads)
         else:

@@ -39,10 +39,9 @@ class RecurrentMixer:
         eps: float,
     ) -> None:
         self._spec, self._recur, self._eps = spec, cast(Recurrence, recur), eps
-        names = [*spec.products] if isinstance(spec, DeltaNet) else ["in"]
+        names, of_latents = spec.products if isinstance(spec, DeltaNet) else ({"in": 0}, {})
         self._inputs = linear(*((weights[n], weights.get(f"{n}.bias")) for n in names))
-        behind = spec.of_latents if isinstance(spec, DeltaNet) else {}
-        self._of_latents = [linear((weights[name], None)) for name in behind]
+        self._of_latents = [linear((weights[name], None)) for name in of_latents]
         self._w = {name: weights[name] for name in _VECTORS if name in weights}
         if isinstance(spec, DeltaNet):  # queries and keys are normed to these root mean squares
             each = weights["rate"].new_tensor([[spec.key**-1.0], [spec.key**-0.5]])

@@ -172,18 +172,23 @@ def kimi_delta(config: Config) -> DeltaNet:
     known = {"full_attn_layers", "head_dim", "kda_layers", "num_heads", "short_conv_kernel_size"}
     if unknown := (config.maybe("linear_attn_config") or {}).keys() - known:
         raise Unknown(f"its linear_attn_config has {', '.join(sorted(unknown))}")
-    delta = ling_delta(config)
-    return replace(delta, rank=delta.key)
+    return _kda(config, rank=config.size("linear_head_dim"))
 
 
 def ling_delta(config: Config) -> DeltaNet:
     """KDA, perhaps with bounded decays."""
+    bound = config.number("kda_lower_bound")
+    if not config.flag("kda_safe_gate"):
+        return _kda(config)
+    if not bound < 0:
+        raise Unknown(f"its kda_lower_bound is {bound}")
+    return _kda(config, bound=bound)
+
+
+def _kda(config: Config, **more: Any) -> DeltaNet:
     names = ("linear_conv_kernel_dim", "linear_num_heads", "linear_head_dim")
     width, heads, size = (config.size(name) for name in names)
-    bound = None
-    if config.flag("kda_safe_gate") and (bound := config.number("kda_lower_bound")) >= 0:
-        raise Unknown(f"its kda_lower_bound is {bound}")
-    return DeltaNet(width, heads, heads, size, size, True, bound=bound)
+    return DeltaNet(width, heads, heads, size, size, by_channel=True, **more)
 
 
 def granite_mamba(config: Config) -> Mamba2:

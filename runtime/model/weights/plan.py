@@ -222,7 +222,7 @@ class _Layer:
     def _delta(self, stem: str, mixer: DeltaNet, shape: Shape) -> list[Piece]:
         keys, each, rest = mixer.key_heads, mixer.heads // mixer.key_heads, shape[1:]
         if stem == "conv" and self._has("q_conv"):
-            columns = [mixer.products[name] for name in "qkv"]
+            columns = [mixer.products[0][name] for name in "qkv"]
             pairs = zip(_CONVS, columns, strict=True)
             return [self._piece(name, (mixer.width, count)) for name, count in pairs]
         if mixer.heads % keys:

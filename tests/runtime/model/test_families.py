@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +20,12 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 from radixcache.errors import ModelError
 from radixcache.kernels.quantized import Quantized
 from radixcache.kernels.spec import (
-    ATTENDS,
     MLP,
     Architecture,
-    Attention,
     DeltaNet,
     Experts,
     Latent,
-    Layer,
     Unknown,
-    Weights,
 )
 from radixcache.kernels.torch.experts import choose
 from radixcache.runtime.model import reference
@@ -39,14 +33,13 @@ from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.families import config
 from radixcache.runtime.model.families import describe as module
 from radixcache.runtime.model.families.describe import describe
-from radixcache.runtime.model.families.gemma4 import BESIDE
 from radixcache.runtime.model.families.table import FAMILIES, WRAPPERS
 from radixcache.runtime.model.kv_pool import LayerShape, bytes_per_token
 from radixcache.runtime.model.load import load_model
-from radixcache.runtime.model.weights.plan import halves
 from tests.helpers.decoders import DECODERS
 from tests.helpers.models import MULTIMODAL, auto_class, tiny_model
 from tests.helpers.native import needs_kernels
+from tests.runtime.model.faults import faults
 from tests.runtime.model.steps import TOKENS, logits_by_reference, read, settings_of
 
 TOLERANCE = 2e-5  # of the range of the logits; delta nets and Mamba 2 come to 6e-6
@@ -63,166 +56,6 @@ def changed(folder: Path, new: Mapping[str, torch.Tensor], *without: str) -> Pat
 def refused(folder: Path, reason: str, kind: type[Exception] = Unknown) -> None:
     with pytest.raises(kind, match=reason), read(folder):
         pass
-
-
-def swap_norms(weights: Weights, attention: ATTENDS | None, turned: int) -> None:
-    around = ("input_norm", "attended_norm", "mlp_norm", "after_norm")
-    names = [name for name in around if name in weights]
-    for name, norm in zip(names, [weights[name] for name in reversed(names)], strict=True):
-        weights[name] = norm
-
-
-def flip_heads(
-    weights: Weights, attention: ATTENDS | None, turned: int, names: Sequence[str] = ("q", "q_b")
-) -> None:
-    if attention is None:
-        return
-    for name in weights.keys() & {*names}:
-        heads = weights[name].unflatten(0, (attention.kind.query_heads, -1))
-        weights[name] = heads.flip(0).flatten(0, 1)
-
-
-def flip_latents(weights: Weights, attention: ATTENDS | None, turned: int) -> None:
-    if "latent_in" in weights:
-        weights["latent_in"] = weights["latent_in"].flip(0)
-
-
-def one_decay(weights: Weights, attention: ATTENDS | None, turned: int) -> None:
-    """The first channel's of each head, as in a gated delta net."""
-    for name in weights.keys() & {"a", "a_b", "rate_bias"}:
-        heads = weights[name].unflatten(0, (len(weights["rate"]), -1))
-        weights[name] = heads[:, :1].expand_as(heads).flatten(0, 1)
-
-
-def growing(weights: Weights, attention: ATTENDS | None, turned: int) -> None:
-    """States whose decays have the other sign."""
-    if "rate" in weights:
-        weights["rate"] = weights["rate"] * -1
-
-
-def swap_convs(weights: Weights, attention: ATTENDS | None, turned: int) -> None:
-    """Queries and keys go through each other's."""
-    if "conv" in weights:
-        query, key, value = weights["conv"].chunk(3, 1)
-        weights["conv"] = torch.cat([key, query, value], 1)
-
-
-def flip_router(weights: Weights, attention: ATTENDS | None, turned: int) -> None:
-    if "router" in weights:
-        weights["router"] = weights["router"].flip(0)
-
-
-def absent(*names: str) -> Any:
-    """These weights of a layer change nothing."""
-
-    def change(weights: Weights, attention: ATTENDS | None, turned: int) -> None:
-        weights.update({name: torch.ones_like(weights[name]) for name in names if name in weights})
-
-    return change
-
-
-def roll_inputs(weights: Weights, attention: ATTENDS | None, turned: int) -> None:
-    """Each layer gets the inputs of the one before."""
-    for name, dim in (("table", 1), ("projection", 0)):
-        if name in weights:
-            weights[name] = weights[name].roll(len(weights["norm"]), dim)
-
-
-def double_tokens(weights: Weights, attention: ATTENDS | None, turned: int) -> None:
-    if "table" in weights:
-        weights["table"] = 2 * weights["table"]
-
-
-def interleave(weights: Weights, attention: ATTENDS | None, turned: int) -> None:
-    if isinstance(attention, Latent):
-        sizes = {"q": attention.nope, "q_b": attention.nope, "kv_a": attention.kind.head_dim}
-        for name in weights.keys() & sizes:
-            dim = sizes[name] + turned
-            order = halves(len(weights[name]) // dim, dim, turned, sizes[name])
-            weights[name] = weights[name][order]
-    elif attention is not None and turned:
-        for name in {*"qk"} & weights.keys():
-            dim = attention.kind.head_dim
-            weights[name] = weights[name][halves(len(weights[name]) // dim, dim, turned)]
-
-
-def without_last_owner(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
-    """Layers that share keys take those of the owner before the last, whose kind is another."""
-    mixers = [(n, x.mixer) for n, x in enumerate(layers) if isinstance(x.mixer, Attention)]
-    owner, mixer = [own for own in mixers if own[1].kind.window and not own[1].shares][-1]
-    other = replace(mixer, kind=mixer.kind._replace(scale=mixer.kind.scale * (1 + 1e-12)))
-    return (*layers[:owner], replace(layers[owner], mixer=other), *layers[owner + 1 :])
-
-
-def faults(right: Architecture) -> Iterator[tuple[str, Architecture, Any]]:
-    """Descriptions, and changes of a layer's weights, with a fault that the logits must show."""
-    if any(len(layer.norms) > 1 for layer in right.layers):
-        yield "norms", right, swap_norms
-    if right.kinds:
-        yield "heads", right, flip_heads
-    if any(layer.experts for layer in right.layers):
-        yield "router", right, flip_router
-    if any(layer.experts and layer.experts.latent for layer in right.layers):
-        yield "latents", right, flip_latents
-    if any(layer.beside for layer in right.layers):
-        for name in (*BESIDE, "expert_scale", "layer_scale"):
-            yield f"{name} is absent", right, absent(name)
-    if right.ropes:
-        yield "pairs", right, interleave
-        ropes = tuple(replace(rope, frequencies=rope.frequencies**1.02) for rope in right.ropes)
-        yield "base", replace(right, ropes=ropes), None
-    if right.per_layer_shapes:
-        yield "inputs", right, roll_inputs
-        yield "scale of tokens", right, double_tokens
-        yield "norm of inputs", right, absent("norm")
-        yield "norm behind inputs", right, absent("per_layer_norm")
-    if any(layer.shares_kv for layer in right.layers):
-        yield "owner", replace(right, layers=without_last_owner(right.layers)), None
-    layers = []
-    for layer in right.layers:
-        mixer = layer.mixer
-        if isinstance(mixer, Attention) and mixer.kind.window is not None:
-            mixer = replace(mixer, kind=mixer.kind._replace(window=mixer.kind.window + 1))
-        layers.append(replace(layer, mixer=mixer))
-    if tuple(layers) != right.layers:
-        yield "windows", replace(right, layers=tuple(layers)), None
-    if any(isinstance(layer.mixer, Latent) for layer in right.layers):
-        yield from latent_faults(right)
-    if any(isinstance(layer.mixer, DeltaNet) and layer.mixer.by_channel for layer in right.layers):
-        yield from kda_faults(right)
-
-
-def latent_faults(right: Architecture) -> Iterator[tuple[str, Architecture, Any]]:
-    """Those of MLA: what is absorbed, the scale, and what chooses groups of experts."""
-
-    for name in ("k_b", "v_b", *["z"] * (right.family == "bailing_hybrid")):
-        yield name, right, partial(flip_heads, names=(name,))
-    yield change(right, Latent, lambda x: {"kind": x.kind._replace(scale=x.kind.scale * 1.05)})
-    yield change(right, Latent, lambda x: {"eps": 1e-2})
-    if right.family == "mistral4":
-        yield change(right, Latent, lambda x: {"query_scaling": None})
-    if right.family != "youtu":
-        yield change(right, Experts, lambda x: {"group_best": 3 - x.group_best})
-        yield change(right, Experts, lambda x: {"scale": x.scale * 1.05})
-
-
-def kda_faults(right: Architecture) -> Iterator[tuple[str, Architecture, Any]]:
-    for fault in (one_decay, growing, swap_convs):
-        yield fault.__name__, right, fault
-    if right.family == "bailing_hybrid":
-        yield change(right, DeltaNet, lambda x: {"bound": x.bound * 1.05})
-        yield change(right, DeltaNet, lambda x: {"bound": None})
-
-
-def change(right: Architecture, of: type, edit: Any) -> tuple[str, Architecture, Any]:
-    """Other fields of the parts of a type."""
-
-    def edited(part: Any) -> Any:
-        fields: dict[str, Any] = edit(part) if isinstance(part, of) else {}
-        return replace(part, **fields) if fields else part
-
-    layers = (replace(x, mixer=edited(x.mixer), mlp=edited(x.mlp)) for x in right.layers)
-    return of.__name__, replace(right, layers=tuple(layers)), None
 
 
 @torch.inference_mode()
@@ -291,6 +124,50 @@ def test_settings_of_the_hub_that_transformers_does_not_save(tmp_path) -> None:
     assert describe(flat).family == "qwen2_5_vl_text"
     with pytest.raises(Unknown, match="its config has magic"):
         describe({**flat, "magic": 2.0})
+
+
+def test_kimi_linear_of_the_hub_and_what_kimi_k3_has_beside() -> None:
+    """The settings of Kimi-Linear-48B-A3B, of four of its layers."""
+    kda = {
+        "full_attn_layers": [4], "head_dim": 128, "kda_layers": [1, 2, 3], "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    }  # fmt: skip
+    settings: dict[str, Any] = {
+        "model_type": "kimi_linear", "first_k_dense_replace": 1, "head_dim": 72,
+        "hidden_act": "silu", "hidden_size": 2304, "intermediate_size": 9216, "kv_lora_rank": 512,
+        "linear_attn_config": kda, "mla_use_nope": True, "model_max_length": 1048576,
+        "moe_intermediate_size": 1024, "moe_layer_freq": 1, "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid", "num_attention_heads": 32, "num_expert_group": 1,
+        "num_experts": 256, "num_experts_per_token": 8, "num_hidden_layers": 4,
+        "num_key_value_heads": 32, "num_nextn_predict_layers": 0, "num_shared_experts": 1,
+        "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-5,
+        "rope_scaling": None, "rope_theta": 10000.0, "routed_scaling_factor": 2.446,
+        "tie_word_embeddings": False, "topk_group": 1, "use_grouped_topk": True, "v_head_dim": 128,
+        "vocab_size": 163840, "auto_map": {}, "pad_token_id": 163839,
+    }  # fmt: skip
+    *deltas, latent = (layer.mixer for layer in describe(settings).layers)
+    assert deltas == [DeltaNet(4, 32, 32, 128, 128, by_channel=True, rank=128)] * 3
+    assert isinstance(latent, Latent) and latent.rope is None and not latent.gated
+    for wrong in (
+        {"mla_use_nope": False}, {"mla_use_output_gate": True}, {"routed_expert_hidden_size": 9},
+        {"moe_router_activation_func": "softmax"}, {"hidden_act": "situ"},
+        {"linear_attn_config": {**kda, "gate_lower_bound": -5.0}},
+    ):  # fmt: skip
+        with pytest.raises(Unknown):
+            describe({**settings, **wrong})
+
+
+@pytest.mark.parametrize(("family", "wrong", "reason"), [
+    ("bailing_hybrid", {"kda_lower_bound": 0.0}, "its kda_lower_bound is 0.0"),
+    ("nemotron_h", {"mlp_bias": True}, "a latent space with biases"),
+])  # fmt: skip
+def test_settings_that_no_loop_computes_leave_it(family, wrong, reason, tmp_path) -> None:
+    folder = tiny_model(family, tmp_path, tokenizer=False, **DECODERS[family])
+    with pytest.raises(Unknown, match=reason):
+        describe({**settings_of(folder), **wrong})
+    if family == "bailing_hybrid":  # without a bound, decays are those of Kimi Linear
+        folder = tiny_model(family, tmp_path, tokenizer=False, kda_safe_gate=False)
+        assert error(logits_by_reference(folder), logits_by_transformers(folder)) < TOLERANCE
 
 
 def test_settings_that_change_nothing_and_those_that_may() -> None:
