@@ -141,13 +141,14 @@ struct Recurrent {
         const T* row = x + t * stride;
         for (int c = 0, n = decays; n > 0; c += W, n -= W) {
             vec step = load(row + alpha_at + c, n) + load(m.rate_bias + c, n);
-            vec rate = load(m.rate + c, n), log = m.bound * sigmoid(-rate * step);
-            if (m.bound == 0) {
+            vec rate = load(m.rate + c, n);  // times the step: the logarithm of a decay
+            if (m.bound < 0) {
+                step = sigmoid(-rate * step), rate = all(m.bound);
+            } else {
                 step = softplus(step);
                 step = step < m.least ? all(m.least) : step > m.most ? all(m.most) : step;
-                log = rate * step;
             }
-            store(fade + c, exp(log), n);
+            store(fade + c, exp(rate * step), n);
             if (!delta) store(gain + c, step, n);
         }
         for (int h = 0, n = m.heads; n > 0 && delta; h += W, n -= W)
