@@ -45,7 +45,7 @@ it is not the rows."""
 
 Mixer = Callable[[torch.Tensor, Mapping[StateName, torch.Tensor], StepStates], torch.Tensor]
 """A recurrent layer without its output linear: rows [T, hidden], the layer's states, which it
-updates, and the step's; gives [T, out_width]."""
+updates, and the step's; gives [T, columns of the output]."""
 
 SlotUse = tuple[int, int, Sequence[tuple[int, int]]]
 """A sequence's state slots, as `SequenceStates`: the one that a step reads (-1: zeros), the one

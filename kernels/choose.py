@@ -225,7 +225,7 @@ def find_recurrence(architecture: Architecture, device: torch.device) -> Recurre
     def probe(module: Any) -> None:
         numbers = torch.arange(2, dtype=torch.int32, device=device)
         row = torch.zeros(1, 1, 8, device=device)
-        tokens = Tokens(row, row, row, row[0, :, :1], row[0, :, :1], delta=True)
+        tokens = Tokens(row, row, row, row[0, :, :1, None], row[0, :, :1], delta=True)
         slots = Slots(numbers, numbers[1:] - 2, numbers[:1], numbers[1:] - 2)
         if module.recur(torch.zeros(1, 1, 8, 8, device=device), tokens, slots).any():
             raise RuntimeError("its kernel gives wrong results")  # a failed launch shows here

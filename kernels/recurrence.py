@@ -1,7 +1,7 @@
 """The recurrence of gated delta nets and of Mamba 2, as a kernel computes it over state slots.
 
-Each token multiplies a head's state [key, value] by a decay (`fade`), adds key times value to it,
-and reads it with its query.
+Each token multiplies a head's state [key, value] by a decay (`fade`), or each of its rows by one,
+adds key times value to it, and reads it with its query.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class StepStates(NamedTuple):
             taps[width] = torch.where(since[:, None] >= back, new, held)
             saved_taps[width] = taps[width].index_select(0, rows)[:, 1:].flatten()
         return cls(
-            Slots(starts, read, write, keeps), read.clamp(min=0).long(),
+            Slots(*(x.int() for x in (starts, read, write, keeps))), read.clamp(min=0).long(),
             (read < 0)[:, None, None], saved.long(), taps, saved_taps,
         )  # fmt: skip
 
@@ -73,7 +73,7 @@ class Tokens(NamedTuple):
     Attributes:
         query, key: [T, groups, key]; each group serves as many heads.
         value: [T, heads, value].
-        fade: [T, heads] the decay, a factor on the state.
+        fade: [T, heads, 1 or key] the decay, a factor on the state, or on each of its rows.
         gain: [T, heads] the factor on the update.
         delta: the delta rule: the value is reduced by what the decayed state reads for the key.
     """

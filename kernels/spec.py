@@ -1,8 +1,7 @@
 """Describes what a model computes, layer by layer: one description for loading, checks and kernels.
 
 A family's config is read into an `Architecture` (`families/`), and its weights into the names of
-`layer_shapes` (`weights/`). The loop and the backends walk the same
-description, so none of them knows a family by name.
+`layer_shapes` (`weights/`). The loop and the backends walk these, and know no family by name.
 
 What can be done once at load is done there, and no description has it: a norm's weights are float32
 with what the family adds to them; RoPE turns the two halves of a head, so rows that a checkpoint
@@ -70,10 +69,8 @@ class Attention:
         bias: whether queries, keys and values have biases.
         out_bias: whether the output has one.
         sinks: whether each head has a sink (`LayerInputs.sinks`).
-        shares: it has queries alone, and attends over K/V of the last layer before it that has its
-            own, of the same kind.
-        query_scaling: (beta, length): queries at position p are multiplied by
-            1 + beta * log(1 + p // length), as in Ministral 3.
+        shares: it has queries alone, and attends over K/V of the last layer of its kind that has some.
+        query_scaling: (beta, length): a query at p is times 1 + beta * log(1 + p // length).
     """
 
     kind: LayerKind
@@ -111,16 +108,18 @@ class Latent:
         bias: whether `q_a`, `kv_a` and the output have biases.
         query_scaling: as in `Attention`.
         eps: of the norms of latents.
+        gated: whether the sigmoid of `z` [heads], a product of the row, scales each head's output.
     """
 
     kind: LayerKind
     nope: int
     value: int
     q_rank: int | None
-    rope: int
+    rope: int | None
     bias: bool = False
     query_scaling: tuple[float, int] | None = None
     eps: float = 1e-6
+    gated: bool = False
 
     @property
     def query_width(self) -> int:
@@ -145,17 +144,20 @@ class ShortConv:
     conv_bias: bool = False
     bias: bool = False
 
-    @property
-    def out_width(self) -> int:
-        return self.channels
-
 
 @dataclass(frozen=True)
 class DeltaNet:
     """Gated delta net (Qwen3-Next, Qwen3.5): a state [heads, key, value] fades and is corrected.
 
     `in` gives queries and keys [key_heads * key] each and values [heads * value]; they go through
-    a causal convolution and SiLU. `z` gates the normed output; `ba` gives beta, then alpha [heads].
+    a causal convolution and SiLU. `ba` gives beta, then alpha [heads]; the SiLU of `z` gates the
+    normed output.
+
+    Attributes:
+        by_channel: Kimi Delta Attention (KDA): each row of the state fades by itself, so that alpha
+            is [heads * key], and the sigmoid of z gates.
+        rank: of KDA, the size of the latents whose products are alpha and z; None for the row.
+        bound: of KDA, what limits the logarithm of a decay, below 0.
     """
 
     width: int
@@ -163,6 +165,9 @@ class DeltaNet:
     heads: int
     key: int
     value: int
+    by_channel: bool = False
+    rank: int | None = None
+    bound: float | None = None
 
     @property
     def channels(self) -> int:
@@ -171,6 +176,23 @@ class DeltaNet:
     @property
     def out_width(self) -> int:
         return self.heads * self.value
+
+    @property
+    def decays(self) -> int:
+        """Numbers of alpha, by which the state of a token fades."""
+        return self.heads * self.key if self.by_channel else self.heads
+
+    @property
+    def products(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Columns by name, in their order, of the products of a row, and of those of latents."""
+        keys, values = self.key_heads * self.key, self.out_width
+        if not self.by_channel:
+            return {"in": self.channels, "ba": 2 * self.heads, "z": values}, {}
+        parts = {"q": keys, "k": keys, "v": values, "b": self.heads}
+        own, rank = {"a": self.decays, "z": values}, self.rank
+        if rank is None:
+            return parts | own, {}
+        return {**parts, "a_a": rank, "z_a": rank}, {f"{name}_b": n for name, n in own.items()}
 
 
 @dataclass(frozen=True)
@@ -236,6 +258,8 @@ class Experts:
         shared: the shared expert; None if there is none.
         shared_gate: whether the sigmoid of a product with the row scales it.
         each_scale: whether a weight `expert_scale` [count] multiplies the scores last.
+        latent: size of the space in which the experts work, between the products `latent_in` of a
+            row and `latent_out` of their sum (Nemotron 3 Super); None if that is the row's.
     """
 
     count: int
@@ -253,15 +277,14 @@ class Experts:
     shared: MLP | None = None
     shared_gate: bool = False
     each_scale: bool = False
+    latent: int | None = None
 
     def __post_init__(self) -> None:
         size, kept = self.count // max(self.groups, 1), self.kept_groups
         whole = size * self.groups == self.count and (size >= self.group_best or self.groups == 1)
         if not (whole and 0 < kept <= self.groups and 0 < self.active <= size * kept):
-            raise Unknown(
-                f"it chooses {self.active} of {self.count} experts from {kept} of "
-                f"{self.groups} groups"
-            )
+            groups = f"{kept} of {self.groups} groups"
+            raise Unknown(f"it chooses {self.active} of {self.count} experts from {groups}")
 
 
 @dataclass(frozen=True)
@@ -349,8 +372,7 @@ class Architecture:
         delta net or Mamba 2 remembers: [heads, key, value] or [heads, state, value]."""
         shapes: dict[StateName, tuple[tuple[int, ...], torch.dtype]] = {}
         for number, layer in enumerate(self.layers):
-            mixer = layer.mixer
-            if mixer is None or isinstance(mixer, ATTENDS):
+            if not isinstance(mixer := layer.mixer, RECURRENT):
                 continue
             shapes["conv", number, 0] = (mixer.width - 1, mixer.channels), torch.float32
             if not isinstance(mixer, ShortConv):
@@ -394,7 +416,10 @@ class Architecture:
                 shapes["correction"] = (experts.count,)
             if experts.each_scale:
                 shapes["expert_scale"] = (experts.count,)
-            _mlp_shapes(shapes, experts.each, hidden, "experts.")
+            size = hidden if experts.latent is None else experts.latent
+            if experts.latent is not None:
+                shapes |= {"latent_in": (size, hidden), "latent_out": (hidden, size)}
+            _mlp_shapes(shapes, experts.each, size, "experts.")
             if experts.shared is not None:
                 _mlp_shapes(shapes, experts.shared, hidden, "shared.")
             if experts.shared_gate:
@@ -434,39 +459,38 @@ def _latent_shapes(shapes: Shapes, latent: Latent, hidden: int) -> None:
     queries: K_h transposed."""
     kind = latent.kind
     if latent.q_rank is None:
-        _product(shapes, "q", latent.query_width, hidden, False)
+        shapes["q"] = latent.query_width, hidden
     else:
         _product(shapes, "q_a", latent.q_rank, hidden, latent.bias)
-        shapes["q_a_norm"] = (latent.q_rank,)
-        _product(shapes, "q_b", latent.query_width, latent.q_rank, False)
+        shapes |= {"q_a_norm": (latent.q_rank,), "q_b": (latent.query_width, latent.q_rank)}
     _product(shapes, "kv_a", kind.head_dim + kind.value_dim, hidden, latent.bias)
-    shapes["kv_a_norm"] = (kind.head_dim,)
-    _product(shapes, "k_b", kind.query_heads * kind.head_dim, latent.nope, False)
-    _product(shapes, "v_b", latent.width, kind.head_dim, False)
+    shapes |= {"kv_a_norm": (kind.head_dim,), "v_b": (latent.width, kind.head_dim)}
+    shapes["k_b"] = kind.query_heads * kind.head_dim, latent.nope
+    if latent.gated:
+        shapes["z"] = kind.query_heads, hidden
     _product(shapes, "o", hidden, latent.width, latent.bias)
 
 
 def _recurrent_shapes(shapes: Shapes, mixer: ShortConv | DeltaNet | Mamba2, hidden: int) -> None:
     """`conv` [width, channels]: the oldest tap first. `rate` is -exp(A_log), and `rate_bias` is
-    dt_bias, float32 like all vectors here."""
+    dt_bias, float32 like all vectors here: the logarithm of a decay is rate * softplus(alpha +
+    rate_bias), or bound * sigmoid(-rate * (alpha + rate_bias))."""
     shapes["conv"] = (mixer.width, mixer.channels)
     if isinstance(mixer, DeltaNet):
-        _product(shapes, "in", mixer.channels, hidden, False)
-        _product(shapes, "z", mixer.out_width, hidden, False)
-        _product(shapes, "ba", 2 * mixer.heads, hidden, False)
-        shapes |= {"rate": (mixer.heads,), "rate_bias": (mixer.heads,)}
-        shapes["mixer_norm"] = (mixer.value,)
-        _product(shapes, "o", hidden, mixer.out_width, False)
+        for products, depth in zip(mixer.products, (hidden, mixer.rank or 0), strict=True):
+            shapes |= {name: (columns, depth) for name, columns in products.items()}
+        shapes |= {"rate": (mixer.heads,), "rate_bias": (mixer.decays,)}
+        shapes |= {"mixer_norm": (mixer.value,), "o": (hidden, mixer.out_width)}
         return
     if mixer.conv_bias:
         shapes["conv.bias"] = (mixer.channels,)
-    if isinstance(mixer, ShortConv):
-        _product(shapes, "in", 3 * mixer.channels, hidden, mixer.bias)
-    else:
-        _product(shapes, "in", mixer.out_width + mixer.channels + mixer.heads, hidden, mixer.bias)
+    columns, out = 3 * mixer.channels, mixer.channels
+    if isinstance(mixer, Mamba2):
+        columns, out = mixer.out_width + mixer.channels + mixer.heads, mixer.out_width
         shapes |= dict.fromkeys(("rate", "rate_bias", "skip"), (mixer.heads,))
-        shapes["mixer_norm"] = (mixer.out_width,)
-    _product(shapes, "o", hidden, mixer.out_width, mixer.bias)
+        shapes["mixer_norm"] = (out,)
+    _product(shapes, "in", columns, hidden, mixer.bias)
+    _product(shapes, "o", hidden, out, mixer.bias)
 
 
 def _mlp_shapes(shapes: Shapes, mlp: MLP, hidden: int, prefix: str = "") -> None:

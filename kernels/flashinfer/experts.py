@@ -54,7 +54,7 @@ class FusedExperts(GroupedExperts):
     @staticmethod
     def takes(architecture: Architecture, spec: Experts) -> bool:
         """Whether the kernel supports the activation and the sizes."""
-        sizes = (architecture.hidden_size, spec.each.inner)
+        sizes = (spec.latent or architecture.hidden_size, spec.each.inner)
         known = (spec.each.activation, spec.each.gated) in _ACTIVATIONS
         return known and not any(size % _ALIGNED for size in sizes)
 

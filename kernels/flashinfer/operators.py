@@ -132,9 +132,10 @@ def probe(backend: FlashInferBackend) -> None:
         if isinstance(spec := layer.mixer, Latent):
             for size in (spec.kind.head_dim, spec.q_rank or spec.kind.head_dim):
                 found.append(backend.norm(zeros(2, size), zeros(size), spec.eps))
-            query, key = (zeros(2, n, spec.kind.value_dim) for n in (spec.kind.query_heads, 1))
-            positions = backend.rope_positions(torch.arange(2, device=device))
-            found += backend.rope((query, key), positions[spec.rope])
+            if spec.rope is not None:
+                query, key = (zeros(2, n, spec.kind.value_dim) for n in (spec.kind.query_heads, 1))
+                positions = backend.rope_positions(torch.arange(2, device=device))
+                found += backend.rope((query, key), positions[spec.rope])
         elif isinstance(spec, Attention):
             kind = spec.kind
             query, key = (

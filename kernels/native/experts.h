@@ -57,10 +57,11 @@ struct MLP {
 enum Scores : int32_t { SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN };
 
 struct Experts {
-    const MLP *each, *shared;  // [count]; the expert of all rows, or null
-    Weight router, shared_gate;  // shared_gate: columns 0 for none
-    const float* correction;     // [count], added to the scores that choose; or null
-    const float* each_scale;     // [count], what multiplies the scores last; or null
+    const MLP *each, *shared;        // [count]; the expert of all rows, or null
+    Weight router, shared_gate;      // shared_gate: columns 0 for none
+    Weight latent_in, latent_out;    // around the experts of a latent space; columns 0 for none
+    const float* correction;         // [count], added to the scores that choose; or null
+    const float* each_scale;         // [count], what multiplies the scores last; or null
     Scores scores;
     int32_t count, active, groups, kept_groups, group_best, renormalise;  // group_best: 1 or 2
     float epsilon, scale;
@@ -147,10 +148,10 @@ struct Mixture {
     const Experts& e;
     const T *x, *routed;  // rows, and what the router reads
     int64_t rows;
-    float* out;  // [rows][hidden]
+    float* out;  // [rows][hidden], in the experts' space
     int threads;
     Upcoming next;
-    int64_t hidden = e.router.depth, pairs = rows * e.active;
+    int64_t hidden = e.each->down.columns, pairs = rows * e.active;
     std::vector<int> starts = std::vector<int>(e.count + 1), places = std::vector<int>(pairs);
     std::vector<Chosen> chosen = std::vector<Chosen>(pairs);
     T *gathered = nullptr, *both = nullptr, *activated = nullptr;  // by place
@@ -164,7 +165,7 @@ struct Mixture {
         results = logits + logit_count, gathered = (T*)(results + pairs * hidden);
         both = gathered + pairs * hidden, activated = both + pairs * wide;
         if (pairs * hidden * (wide + inner) < SMALL) threads = 1;
-        multiply(routed, hidden, e.router, logits, e.count, rows, threads);
+        multiply(routed, e.router.depth, e.router, logits, e.count, rows, threads);
         parallel_rows(rows, e.count * 16, threads, [&](int64_t r) {
             choose(e, logits + r * e.count, &chosen[r * e.active]);
         });
@@ -240,7 +241,19 @@ void run_experts(const Experts& e, const T* x, const T* routed, float* out, int6
          rows -= n, x += n * hidden, routed += n * hidden, out += n * hidden) {
         n = std::min(rows, MLP_ROWS);
         const Upcoming behind = e.shared ? panels_of(e.shared->in[0], threads) : next;
-        Mixture<T>{e, x, routed, n, out, threads, behind}.run();
+        if (e.latent_in.columns) {
+            static thread_local Scratch of_latents;
+            int64_t size = e.latent_in.columns;
+            float* sums = of_latents.get(2 * n * size);
+            T* rows_in = (T*)(sums + n * size);
+            multiply(x, hidden, e.latent_in, rows_in, size, n, threads);
+            Mixture<T>{e, rows_in, routed, n, sums, threads, panels_of(e.latent_out, threads)}.run();
+            parallel_rows(n, size, threads, [&](int64_t r) {
+                for (int64_t d = r * size, left = size; left > 0; d += W, left -= W)
+                    store(rows_in + d, load(sums + d, left), left);
+            });
+            multiply(rows_in, size, e.latent_out, out, hidden, n, threads, behind);
+        } else Mixture<T>{e, x, routed, n, out, threads, behind}.run();
         if (!e.shared) continue;
         float* y = memory.get(n * (hidden + e.shared->wide() + e.shared->inner + 1));
         float* gates = y + n * hidden;

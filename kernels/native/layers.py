@@ -137,22 +137,29 @@ class NativeLayers(Layers):
         if isinstance(mixer, Latent):
             return self._latent(mixer, w)
         conv = self._vector(w["conv"]), self._vector(w.get("conv.bias"))
-        vectors = [self._vector(w.get(n)) for n in ("rate", "rate_bias", "skip", "mixer_norm")]
-        out = self._product(w, "o").struct
+        out, rate = self._product(w, "o").struct, w.get("rate")
+        names, of_latents, limits = {"in": 0}, dict[str, int](), (0.0, float("inf"), 0.0)
+        by_channel = False
         if isinstance(mixer, ShortConv):
-            sizes, names, limits = (0, 0, 0, 0), ["in"], (0.0, 0.0)
+            sizes = 0, 0, 0, 0
         elif isinstance(mixer, DeltaNet):
             sizes = mixer.key_heads, mixer.heads, mixer.key, mixer.value
-            names, limits = ["in", "z", "ba"], (0.0, float("inf"))
+            (names, of_latents), by_channel = mixer.products, mixer.by_channel
+            limits = (*limits[:2], mixer.bound or 0.0)
+            rate = w["rate"].repeat_interleave(mixer.decays // mixer.heads)
         else:
             sizes = mixer.groups, mixer.heads, mixer.state, mixer.value
-            names, limits = ["in"], (mixer.least, mixer.most)
+            limits = mixer.least, mixer.most, 0.0
+        vectors = [self._vector(w.get(n)) for n in ("rate_bias", "skip", "mixer_norm")]
         if sizes[1] % (sizes[0] or 1):
             raise ValueError(f"{mixer} cuts its heads into parts of different sizes")
         kind = native.RECURRENCES.index(type(mixer).__name__)
-        inputs = self._structs(3, self._products(w, *names))
-        shape = kind, mixer.width, mixer.channels
-        return native.RecurrentLayer(inputs, out, *conv, *vectors, *limits, *shape, *sizes)
+        inputs = self._structs(6, self._products(w, *names))
+        latents = self._structs(2, [self._product(w, name) for name in of_latents])
+        return native.RecurrentLayer(
+            *(inputs, out, latents, *conv, self._vector(rate), *vectors, *limits),
+            *(kind, mixer.width, mixer.channels, *sizes, by_channel),
+        )
 
     def _attention(self, attention: Attention, w: Weights) -> native.AttentionLayer:
         kind, rope = attention.kind, self._rope(attention.rope, attention.kind.head_dim)
@@ -188,6 +195,7 @@ class NativeLayers(Layers):
             heads_of(kind),
             self._structs(2, self._products(w, "q" if whole else "q_a", "kv_a")),
             () if whole else self._product(w, "q_b").struct,
+            self._product(w, "z").struct if latent.gated else (),
             self._product(w, "o").struct,
             *(self._by_head(w[name], kind.query_heads) for name in ("k_b", "v_b")),
             *(self._vector(w.get(name)) for name in ("q_a_norm", "kv_a_norm")),
@@ -226,12 +234,16 @@ class NativeLayers(Layers):
         shared = None if experts.shared is None else self._mlp(experts.shared, w, "shared.")
         self._held += [each, shared]
         gate = self._product(w, "shared.router").struct if experts.shared_gate else ()
+        latent: list[Any] = [(), ()]
+        if experts.latent is not None:
+            latent = [self._product(w, name).struct for name in ("latent_in", "latent_out")]
         return native.Experts(
             ctypes.addressof(each),
             None if shared is None else ctypes.addressof(shared),
             *(
                 self._product(w, "router", torch.float32).struct,
                 gate,
+                *latent,
                 *(self._vector(w.get(name)) for name in ("correction", "expert_scale")),
             ),
             *(native.SCORES.index(experts.scores), experts.count, experts.active, experts.groups),

@@ -29,7 +29,7 @@ struct AttentionLayer {
 struct LatentLayer {  // MLA, whose keys and values are absorbed
     Heads heads;                        // of the attention over latents
     Weight in[2];                       // queries or their latent, then the latent and key of pages
-    Weight q_b;                         // of the queries' latent; columns: 0 for none
+    Weight q_b, gate;                   // of the queries' latent, of a head each; columns: 0: none
     Weight out;
     const Weight *k_b, *v_b;            // [heads] each
     const float *q_a_norm, *kv_a_norm;  // of latents; q_a_norm: null for none
@@ -134,8 +134,15 @@ struct Step {
                 auto& layer = *(const RecurrentLayer*)sublayer.layer;
                 int64_t stride = 0;
                 for (const Weight& weight : layer.in) stride += weight.columns;
-                several(layer.in, 3, x, hidden, a, stride, rows, threads,
+                T *to = a + stride, *latents = to;
+                for (const Weight& w : layer.of_latents) stride += w.columns, latents -= w.depth;
+                several(layer.in, 6, x, hidden, a, stride, rows, threads,
                         panels_of(layer.out, threads));
+                for (const Weight& w : layer.of_latents) {
+                    if (!w.columns) break;
+                    multiply(latents, stride, w, to, stride, rows, threads);
+                    latents += w.depth, to += w.columns;
+                }
                 Recurrent<T>{layer, batch, states, state, a, stride, model.eps, threads}.run(b);
                 state += 2, out = &layer.out;
             }
@@ -311,6 +318,17 @@ struct Step {
         Attention<T>{plan, query, pages, latents}.run(threads, panels_of(*layer.v_b, threads));
         Tokens<T> means{latents, h.heads * rank}, to{out, h.heads * layer.value};
         by_head(layer.v_b, means, rank, to, layer.value, h.heads, rows, panels_of(layer.out, threads));
+        if (!layer.gate.columns) return;
+        static thread_local Scratch memory;
+        float* gates = memory.get(rows * h.heads);
+        multiply(x, model.hidden, layer.gate, gates, h.heads, rows, threads);
+        parallel_rows(rows, to.stride, threads, [&](int64_t t) {
+            for (int i = 0; i < h.heads; i++)
+                for (int d = 0, n = layer.value; n > 0; d += W, n -= W) {
+                    T* head = to[t] + i * layer.value + d;
+                    store(head, load(head, n) * sigmoid(all(gates[t * h.heads + i])), n);
+                }
+        });
     }
 
     // The products of all heads as one list of tasks; the heads of a row are so many numbers apart.

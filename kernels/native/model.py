@@ -43,7 +43,7 @@ class LatentLayer(ctypes.Structure):
     """`LatentLayer` of model.h."""
 
     _fields_ = [
-        *(("heads", Heads), ("inputs", Weight * 2), ("q_b", Weight), ("out", Weight)),
+        *(("heads", Heads), ("inputs", Weight * 2), *_fields(Weight, "q_b gate out")),
         *_fields(c_void_p, "k_b v_b q_a_norm kv_a_norm"),
         *_fields(c_int32, "pages rope nope value scaled_length"),
         *_fields(c_float, "scaling eps"),
@@ -54,10 +54,10 @@ class RecurrentLayer(ctypes.Structure):
     """`RecurrentLayer` of recurrence.h."""
 
     _fields_ = [
-        *(("inputs", Weight * 3), ("out", Weight)),
+        *(("inputs", Weight * 6), ("out", Weight), ("of_latents", Weight * 2)),
         *_fields(c_void_p, "conv conv_bias rate rate_bias skip norm"),
-        *_fields(c_float, "least most"),
-        *_fields(c_int32, "kind width channels key_heads heads key value"),
+        *_fields(c_float, "least most bound"),
+        *_fields(c_int32, "kind width channels key_heads heads key value by_channel"),
     ]
 
 
@@ -75,7 +75,7 @@ class Experts(ctypes.Structure):
 
     _fields_ = [
         *_fields(c_void_p, "each shared"),
-        *_fields(Weight, "router shared_gate"),
+        *_fields(Weight, "router shared_gate latent_in latent_out"),
         *_fields(c_void_p, "correction each_scale"),
         *_fields(c_int32, "scores count active groups kept_groups group_best renormalise"),
         *_fields(c_float, "epsilon scale"),
@@ -289,6 +289,8 @@ class NativeModel:
 def _columns_in(mixer: _Attends | RecurrentLayer) -> int:
     """Columns before a mixer's own work; of MLA, as `attend` in model.h says."""
     columns = sum(weight.columns for weight in mixer.inputs)
+    if isinstance(mixer, RecurrentLayer):
+        columns += sum(weight.columns for weight in mixer.of_latents)
     if not isinstance(mixer, LatentLayer):
         return columns
     heads = mixer.heads

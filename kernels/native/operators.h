@@ -59,6 +59,13 @@ void add_norm(float* y, float* residual, T* x, int64_t rows, int width, const Jo
 
 inline vec sigmoid(vec x) { return 1.0f / (1.0f + exp(-x)); }
 
+// log(1 + e^x) as max(x, 0) + log(1 + y) with y = e^-|x|: twice the series of atanh(y / (2 + y)).
+inline vec softplus(vec x) {
+    vec y = exp(x < 0.0f ? x : -x), s = y / (2.0f + y), square = s * s, p = all(1 / 13.0f);
+    for (float n : {11.0f, 9.0f, 7.0f, 5.0f, 3.0f, 1.0f}) p = fma(p, square, all(1 / n));
+    return (x > 0.0f ? x : vec{}) + 2.0f * s * p;
+}
+
 // Half of the complementary error function for x >= 0, within 1e-7 (Abramowitz, Stegun, 7.1.26).
 inline vec half_erfc(vec x) {
     vec t = 1.0f / (1.0f + 0.3275911f * x), p = all(0.5307027145f);

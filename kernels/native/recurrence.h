@@ -15,16 +15,21 @@ namespace {
 enum Recurrence : int32_t { SHORT_CONV, DELTA_NET, MAMBA2 };
 
 struct RecurrentLayer {
-    Weight in[3], out;
-    const float *conv, *conv_bias;         // [width][channels], the oldest tap first; bias or null
-    const float *rate, *rate_bias, *skip;  // [heads] each; not of SHORT_CONV; skip of MAMBA2
-    const float* norm;                     // [value]; of MAMBA2 [heads * value], in key_heads parts
-    float least, most;                     // limits of a token's step
+    Weight in[6], out;
+    Weight of_latents[2];              // products of the last numbers that `in` gives; or none
+    const float *conv, *conv_bias;     // [width][channels], the oldest tap first; bias or null
+    const float *rate, *rate_bias;     // [decays] each; not of SHORT_CONV
+    const float *skip, *norm;          // skip [heads] of MAMBA2; norm [value], of MAMBA2
+                                       // [heads * value], in key_heads parts
+    float least, most;                 // limits of a token's step
+    float bound;                       // of a decay's logarithm, below 0; 0 for none
     Recurrence kind;
-    int32_t width, channels;               // of the convolution
+    int32_t width, channels;           // of the convolution
     int32_t key_heads, heads, key, value;  // a state is [heads][key][value]
+    int32_t by_channel;                // each row of a state fades by itself
 
     int64_t values() const { return (int64_t)heads * value; }
+    int64_t decays() const { return by_channel ? (int64_t)heads * key : heads; }
 };
 
 // The slots that a step reads (-1: zeros) and writes for each sequence. The state after the first
@@ -35,8 +40,8 @@ struct States {
     float* const* tensors;  // of each recurrent layer: conv [slots][width - 1][channels], and the
 };                          // states [slots][heads][key][value]; or null
 
-// Rows of `x` are what the layer's products give. SHORT_CONV: B, C, x. DELTA_NET: q, k, v, z, beta,
-// alpha. MAMBA2: z, x, B, C, dt.
+// Rows of `x` are what the layer's products give. SHORT_CONV: B, C, x. DELTA_NET: q, k, v, beta,
+// latents, if there are some, alpha, z. MAMBA2: z, x, B, C, dt.
 template <class T>
 struct Recurrent {
     const RecurrentLayer& m;
@@ -51,14 +56,16 @@ struct Recurrent {
     float *conv = tensors[0], *state = tensors[1];
     bool delta = m.kind == DELTA_NET, is_conv = m.kind == SHORT_CONV;
     int64_t inputs_at = m.kind == MAMBA2 ? m.values() : 0;  // of the convolution
+    int64_t z_at = delta ? stride - m.values() : 0, decays = m.decays();
+    int64_t alpha_at = delta ? z_at - decays : inputs_at + m.channels;
 
     // out [rows][channels] of SHORT_CONV, else [rows][heads * value].
     void run(T* out) const {
         static thread_local Scratch memory;
         int64_t channels = is_conv ? 0 : m.channels, values = is_conv ? 0 : m.values();
         int64_t heads = is_conv ? 0 : m.heads;
-        float* mixed = memory.get(rows * (channels + values + 2 * heads));
-        float *y = mixed + rows * channels, *fade = y + rows * values, *gain = fade + rows * heads;
+        float* mixed = memory.get(rows * (channels + values + decays + heads));
+        float *y = mixed + rows * channels, *fade = y + rows * values, *gain = fade + rows * decays;
         convolve(mixed, out);
         parallel_rows(batch.sequences, before * m.channels, threads, [&](int64_t s) {
             for (int64_t i = states.keep_starts[s]; i < states.keep_starts[s + 1]; i++)
@@ -67,7 +74,7 @@ struct Recurrent {
         });
         if (is_conv) return;
         parallel_rows(rows, 8 * channels, threads, [&](int64_t t) {
-            prepare(t, mixed + t * channels, fade + t * heads, gain + t * heads);
+            prepare(t, mixed + t * channels, fade + t * decays, gain + t * heads);
         });
         int64_t parts = (m.value + COLUMNS - 1) / COLUMNS;
         parallel(batch.sequences * heads * parts, threads, [&](int64_t task) {
@@ -131,15 +138,21 @@ struct Recurrent {
     // Of a token: how the state fades, and what values gain, by head; queries and keys of a delta
     // net are normed.
     void prepare(int64_t t, float* mixed, float* fade, float* gain) const {
-        const T* last = x + t * stride + (delta ? m.channels : inputs_at + m.channels);
-        if (delta) last += m.values();  // behind z
-        for (int h = 0; h < m.heads; h++) {
-            float step = number(last[delta ? m.heads + h : h]) + m.rate_bias[h];
-            step = step > 20 ? step : std::log1p(std::exp(step));
-            step = step < m.least ? m.least : step > m.most ? m.most : step;
-            fade[h] = std::exp(m.rate[h] * step);
-            gain[h] = delta ? 1 / (1 + std::exp(-number(last[h]))) : step;
+        const T* row = x + t * stride;
+        for (int c = 0, n = decays; n > 0; c += W, n -= W) {
+            vec step = load(row + alpha_at + c, n) + load(m.rate_bias + c, n);
+            vec rate = load(m.rate + c, n);  // times the step: the logarithm of a decay
+            if (m.bound < 0) {
+                step = sigmoid(-rate * step), rate = all(m.bound);
+            } else {
+                step = softplus(step);
+                step = step < m.least ? all(m.least) : step > m.most ? all(m.most) : step;
+            }
+            store(fade + c, exp(rate * step), n);
+            if (!delta) store(gain + c, step, n);
         }
+        for (int h = 0, n = m.heads; n > 0 && delta; h += W, n -= W)
+            store(gain + h, sigmoid(load(row + m.channels + h, n)), n);
         for (int h = 0; h < 2 * m.key_heads && delta; h++) {
             float* at = mixed + h * m.key;
             vec squares = {};
@@ -192,11 +205,12 @@ struct Recurrent {
             if (t == end) break;
             const float* row = mixed + t * m.channels;
             float gain = gains[t * m.heads + head], skip = m.skip ? m.skip[head] : 0;
-            vec fade = all(fades[t * m.heads + head]), add[C], sums[C];
+            const float* own = fades + (t * m.heads + head) * (m.by_channel ? m.key : 1);
+            vec fade = all(m.by_channel ? 1 : *own), add[C], sums[C];
             for (int j = 0; j < C; j++) add[j] = read(row + value_at, j), sums[j] = add[j] * skip;
             if (delta) {  // what the state already gives for this key is taken off
                 vec found[C];
-                predict(held, row + key_at, found);
+                predict(held, row + key_at, m.by_channel ? own : nullptr, found);
                 for (int j = 0; j < C; j++) add[j] -= found[j] * fade;
             }
             for (int j = 0; j < C; j++) add[j] *= gain;
@@ -206,17 +220,24 @@ struct Recurrent {
         save(states.write[s]);
     }
 
-    // found = state^T key, in two sums for each vector: a single chain would wait for itself.
-    void predict(const float* held, const float* key, vec* found) const {
+    // found = state^T key, in two sums for each vector: a single chain would wait for itself. The
+    // state's rows fade first, unless `fades` is null.
+    void predict(float* held, const float* key, const float* fades, vec* found) const {
         vec even[C] = {}, odd[C] = {};
+        auto read = [&](int i, int j) {
+            float* from = held + (i * C + j) * W;
+            vec v = load(from);
+            if (fades) store(from, v *= fades[i]);
+            return v;
+        };
         int i = 0;
-        for (; i + 1 < m.key; i += 2, held += 2 * COLUMNS)
+        for (; i + 1 < m.key; i += 2)
             for (int j = 0; j < C; j++) {
-                even[j] = fma(all(key[i]), load(held + j * W), even[j]);
-                odd[j] = fma(all(key[i + 1]), load(held + COLUMNS + j * W), odd[j]);
+                even[j] = fma(all(key[i]), read(i, j), even[j]);
+                odd[j] = fma(all(key[i + 1]), read(i + 1, j), odd[j]);
             }
         for (int j = 0; j < C; j++) {
-            if (i < m.key) even[j] = fma(all(key[i]), load(held + j * W), even[j]);
+            if (i < m.key) even[j] = fma(all(key[i]), read(i, j), even[j]);
             found[j] = even[j] + odd[j];
         }
     }
@@ -236,12 +257,13 @@ struct Recurrent {
     // ---- The output of a token: normed and gated.
 
     void finish(float* y, const T* row, T* out) const {
-        const T* z = row + (delta ? m.channels : 0);
+        const T* z = row + z_at;
         int64_t values = m.values(), size = values / m.key_heads;
         for (int h = 0; h < m.heads && delta; h++)
             norm(y + h * m.value, m.norm, y + h * m.value, m.value, eps);
         for (int64_t d = 0, n = values; n > 0; d += W, n -= W) {
-            vec gate = load(z + d, n), v = load(y + d, n) * (gate * sigmoid(gate));
+            vec gate = load(z + d, n), part = m.by_channel ? all(1) : gate;
+            vec v = load(y + d, n) * (part * sigmoid(gate));
             delta ? store(out + d, v, n) : store(y + d, v, n);
         }
         for (int g = 0; g < m.key_heads && !delta; g++)

@@ -55,10 +55,10 @@ class GroupedExperts:
 
         self._up = stacked("up", *["gate"] * spec.each.gated)  # FlashInfer's order
         self._down = stacked("down")
-        self._shared = {
-            name.removeprefix("shared."): dense(weight).to(dtype)
+        self._whole = {
+            name: dense(weight).to(dtype)
             for name, weight in weights.items()
-            if name.startswith("shared.")
+            if name.startswith(("shared.", "latent_"))
         }
 
     def __call__(self, x: torch.Tensor, routed: torch.Tensor | None = None) -> torch.Tensor:
@@ -67,7 +67,11 @@ class GroupedExperts:
         factors, chosen = choose(
             spec, F.linear(read, self._router, self._router_bias), *self._vectors
         )
-        out = self.mixed(x, factors, chosen)
+        if spec.latent is None:
+            out = self.mixed(x, factors, chosen)
+        else:
+            rows = self.mixed(F.linear(x, self._whole["latent_in"]), factors, chosen)
+            out = F.linear(rows, self._whole["latent_out"])
         return out if spec.shared is None else out.add_(self._of_shared(x))
 
     def mixed(self, x: torch.Tensor, factors: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -97,13 +101,15 @@ class GroupedExperts:
         return activate(kind, gate, up)
 
     def _of_shared(self, x: torch.Tensor) -> torch.Tensor:
-        spec, weights = self._spec.shared, self._shared
+        spec, weights = self._spec.shared, self._whole
         assert spec is not None
-        up = F.linear(x, weights["up"], weights.get("up.bias"))
-        gate = F.linear(x, weights["gate"], weights.get("gate.bias")) if spec.gated else None
-        inner = activate(spec.activation, *([up] if gate is None else [gate, up]))
-        out = F.linear(inner, weights["down"], weights.get("down.bias"))
-        return out * F.linear(x, weights["router"]).sigmoid() if self._spec.shared_gate else out
+
+        def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+            return F.linear(x, weights[f"shared.{name}"], weights.get(f"shared.{name}.bias"))
+
+        names = ["gate", "up"] if spec.gated else ["up"]
+        out = linear(activate(spec.activation, *(linear(x, name) for name in names)), "down")
+        return out * linear(x, "router").sigmoid() if self._spec.shared_gate else out
 
 
 def choose(

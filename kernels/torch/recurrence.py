@@ -39,8 +39,9 @@ class RecurrentMixer:
         eps: float,
     ) -> None:
         self._spec, self._recur, self._eps = spec, cast(Recurrence, recur), eps
-        names = ["in", "z", "ba"] if isinstance(spec, DeltaNet) else ["in"]
+        names, of_latents = spec.products if isinstance(spec, DeltaNet) else ({"in": 0}, {})
         self._inputs = linear(*((weights[n], weights.get(f"{n}.bias")) for n in names))
+        self._of_latents = [linear((weights[name], None)) for name in of_latents]
         self._w = {name: weights[name] for name in _VECTORS if name in weights}
         if isinstance(spec, DeltaNet):  # queries and keys are normed to these root mean squares
             each = weights["rate"].new_tensor([[spec.key**-1.0], [spec.key**-0.5]])
@@ -63,19 +64,27 @@ class RecurrentMixer:
     ) -> torch.Tensor:
         net, w = self._spec, self._w
         assert isinstance(net, DeltaNet)
-        rows, z, beta, alpha = found.split([net.channels, net.out_width, net.heads, net.heads], 1)
+        sizes = [net.rank or net.decays, net.rank or net.out_width]
+        rows, beta, alpha, z = found.split([net.channels, net.heads, *sizes], 1)
+        if self._of_latents:
+            alpha, z = (of(x) for of, x in zip(self._of_latents, (alpha, z), strict=True))
         keys = net.key_heads * net.key
         mixed = self._convolve(rows, conv, step)
         both, value = F.silu(mixed, inplace=True).split([2 * keys, net.out_width], 1)
         both = both.unflatten(1, (2 * net.key_heads, net.key))
         both = F.rms_norm(both, both.shape[2:], eps=1e-6 / net.key) * self._lengths
         query, key = both.split(net.key_heads, 1)
-        fade = (w["rate"] * F.softplus(alpha.float() + w["rate_bias"])).exp()
+        alpha = (alpha.float() + w["rate_bias"]).unflatten(1, (net.heads, -1))
+        rate = w["rate"][:, None]
+        if net.bound is None:
+            fade = (rate * F.softplus(alpha)).exp()
+        else:
+            fade = (net.bound * (-rate * alpha).sigmoid()).exp()
         value = value.unflatten(1, (net.heads, net.value))
         tokens = Tokens(query, key, value, fade, beta.float().sigmoid(), True)
         out = self._recur(state, tokens, step.slots)
         out = F.rms_norm(out, out.shape[2:], w["mixer_norm"], self._eps)
-        return out.flatten(1) * F.silu(z.float())
+        return out.flatten(1) * (z.float().sigmoid() if net.by_channel else F.silu(z.float()))
 
     def _mamba(
         self, found: torch.Tensor, conv: torch.Tensor, state: torch.Tensor, step: StepStates
@@ -89,7 +98,8 @@ class RecurrentMixer:
         key, query = (t.unflatten(1, (mamba.groups, mamba.state)) for t in pair)
         value = value.unflatten(1, (mamba.heads, mamba.value))
         gain = F.softplus(dt.float() + w["rate_bias"]).clamp(mamba.least, mamba.most)
-        tokens = Tokens(query, key, value, (w["rate"] * gain).exp(), gain, False)
+        fade = (w["rate"] * gain).exp()[..., None]
+        tokens = Tokens(query, key, value, fade, gain, False)
         out = self._recur(state, tokens, step.slots) + w["skip"][:, None] * value
         gated = out.flatten(1) * F.silu(z.float())
         parts = gated.unflatten(1, (mamba.groups, -1))
@@ -118,7 +128,7 @@ def recur(states: torch.Tensor, tokens: Tokens, slots: Slots) -> torch.Tensor:
     for first, end, before, after in zip(starts, starts[1:], read, write, strict=False):
         state = states[before].clone() if before >= 0 else torch.zeros_like(states[after])
         for row in range(first, end):
-            state *= tokens.fade[row, :, None, None]
+            state *= tokens.fade[row, :, :, None]
             added = tokens.value[row]
             if tokens.delta:
                 added = added - torch.einsum("hkv,hk->hv", state, key[row])

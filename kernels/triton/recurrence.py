@@ -30,7 +30,7 @@ def recur(states: torch.Tensor, tokens: Tokens, slots: Slots) -> torch.Tensor:
     _recur[grid](
         states, query, key, value, fade.contiguous(), gain.contiguous(), out, *slots,
         query.stride(0), key.stride(0), value.stride(0), HEADS=heads,
-        GROUP=heads // key.shape[1], KEY=key.shape[2],
+        GROUP=heads // key.shape[1], KEY=key.shape[2], FADES=fade.shape[2],
         KEY_2=triton.next_power_of_2(key.shape[2]), VALUE=size, COLUMNS=columns, DELTA=delta,
         num_warps=1,
     )  # fmt: skip
@@ -45,8 +45,8 @@ def columns_of(key: int) -> int:
 @triton.jit
 def _recur(
     states, query, key, value, fade, gain, out, starts, read, write, keeps, query_row, key_row,
-    value_row, HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, KEY_2: tl.constexpr,
-    VALUE: tl.constexpr, COLUMNS: tl.constexpr, DELTA: tl.constexpr,
+    value_row, HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, FADES: tl.constexpr,
+    KEY_2: tl.constexpr, VALUE: tl.constexpr, COLUMNS: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     """Update columns of a head's state over the new tokens of a sequence."""
     head, sequence = tl.program_id(1), tl.program_id(2)
@@ -63,7 +63,10 @@ def _recur(
         q = tl.load(query + at * query_row + group, mask=in_k, other=0.0)
         key_ = tl.load(key + at * key_row + group, mask=in_k, other=0.0)
         added = tl.load(value + at * value_row + head * VALUE + v, mask=in_v, other=0.0)
-        state *= tl.load(fade + at * HEADS + head)
+        if FADES == 1:
+            state *= tl.load(fade + at * HEADS + head)
+        else:
+            state *= tl.load(fade + (at * HEADS + head) * KEY + k, mask=in_k, other=0.0)[:, None]
         if DELTA:
             added -= tl.sum(state * key_[:, None], 0)
         state += key_[:, None] * (added * tl.load(gain + at * HEADS + head))[None, :]

@@ -38,7 +38,7 @@ class LoadedLayer:
         norms: by the names of `Layer.norms`, and those of queries, keys, values and latents.
         qkv: queries, keys and values side by side, then the gates of the output, if it has them;
             no keys and values in a layer that shares those of another. Of MLA, the queries or their
-            latent, the latent and the shared key.
+            latent, the latent and the shared key, then the gates of heads.
         q_b, k_b, v_b: of MLA.
         recurrent: in place of attention.
         out: the output of attention, or of a recurrent layer.
@@ -137,7 +137,8 @@ class LayerLoop(Layers):
                 loaded.norms["value_norm"] = ones.to(self._dtype)
         elif isinstance(mixer, Latent):
             heads, whole = mixer.kind.query_heads, mixer.q_rank is None
-            loaded.qkv = backend.linear(part("q" if whole else "q_a"), part("kv_a"))
+            names = ["q" if whole else "q_a", "kv_a"] + ["z"] * mixer.gated
+            loaded.qkv = backend.linear(*map(part, names))
             loaded.q_b = None if whole else backend.linear(part("q_b"))
             loaded.k_b, loaded.v_b = (backend.heads_linear(weights[n], heads) for n in _ABSORBED)
             loaded.out = backend.linear(part("o"))
@@ -362,21 +363,26 @@ class LayerLoop(Layers):
         assert isinstance(spec, Latent)
         kind, norms = spec.kind, layer.norms
         sizes = [spec.q_rank or spec.query_width, kind.head_dim, kind.value_dim]
-        query, latent, key = layer.qkv(x).split(sizes, -1)
+        sizes += [kind.query_heads] * spec.gated
+        query, latent, key, *gates = layer.qkv(x).split(sizes, -1)
         if layer.q_b is not None:
             query = layer.q_b(backend.norm(query, norms["q_a_norm"], spec.eps))
         query = query.unflatten(-1, (kind.query_heads, -1))
         query, turned = query.split([spec.nope, kind.value_dim], -1)
         latent = backend.norm(latent, norms["kv_a_norm"], spec.eps)[:, None]
-        both = turned.contiguous(), key[:, None].contiguous()
-        turned, key = backend.rope(both, step.rope_positions[spec.rope])
+        turned, key = turned.contiguous(), key[:, None].contiguous()
+        if spec.rope is not None:
+            turned, key = backend.rope((turned, key), step.rope_positions[spec.rope])
         query, turned = (self._scaled(part, spec, step) for part in (query, turned))
-        return self._over_latents((query, turned), (latent, key), step, layer, pages)
+        out = self._over_latents((query, turned), (latent, key), step, layer, pages)
+        for gate in gates:
+            out = out.mul(gate.sigmoid()[..., None])
+        return out.flatten(1)
 
     def _over_latents(
         self, queries: Pair, keys: Pair, step: Step, layer: LoadedLayer, pages: LayerPages
     ) -> torch.Tensor:
-        """Attention of MLA over latents alone, with `k_b` and `v_b` absorbed.
+        """Attention of MLA over latents alone, with `k_b` and `v_b` absorbed: [T, heads, value].
 
         Args:
             queries: what meets the latents [T, heads, nope], and what is rotated [T, heads, rope].
@@ -386,7 +392,7 @@ class LayerLoop(Layers):
         assert isinstance(spec, Latent)
         query = torch.cat([layer.k_b(queries[0]), queries[1]], -1)
         out: torch.Tensor = layer.v_b(step.plan.run(LayerInputs(query, *keys, pages, spec.kind)))
-        return out.flatten(1)
+        return out
 
     def _scaled(self, query: torch.Tensor, spec: ATTENDS, step: Step) -> torch.Tensor:
         """Queries [T, heads, dim] by the factor of their positions."""

@@ -71,7 +71,7 @@ class _Expanded(LayerLoop):
         unseen = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
         weights = scores.masked_fill(unseen, -torch.inf).softmax(-1)
         value = torch.einsum("tr,hvr->thv", latent, layer.v_b)
-        return torch.einsum("hqk,khv->qhv", weights, value).flatten(1)
+        return torch.einsum("hqk,khv->qhv", weights, value)
 
 
 def rounded_logits(
@@ -170,11 +170,14 @@ def _experts(
     read = x if routed is None else routed
     scores = F.linear(read, dense(w["router"]).float(), w.get("router.bias"))
     factors, chosen = choose(spec, scores, w.get("correction"), w.get("expert_scale"))
-    out = torch.zeros_like(x)
+    rows_in = x if spec.latent is None else product(x, w["latent_in"])
+    out = torch.zeros_like(rows_in)
     for number in chosen.unique().tolist():
         rows, place = (chosen == number).nonzero(as_tuple=True)
         own = {name[8:]: each[number] for name, each in w.items() if name.startswith("experts.")}
-        out[rows] += factors[rows, place, None] * _mlp(spec.each, x[rows], own)
+        out[rows] += factors[rows, place, None] * _mlp(spec.each, rows_in[rows], own)
+    if spec.latent is not None:
+        out = product(out, w["latent_out"])
     if spec.shared is None:
         return out
     shared = _mlp(spec.shared, x, {n[7:]: t for n, t in w.items() if n.startswith("shared.")})

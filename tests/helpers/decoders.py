@@ -112,8 +112,14 @@ DECODERS: dict[str, dict[str, Any]] = {
     },
     "granitemoehybrid": {**_LOCAL, "position_embedding_type": "rope"},
     "bamba": {"mamba_n_groups": 4},
+    "kimi_linear": {
+        "q_lora_rank": 32, "v_head_dim": 24, "linear_head_dim": 20, "linear_num_heads": 3,
+        "num_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3,
+        "num_shared_experts": 2,
+    },
+    "bailing_hybrid": {"kda_lower_bound": -2.0, "v_head_dim": 24},
     "nemotron_h": {
-        **_GROUPS, "num_hidden_layers": 6, "time_step_min": 0.5,
+        **_GROUPS, "num_hidden_layers": 6, "time_step_min": 0.5, "moe_latent_size": 40,
         "layers_block_type": ["mamba", "attention", "mlp", "moe", "mamba", "attention"],
     },
 }  # fmt: skip

@@ -107,6 +107,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral4": ("mistral4", {**_GROUPS, **_SIZES, "head_dim": 24, "rope_parameters": {
         **_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
     }}),
+    "kimi_linear": ("kimi-linear", {"v_head_dim": 24, "linear_head_dim": 32}),
     "dots1": ("dots1", {**_GROUPS, "num_key_value_heads": 4}),
     "minimax_m2": ("minimax-m2", {**_LOCAL, "rotary_dim": 8}),
     "olmoe": ("olmoe", {"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2}),
@@ -116,6 +117,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {"block_auto_adjust_ff_dim": False}),
     "lfm2_moe": ("lfm2moe", {**_TIED, "shared_expert_intermediate_size": None}),
     "nemotron_h": ("nemotron_h", {}),
+    "nemotron_h of experts": ("nemotron_h_moe", {**_GROUPS, "first_k_dense_replace": None,
+        "layers_block_type": ["mamba", "moe", "attention", "moe", "mamba"], "n_shared_experts": 1,
+        "moe_shared_expert_intermediate_size": 40, "moe_latent_size": 32, "norm_topk_prob": True,
+        "routed_scaling_factor": 1.7}),
 }  # fmt: skip
 _CONVERTED = {"llama", "mixtral", "ministral3", "granite", "granitemoe", "granitemoehybrid"}
 _CONVERTED |= {"arcee", "smollm3", "nemotron_h"}
@@ -123,12 +128,12 @@ _MAMBA = {"granitemoehybrid": 1, "nemotron_h": 2}  # groups
 _ONE_ADDED = ("gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _SAYS_PATTERN = ("gemma4_text", "olmo3", "exaone4", "exaone_moe")
 _SCORED = (
-    "glm4_moe", "glm4v_moe", "solar_open", "dots1", "exaone_moe", "deepseek_v3", "glm4_moe_lite",
-    "deepseek_v2", "mistral4",
+    "nemotron_h", "kimi_linear", "glm4_moe", "glm4v_moe", "solar_open", "dots1", "exaone_moe",
+    "deepseek_v3", "glm4_moe_lite", "deepseek_v2", "mistral4",
 )  # fmt: skip
 _SIGMOID = (*_SCORED[:-2], "lfm2_moe", "minimax_m2")
 _SIDES = ("key", "value")
-_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu")
+_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu", "kimi_linear")
 _SECTIONS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe")
 
 # Keys by settings; of several settings, a config has one.
@@ -158,13 +163,15 @@ _KEYS = {
     "mamba_n_groups": "ssm.group_count", "mamba_n_heads": "ssm.time_step_rank",
     "conv_kernel": "ssm.conv_kernel", "ssm_state_size": "ssm.state_size",
     "n_groups": "ssm.group_count", "mamba_num_heads": "ssm.time_step_rank",
+    "model_max_length": "context_length", "num_experts_per_token": "expert_used_count",
+    "linear_head_dim": "kda.head_dim",
 }  # fmt: skip
 _SCORED_KEYS = {
     "n_routed_experts": "expert_count", "n_shared_experts": "expert_shared_count",
     "num_shared_experts": "expert_shared_count",
     "norm_topk_prob": "expert_weights_norm", "routed_scaling_factor": "expert_weights_scale",
     "n_group": "expert_group_count", "topk_group": "expert_group_used_count",
-    "first_k_dense_replace": "leading_dense_block_count",
+    "first_k_dense_replace": "leading_dense_block_count", "num_expert_group": "expert_group_count",
 }  # fmt: skip
 
 
@@ -177,7 +184,8 @@ def convert(
     whole = AutoConfig.from_pretrained(folder)
     family, config = whole.model_type, SimpleNamespace(**whole.get_text_config().to_dict())
     config.older = older
-    name = FAMILIES[family][0]
+    scored = family == "nemotron_h" and "moe" in config.layers_block_type
+    name = "nemotron_h_moe" if scored else FAMILIES[family][0]
     keys = {f"{name}.{key}": value for key, value in _metadata(family, config).items()}
     metadata = {"general.architecture": name, "tokenizer.ggml.eos_token_id": 257, **keys, **changes}
     names = gguf.get_tensor_name_map(
@@ -235,7 +243,10 @@ def _metadata(family: str, config: Any) -> dict[str, Any]:
             found["expert_gating_func"] = 2
         if config.q_lora_rank:
             found["attention.q_lora_rank"] = config.q_lora_rank
-        if family == "glm4_moe_lite":
+        if family == "kimi_linear":
+            attends = [int(t == "full_attention") for t in config.layer_types]
+            found["attention.head_count_kv"] = attends
+        if family in ("glm4_moe_lite", "kimi_linear"):
             found["leading_dense_block_count"] = config.mlp_layer_types.count("dense")
         if family == "youtu":
             found |= {"leading_dense_block_count": 2, "expert_shared_count": 0}
@@ -295,8 +306,13 @@ def _metadata(family: str, config: Any) -> dict[str, Any]:
         found["attention.head_count_kv"] = [
             2 * (b in ("attention", "full_attention")) for b in blocks
         ]
-        found["feed_forward_length"] = [config.intermediate_size * (b == "mlp") for b in blocks]
-        found = {k: v for k, v in found.items() if not k.startswith("expert")}
+        inner, scored = config.intermediate_size, "moe" in blocks
+        if scored:
+            inner, found["moe_latent_size"] = config.moe_intermediate_size, config.moe_latent_size
+            found["expert_shared_feed_forward_length"] = config.moe_shared_expert_intermediate_size
+        else:
+            found = {k: v for k, v in found.items() if not k.startswith("expert")}
+        found["feed_forward_length"] = [inner * (b in ("mlp", "moe")) for b in blocks]
         found["attention.layer_norm_epsilon"] = config.layer_norm_epsilon
         found |= {"block_count": len(blocks)} | {
             "ssm.inner_size": 128,
@@ -367,10 +383,14 @@ def _weights(
             name = re.sub(r"(sinks|layer_scalar)$", r"\1.weight", name)
             if ".mixer." in name or family == "nemotron_h":
                 name = name.replace("model.layers.", "backbone.layers.")
-            yield name, weight.squeeze()
+            if family == "kimi_linear":
+                name = re.sub(r"block_sparse_moe\.(\w+_proj\.)", r"mlp.\1", name)
+            yield name, weight if family == "kimi_linear" else weight.squeeze()
     for name, parts in experts.items():
         if family == "mixtral":
             name = re.sub(r"model\.(layers\.\d+)\.block_sparse_moe", r"\1.feed_forward", name)
+        if family == "nemotron_h":
+            name = name.replace("mixer", "mlp").replace("backbone", "model")
         yield name, torch.stack(parts)
 
 

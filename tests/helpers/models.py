@@ -90,8 +90,13 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         **_TURNS, "num_key_value_heads": 4, "head_dim": None, "q_lora_rank": None,
         "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
         "linear_num_heads": 4, "linear_head_dim": 16, "num_experts": 4,
-        "num_experts_per_token": 2, "n_routed_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+    },
+    "bailing_hybrid": {
+        **_TURNS, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8, "v_head_dim": 16, "head_dim": 16, "num_experts": 8,
+        "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
+        "first_k_dense_replace": 1,
     },
     "nemotron_h": {
         "layers_block_type": ["mamba", "attention", "mlp", "mamba", "attention"],

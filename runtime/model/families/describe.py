@@ -58,6 +58,7 @@ def describe(
         family, settings = complete(settings, family in WRAPPERS)
         if family not in FAMILIES:
             raise Unknown(f"no loop for {family}")
+        settings = {FAMILIES[family].renamed.get(name, name): x for name, x in settings.items()}
         return _describe(family, Config(settings, complete=True), max_model_len)
     except Unknown:
         raise
@@ -153,15 +154,18 @@ def _latent(config: Config, row: Family, ropes: Ropes, number: int, kind: str) -
     nope, turned, value = (config.size(name) for name in names)
     config.agree("num_key_value_heads", heads)
     config.agree("qk_head_dim", nope + turned)
-    config.agree("head_dim", turned, nope + turned)
-    if config.denies("rope_interleave"):
-        raise Unknown("its RoPE turns the halves of a head")
     if max(heads, rank, nope, turned, value) > 1 << 16:
         raise Unknown(f"its heads are {heads} of {nope} and {turned} over latents of {rank}")
-    rope = ropes.index(kind, nope + turned if row.partial_rope else turned)
-    if 2 * len(ropes.made[rope].frequencies) != turned:
-        raise Unknown(f"its RoPE turns other elements than {turned}")
-    scale = (nope + turned) ** -0.5 * ropes.mscale(kind) ** 2
+    rope, scale = None, (nope + turned) ** -0.5
+    config.ignore("head_dim")
+    if row.turned(config, number, kind):
+        config.agree("head_dim", turned, nope + turned)
+        if config.denies("rope_interleave"):
+            raise Unknown("its RoPE turns the halves of a head")
+        rope = ropes.index(kind, nope + turned if row.partial_rope else turned)
+        if 2 * len(ropes.made[rope].frequencies) != turned:
+            raise Unknown(f"its RoPE turns other elements than {turned}")
+        scale *= ropes.mscale(kind) ** 2
     return Latent(
         LayerKind(heads, 1, rank, turned, scale, mla=True),
         nope,
@@ -170,4 +174,5 @@ def _latent(config: Config, row: Family, ropes: Ropes, number: int, kind: str) -
         rope,
         bias=config.flag(row.bias),
         query_scaling=ropes.query_scaling(kind) if row.query_scaling else None,
+        gated=row.gated,
     )

@@ -47,6 +47,7 @@ class Family:
         value_is_key: of layers without a window.
         alternating: a checkpoint's experts are [in, out], and gate and up take turns in them.
         spare_layers: a checkpoint may have layers after the last, for the tokens after the next.
+        renamed: settings by their names in the config, and what other families call them.
         ignored: settings, between spaces, that change nothing here, or not alone.
         agreed: settings that no code reads, and what they may say, as the family does just that.
     """
@@ -85,6 +86,7 @@ class Family:
     value_is_key: str | bool = False
     alternating: bool = False
     spare_layers: bool = False
+    renamed: Mapping[str, str] = field(default_factory=dict)
     ignored: str = ""
     agreed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 

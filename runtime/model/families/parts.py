@@ -119,9 +119,12 @@ def nemotron(config: Config, family: Family, number: int) -> MLP | Experts:
     """A block of its own."""
     if config.get("layers_block_type")[number] == "mlp":
         return family.dense(config)
-    if config.maybe("moe_latent_size") is not None:
-        raise Unknown("its experts are in a latent space")
-    return deepseek(config, family, number)
+    found = deepseek(config, family, number)
+    if isinstance(found, MLP) or config.maybe("moe_latent_size") is None:
+        return found
+    if config.flag(family.mlp_bias):
+        raise Unknown("its experts are in a latent space with biases")
+    return replace(found, latent=config.size("moe_latent_size"))
 
 
 def minimax(config: Config, family: Family, number: int) -> Experts:
@@ -165,7 +168,32 @@ def short_conv(config: Config) -> ShortConv:
 
 def delta_net(config: Config) -> DeltaNet:
     names = "conv_kernel_dim num_key_heads num_value_heads key_head_dim value_head_dim".split()
-    return DeltaNet(*(config.size(f"linear_{name}") for name in names))
+    width, keys, heads, key, value = (config.size(f"linear_{name}") for name in names)
+    return DeltaNet(width, keys, heads, key, value)
+
+
+def kimi_delta(config: Config) -> DeltaNet:
+    """KDA with latents of the size of a head."""
+    known = {"full_attn_layers", "head_dim", "kda_layers", "num_heads", "short_conv_kernel_size"}
+    if unknown := (config.maybe("linear_attn_config") or {}).keys() - known:
+        raise Unknown(f"its linear_attn_config has {', '.join(sorted(unknown))}")
+    return _kda(config, rank=config.size("linear_head_dim"))
+
+
+def ling_delta(config: Config) -> DeltaNet:
+    """KDA, perhaps with bounded decays."""
+    bound = config.number("kda_lower_bound")
+    if not config.flag("kda_safe_gate"):
+        return _kda(config)
+    if not bound < 0:
+        raise Unknown(f"its kda_lower_bound is {bound}")
+    return _kda(config, bound=bound)
+
+
+def _kda(config: Config, **more: Any) -> DeltaNet:
+    names = ("linear_conv_kernel_dim", "linear_num_heads", "linear_head_dim")
+    width, heads, size = (config.size(name) for name in names)
+    return DeltaNet(width, heads, heads, size, size, by_channel=True, **more)
 
 
 def granite_mamba(config: Config) -> Mamba2:

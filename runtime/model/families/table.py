@@ -52,11 +52,20 @@ def _bamba_types(config: Config) -> list[str]:
     return ["full_attention" if n in attends else "linear_attention" for n in range(count)]
 
 
-def _nemotron_types(config: Config) -> list[str]:
+def _untied(config: Config) -> None:
     if config.flag("tie_word_embeddings"):  # transformers keeps a head of its own all the same
         raise Unknown("its head cannot be its embedding")
+
+
+def _nemotron_types(config: Config) -> list[str]:
+    _untied(config)
     types: list[str] = config.get("layers_block_type")
     return types
+
+
+def _kda_types(config: Config) -> list[str]:
+    _untied(config)
+    return by_type(config)
 
 
 def _row(*bases: dict[str, Any], **more: Any) -> Family:
@@ -128,6 +137,13 @@ _DEEPSEEK_3: dict[str, Any] = {
     "agreed": {
         "moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",),
         "partial_rotary_factor": (1,),
+    },
+}  # fmt: skip
+_KDA: dict[str, Any] = {
+    **_LATENT, "types": _kda_types, "mlp": parts.deepseek,
+    "renamed": {
+        "model_max_length": "max_position_embeddings", "moe_renormalize": "norm_topk_prob",
+        "num_expert_group": "n_group", "num_experts_per_token": "num_experts_per_tok",
     },
 }  # fmt: skip
 _HEAD_NORMS: dict[str, Any] = {"head_norms": "head", "agreed": {"use_qk_norm": (True,)}}
@@ -205,7 +221,21 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v3": _row(_DEEPSEEK_3),
     "glm4_moe_lite": _row(_DEEPSEEK_3),
-    "mistral4": _row(_LATENT, query_scaling=True, partial_rope=True, mlp=parts.mistral4),
+    "mistral4": _row(
+        _LATENT, query_scaling=True, partial_rope=True, mlp=parts.mistral4,
+    ),
+    "kimi_linear": _row(
+        _KDA, mixer=parts.kimi_delta, turned=lambda *layer: False,
+        agreed={
+            "mla_use_nope": (True,), "moe_layer_freq": (1,), "use_grouped_topk": (True,),
+            "moe_router_activation_func": ("sigmoid",), "topk_method": ("noaux_tc",),
+        },
+    ),
+    "bailing_hybrid": _row(
+        _KDA, mixer=parts.ling_delta, gated=True,
+        ignored=f"{_LATENT['ignored']} layer_group_size mtp_loss_scaling_factor "
+        "short_conv_kernel_size",
+    ),
     "youtu": _row(_LATENT, ignored="embedding_initializer_range"),
     "glm4v_moe_text": _row(
         _GLM, mlp=parts.deepseek, spare_layers=True, ignored="num_nextn_predict_layers"

@@ -1,7 +1,6 @@
 """Tells, for each architecture, how to translate a GGUF file to a config.json and its weights.
 
-llama.cpp's converters leave out what its code knows anyway, such as patterns of layers and factors;
-`implied` adds these settings for files that lack them.
+llama.cpp's converters leave out what its code knows anyway, such as patterns of layers: `implied`.
 """
 
 from __future__ import annotations
@@ -300,8 +299,15 @@ def _latent(m: Metadata, found: dict[str, Any]) -> None:
     if groups is not None and not m.has("expert_group_count"):
         found["n_group"], found["topk_group"] = groups
     if family == "deepseek_v2":
-        limited = found["n_group"] > 1
-        found["topk_method"] = "group_limited_greedy" if limited else "greedy"
+        found["topk_method"] = "group_limited_greedy" if found["n_group"] > 1 else "greedy"
+
+
+def _kimi(m: Metadata, found: dict[str, Any]) -> None:
+    turned, whole = found["head_dim"], m.size("attention.key_length_mla")
+    found |= {"qk_rope_head_dim": turned, "qk_nope_head_dim": whole - turned}
+    found["v_head_dim"] = m.size("attention.value_length_mla")
+    found["num_key_value_heads"] = found["linear_num_heads"] = found["num_attention_heads"]
+    found["layer_types"] = ["full_attention" if n else "linear_attention" for n in m.heads()[1]]
 
 
 def _nemotron(m: Metadata, found: dict[str, Any]) -> None:
@@ -440,6 +446,12 @@ ROWS: dict[str, Row] = {
         "mistral4", read=_LATENT_READ, keys=_LATENT, sizes=_INNER,
         implied={**_ANY_LATENT, "norm_topk_prob": True}, gating=0, adjust=_latent,
     ),
+    "kimi-linear": Row(
+        "kimi_linear", read=_LATENT_READ, sizes=_INNER, gating=2, adjust=_kimi,
+        keys={**_LATENT, "ssm.conv_kernel": "linear_conv_kernel_dim",
+              "kda.head_dim": "linear_head_dim"},
+        implied={**_ANY_LATENT, "norm_topk_prob": True},
+    ),
     "dots1": Row("dots1", keys=_SCORED, sizes=_INNER, flags=_BIAS, implied=_ALL_SCORED, gating=2),
     "minimax-m2": Row("minimax_m2", keys=_experts("num_local_experts"), gating=2),
     "olmoe": Row(
@@ -477,10 +489,11 @@ ROWS: dict[str, Row] = {
         implied=_NEMOTRON_SAYS, converted=True, adjust=_nemotron,
     ),
     "nemotron_h_moe": Row(
-        "nemotron_h", read=("ssm.inner_size",), keys={**_NEMOTRON, **_SCORED},
+        "nemotron_h", read=("ssm.inner_size",), flags=_NEMOTRON_FLAGS,
+        keys={**_NEMOTRON, **_SCORED, "moe_latent_size": "moe_latent_size"},
         sizes={**_INNER, "moe_shared_expert_intermediate_size": "ffn_up_shexp.weight"},
-        flags=_NEMOTRON_FLAGS,
-        implied={**_NEMOTRON_SAYS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
+        implied={**_NEMOTRON_SAYS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0,
+                 "moe_latent_size": None},
         converted=True, gating=2, adjust=_nemotron,
     ),
 }  # fmt: skip

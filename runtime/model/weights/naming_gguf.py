@@ -23,6 +23,7 @@ _PARTS = {
     "shared.router": "ffn_gate_inp_shexp", "gate_up": "ffn_up", "shared.gate_up": "ffn_up_shexp",
     "experts.gate_up": "ffn_gate_up_exps", "mlp_out_norm": "post_ffw_norm_1",
     "expert_norm": "pre_ffw_norm_2", "expert_out_norm": "post_ffw_norm_2",
+    "latent_in": "ffn_latent_down", "latent_out": "ffn_latent_up",
     "per_layer_norm": "post_norm", "per_layer.up": "inp_gate", "per_layer.down": "proj",
 }  # fmt: skip
 _PER_LAYER = {
@@ -35,11 +36,17 @@ _DELTA_NET = {
     **_MAMBA, "in": "attn_qkv", "z": "attn_gate", "qkvz": "ssm_in", "ba": "ssm_ba",
     "b": "ssm_beta", "a": "ssm_alpha",
 }  # fmt: skip
+_KDA = {
+    **_MAMBA, "b": "ssm_beta", "a_a": "ssm_f_a", "a_b": "ssm_f_b", "z_a": "ssm_g_a",
+    "z_b": "ssm_g_b", "o": "attn_output", "q_conv": "ssm_conv1d_q", "k_conv": "ssm_conv1d_k",
+    "v_conv": "ssm_conv1d_v",
+}  # fmt: skip
 _WHOLE = {
     "rate": "ssm_a", "skip": "ssm_d", "rate_bias": "ssm_dt.bias", "correction": "exp_probs_b.bias",
     "router_norm": "ffn_gate_inp.scale", "expert_scale": "ffn_down_exps.scale",
 }  # fmt: skip
-_THEN = {"conv": "transpose", "router_norm": "over root of size"}
+_CONVS = ("conv", "q_conv", "k_conv", "v_conv")
+_THEN = {"router_norm": "over root of size", **dict.fromkeys(_CONVS, "transpose")}
 _UNUSED = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 _TOWERS = ("v.", "a.", "mm.")  # encoders of images and sounds, whose text part is read
 
@@ -72,8 +79,10 @@ def _names(at: str, layer: Layer, stored: Container[str]) -> dict[str, str]:
     parts = _PARTS
     if isinstance(layer.mixer, ShortConv):
         parts = parts | _SHORT_CONV
+    elif isinstance(layer.mixer, DeltaNet):
+        parts = parts | (_KDA if layer.mixer.by_channel else _DELTA_NET)
     elif not isinstance(layer.mixer, ATTENDS | None):
-        parts = parts | (_DELTA_NET if isinstance(layer.mixer, DeltaNet) else _MAMBA)
+        parts = parts | _MAMBA
     if f"{at}ffn_norm.weight" not in stored and "attended_norm" not in layer.norms:
         # Some files name the MLP's norm by its place behind attention.
         parts = {**parts, "mlp_norm": "post_attention_norm"}

@@ -14,14 +14,14 @@ from radixcache.runtime.model.weights.plan import SHARED, Names, Naming
 # Where the text of a model is, and what else it may be beside; of the others all is text.
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.")
 _TEXT_PREFIXES = ("model.", "backbone.")
-_EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight")
+_EMBEDDINGS = ("embed_tokens.weight", "embeddings.weight", "word_embeddings.weight")
 _LAST_NORMS = ("norm.weight", "embedding_norm.weight", "norm_f.weight", "final_layernorm.weight")
 _HEADS = ["lm_head.weight", "language_model.lm_head.weight"]
 _PER_LAYER = {
     "table": "embed_tokens_per_layer.weight", "projection": "per_layer_model_projection.weight",
     "norm": "per_layer_projection_norm.weight",
 }  # fmt: skip
-_MIXERS = ("self_attn", "linear_attn", "mamba", "conv", "mixer")
+_MIXERS = ("self_attn", "linear_attn", "mamba", "conv", "mixer", "attention")
 _MIXER = {
     "q_proj": "q", "k_proj": "k", "v_proj": "v", "qkv_proj": "qkv", "gate_proj": "q_gate",
     "o_proj": "o", "out_proj": "o", "q_norm": "query_norm", "q_layernorm": "query_norm",
@@ -31,16 +31,21 @@ _MIXER = {
     "conv1d": "conv", "in_proj": "in", "in_proj_qkv": "in", "in_proj_z": "z",
     "in_proj_qkvz": "qkvz", "in_proj_ba": "ba", "in_proj_b": "b", "in_proj_a": "a",
     "A_log": "rate", "dt_bias": "rate_bias", "D": "skip", "norm": "mixer_norm",
+    "o_norm": "mixer_norm", "b_proj": "b", "f_proj": "a", "f_a_proj": "a_a", "f_b_proj": "a_b",
+    "g_proj": "z", "g_a_proj": "z_a", "g_b_proj": "z_b", "q_conv1d": "q_conv",
+    "k_conv1d": "k_conv", "v_conv1d": "v_conv", "dense": "o",
 }  # fmt: skip
 _MLPS = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp", "mixer")
 _MLP = {
     "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "gate_up_proj": "gate_up",
     "w1": "gate", "w3": "up", "w2": "down", "input_linear": "gate_up", "output_linear": "down",
     "gate": "router", "router": "router", "router.layer": "router",
-    "shared_expert_gate": "shared.router",
+    "shared_expert_gate": "shared.router", "fc1_latent_proj": "latent_in",
+    "fc2_latent_proj": "latent_out",
 }  # fmt: skip
 _NORMS = ("input_norm", "attended_norm", "mlp_norm", "after_norm", "query_norm", "key_norm")
-_THEN = {**dict.fromkeys(_NORMS, "plus offset"), "rate": "negative exp", "conv": "transpose"}
+_THEN = {**dict.fromkeys(_NORMS, "plus offset"), "rate": "negative exp"}
+_THEN |= dict.fromkeys(("conv", "q_conv", "k_conv", "v_conv"), "transpose")
 _THEN["router_norm"] = "over root of size"
 _OTHERS = {
     "layer_scalar": "layer_scale", "router.proj": "router",

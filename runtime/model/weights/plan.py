@@ -26,6 +26,7 @@ _LATENTS = ("q", "q_b", "kv_a", "k_b", "v_b")
 SHARED = ("k", "v", "key_norm")
 """What a layer that attends over K/V of another does not read, though files may have it."""
 _VALUE_HEADS = ("in", "z", "ba", "conv", "rate", "rate_bias", "o")
+_CONVS = ("q_conv", "k_conv", "v_conv")
 
 
 class Piece(NamedTuple):
@@ -176,7 +177,7 @@ class _Layer:
         if then == "transpose":
             shape, rows, columns = (*shape[:-2], shape[-1], shape[-2]), columns, rows
         self._tensors.use(tensor, shape)
-        vector = len(shape) == 1 or name == "conv" or name.endswith(".bias")
+        vector = len(shape) == 1 or name.endswith(("conv", ".bias"))
         return Piece(tensor, shape, rows, columns, None, then, vector)
 
     def _attention(self, stem: str, end: str, mixer: Attention, shape: Shape) -> Piece:
@@ -220,6 +221,10 @@ class _Layer:
 
     def _delta(self, stem: str, mixer: DeltaNet, shape: Shape) -> list[Piece]:
         keys, each, rest = mixer.key_heads, mixer.heads // mixer.key_heads, shape[1:]
+        if stem == "conv" and self._has("q_conv"):
+            columns = [mixer.products[0][name] for name in "qkv"]
+            pairs = zip(_CONVS, columns, strict=True)
+            return [self._piece(name, (mixer.width, count)) for name, count in pairs]
         if mixer.heads % keys:
             raise Unknown(f"its {mixer.heads} value heads are of {keys} key heads")
         if stem in ("in", "z") and self._has("qkvz"):

@@ -21,6 +21,8 @@ from radixcache.runtime.model.weights.naming_gguf import name_gguf
 from radixcache.runtime.model.weights.naming_hf import name_checkpoint
 from radixcache.runtime.model.weights.plan import Naming, Piece, Tensors, plan_layer
 
+_CORRECTION = "correction_bias"
+
 
 class ModelWeights(ABC):
     """The weights of a model by the names of its description; all are found before one is read."""
@@ -87,7 +89,9 @@ class ModelWeights(ABC):
             if name.startswith("experts."):
                 weights[name] = parts
             else:
-                weights[name] = parts[0] if len(parts) == 1 else torch.cat([*map(dense, parts)])
+                dim = int(name == "conv")  # whose columns are the channels
+                whole = len(parts) == 1
+                weights[name] = parts[0] if whole else torch.cat([*map(dense, parts)], dim)
         return weights
 
     def _changed(self, piece: Piece) -> Weight:
@@ -136,7 +140,7 @@ class SafetensorsSource(ModelWeights):
             ModelError: it is not of the kind of number that it should be.
         """
         rounded = name.endswith((".weight", ".bias")) and not self._architecture.norm_offset
-        vector = len(self._shapes.get(name, ())) == 1 or name.endswith("correction_bias")
+        vector = sum(n > 1 for n in self._shapes.get(name, ())) < 2 or name.endswith(_CORRECTION)
         found = self._checkpoint.tensor(name, exact=vector and not rounded)
         if isinstance(found, torch.Tensor) and not found.is_floating_point():
             raise ModelError(f"the checkpoint has {name} in {str(found.dtype)[6:]}")

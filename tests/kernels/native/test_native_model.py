@@ -63,6 +63,7 @@ LATENT = Latent(
     LayerKind(3, 1, 36, 10, 0.05, mla=True), 16, 20, 28, 0, bias=True, query_scaling=(0.7, 8),
     eps=1e-3,
 )  # fmt: skip
+KDA = DeltaNet(4, key_heads=3, heads=3, key=18, value=20, by_channel=True, rank=14)
 DELTA = DeltaNet(4, key_heads=2, heads=4, key=16, value=20)
 MAMBA = Mamba2(4, heads=6, value=12, state=16, groups=2, least=0.01, most=0.5)
 ARCHITECTURES = {
@@ -107,6 +108,11 @@ ARCHITECTURES = {
     "experts, not renormalised": architecture(
         LLAMA, Layer(HEADS, replace(FEW, renormalise=False, shared=MLP(40), shared_gate=True))
     ),
+    "experts in a latent space": architecture(
+        LLAMA, Layer(HEADS, replace(
+            FEW, each=MLP(40, "relu2", gated=False), latent=37, shared=MLP(56, "relu2", gated=False)
+        ))
+    ),
     "experts beside": architecture(
         *[Layer(HEADS, MLP(64, "gelu_tanh"), (*ALL_NORMS, *BESIDE), layer_scale=True,
                 beside=replace(FEW, each=MLP(40, "gelu_tanh"), each_scale=True))] * 2
@@ -135,6 +141,12 @@ ARCHITECTURES = {
         Layer(DELTA, FEW), Layer(Attention(PLAIN, 0, "head", gated=True), DENSE),
         Layer(DELTA, DENSE),
         ropes=(rope(3),),
+    ),
+    "KDA": architecture(
+        Layer(KDA, FEW), Layer(replace(LATENT, rope=None, gated=True), DENSE),
+        Layer(replace(KDA, rank=None, bound=-3.0), DENSE),
+        Layer(replace(LATENT, bias=False, gated=True), DENSE),
+        ropes=(rope(5),),
     ),
     "Mamba 2": architecture(
         Layer(MAMBA, DENSE), Layer(Attention(PLAIN), FEW, residual_scale=0.7),
@@ -291,9 +303,11 @@ def test_a_token_has_the_same_bits_in_any_chunks_and_company(name: str, dtype: t
     [
         "experts in groups",
         "experts, not renormalised",
+        "experts in a latent space",
         "experts beside",
         "inputs of each layer",
         "delta nets",
+        "KDA",
         "latents",
     ],
 )

@@ -88,10 +88,11 @@ def compile_one(
     compile_for(target, kernel, signature, values, f"{dtype} {dim} {name}", **options)
 
 
-def compile_recurrence(target: str, delta: bool, key: int, value: int) -> None:
+def compile_recurrence(target: str, delta: bool, key: int, value: int, fades: int = 1) -> None:
     kernel = triton_recurrence._recur
     known = {
         "HEADS": 32, "GROUP": 2, "KEY": key, "KEY_2": key, "VALUE": value, "DELTA": delta,
+        "FADES": fades,
         "COLUMNS": triton_recurrence.columns_of(key),
     }  # fmt: skip
     kinds = dict.fromkeys(kernel.arg_names, "*fp32") | dict.fromkeys(known, "constexpr")
@@ -155,6 +156,7 @@ def compile_for(
 if __name__ == "__main__":
     for target in TARGETS:
         compile_recurrence(target, True, 128, 128)
+        compile_recurrence(target, True, 128, 128, fades=128)
         compile_recurrence(target, False, 128, 64)
     dims = [int(dim) for dim in sys.argv[1:] if dim.isdecimal()] or [64, 128, 256, 512]
     for dtype in [name for name in sys.argv[1:] if name in DTYPES] or DTYPES:

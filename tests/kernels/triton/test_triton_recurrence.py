@@ -54,8 +54,8 @@ def make_case(seed: int, lens: list[int]) -> Case:
         return wide[:, 4 : 4 + size].unflatten(1, shape)
 
     tokens = Tokens(
-        rows(groups, key), rows(groups, key) / key**0.5, rows(heads, value), rows(heads).sigmoid(),
-        rows(heads).sigmoid(), bool(seed % 2),
+        rows(groups, key), rows(groups, key) / key**0.5, rows(heads, value),
+        rows(heads, key if seed % 3 else 1).sigmoid(), rows(heads).sigmoid(), bool(seed % 2),
     )  # fmt: skip
     tables = np.cumsum([0, *lens]), read, write, keeps
     return Case(states, tokens, Slots(*(torch.tensor(np.array(t, np.int32)) for t in tables)))
@@ -84,7 +84,7 @@ def test_a_row_has_the_same_bits_whatever_else_is_in_the_batch() -> None:
         assert torch.equal(triton_recurrence.recur(held, part, alone), together[rows])
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "bamba"])
+@pytest.mark.parametrize("family", ["qwen3_next", "bamba", "kimi_linear"])
 def test_a_model_gives_the_logits_of_plain_transformers(family, tmp_path, monkeypatch) -> None:
     folder = tiny_model(family, tmp_path, tokenizer=False)
     sequences = [tokens[:14] for tokens in random_sequences()]

@@ -83,8 +83,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {},
     "qwen3_next": {},
     "lfm2": {"intermediate_size": 100},
+    "kimi_linear": {"linear_head_dim": 20, "linear_num_heads": 3, "num_experts": 5},
+    "bailing_hybrid": {"intermediate_size": 60},
     "granitemoehybrid": {},
-    "nemotron_h": {},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "moe", "attention", "mlp", "moe"], "n_routed_experts": 6,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 40, "moe_latent_size": 28, "n_group": 3,
+        "topk_group": 2,
+    },
 }  # fmt: skip
 GGUFS = {
     "llama of 4 bits": ("Q4_1",),
@@ -93,14 +99,17 @@ GGUFS = {
 """Files of these kinds of blocks, matrix by matrix in turn."""
 CONVERTED = {
     "qwen3_moe of 8 bits": "Q8_0", "qwen3_5_text of 4 bits": "Q4_0", "gpt_oss of floats": "MXFP4",
-    "deepseek_v3 of 8 bits": "Q8_0",
+    "deepseek_v3 of 8 bits": "Q8_0", "kimi_linear of 8 bits": "Q8_0",
 }  # fmt: skip
 """Files of experts, of recurrent layers, of experts with biases and of windows, and of latents; of
 one kind."""
 DTYPES = ("float32", "bfloat16")
 WIDE = {"hidden_size": 128, "head_dim": 32}
 """For `kv_cache_dtype="int8"`, which takes heads of multiples of 32."""
-NEVER_WIDE = ("granitemoehybrid", "deepseek_v2", "mistral4", "youtu", *GGUFS, *CONVERTED)
+NEVER_WIDE = (
+    "granitemoehybrid", "deepseek_v2", "mistral4", "youtu", "kimi_linear", "bailing_hybrid", *GGUFS,
+    *CONVERTED,
+)  # fmt: skip
 
 
 @cache

@@ -251,6 +251,7 @@ CHANGES: list[tuple[str, Settings]] = [
     ("granite", {"rope_parameters": PARTIAL}),
     ("lfm3", {"partial_rotary_factor": 0.5}),
     ("nemotron_h", {"tie_word_embeddings": True}),
+    ("bailing_hybrid", {"tie_word_embeddings": True}),
 ]
 
 

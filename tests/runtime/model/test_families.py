@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,15 +17,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from radixcache.errors import ModelError
 from radixcache.kernels.quantized import Quantized
 from radixcache.kernels.spec import (
-    ATTENDS,
     MLP,
-    Architecture,
-    Attention,
     Experts,
-    Latent,
-    Layer,
     Unknown,
-    Weights,
 )
 from radixcache.kernels.torch.experts import choose
 from radixcache.runtime.model import reference
@@ -37,15 +28,14 @@ from radixcache.runtime.model.compatibility import quantization_of
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.families import describe as module
 from radixcache.runtime.model.families.describe import describe
-from radixcache.runtime.model.families.gemma4 import BESIDE
 from radixcache.runtime.model.families.table import FAMILIES, WRAPPERS
 from radixcache.runtime.model.kv_pool import LayerShape, bytes_per_token
 from radixcache.runtime.model.load import load_model
-from radixcache.runtime.model.weights.plan import halves
 from radixcache.runtime.model.weights.quantized_checkpoint import QuantizedCheckpoint
 from radixcache.runtime.model.weights.sources import SafetensorsSource
 from tests.helpers.decoders import DECODERS
 from tests.helpers.models import MULTIMODAL, auto_class, tiny_model
+from tests.runtime.model.faults import faults
 from tests.runtime.model.steps import TOKENS, logits_by_reference, read, settings_of
 
 TOLERANCE = 2e-5  # of the range of the logits; delta nets and Mamba 2 come to 6e-6
@@ -62,122 +52,6 @@ def changed(folder: Path, new: Mapping[str, torch.Tensor], *without: str) -> Pat
 def refused(folder: Path, reason: str, kind: type[Exception] = Unknown) -> None:
     with pytest.raises(kind, match=reason), read(folder):
         pass
-
-
-def swap_norms(weights: Weights, attention: ATTENDS | None, turned: int) -> None:
-    around = ("input_norm", "attended_norm", "mlp_norm", "after_norm")
-    names = [name for name in around if name in weights]
-    for name, norm in zip(names, [weights[name] for name in reversed(names)], strict=True):
-        weights[name] = norm
-
-
-def flip_heads(
-    weights: Weights, attention: ATTENDS | None, turned: int, names: Sequence[str] = ("q", "q_b")
-) -> None:
-    if attention is None:
-        return
-    for name in weights.keys() & {*names}:
-        heads = weights[name].unflatten(0, (attention.kind.query_heads, -1))
-        weights[name] = heads.flip(0).flatten(0, 1)
-
-
-def flip_router(weights: Weights, attention: ATTENDS | None, turned: int) -> None:
-    if "router" in weights:
-        weights["router"] = weights["router"].flip(0)
-
-
-def absent(*names: str) -> Any:
-    """These weights of a layer change nothing."""
-
-    def change(weights: Weights, attention: ATTENDS | None, turned: int) -> None:
-        weights.update({name: torch.ones_like(weights[name]) for name in names if name in weights})
-
-    return change
-
-
-def roll_inputs(weights: Weights, attention: ATTENDS | None, turned: int) -> None:
-    """Each layer gets the inputs of the one before."""
-    for name, dim in (("table", 1), ("projection", 0)):
-        if name in weights:
-            weights[name] = weights[name].roll(len(weights["norm"]), dim)
-
-
-def double_tokens(weights: Weights, attention: ATTENDS | None, turned: int) -> None:
-    if "table" in weights:
-        weights["table"] = 2 * weights["table"]
-
-
-def interleave(weights: Weights, attention: ATTENDS | None, turned: int) -> None:
-    if isinstance(attention, Latent):
-        sizes = {"q": attention.nope, "q_b": attention.nope, "kv_a": attention.kind.head_dim}
-        for name in weights.keys() & sizes:
-            dim = sizes[name] + turned
-            order = halves(len(weights[name]) // dim, dim, turned, sizes[name])
-            weights[name] = weights[name][order]
-    elif attention is not None and turned:
-        for name in {*"qk"} & weights.keys():
-            dim = attention.kind.head_dim
-            weights[name] = weights[name][halves(len(weights[name]) // dim, dim, turned)]
-
-
-def without_last_owner(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
-    """Layers that share keys take those of the owner before the last, whose kind is another."""
-    mixers = [(n, x.mixer) for n, x in enumerate(layers) if isinstance(x.mixer, Attention)]
-    owner, mixer = [own for own in mixers if own[1].kind.window and not own[1].shares][-1]
-    other = replace(mixer, kind=mixer.kind._replace(scale=mixer.kind.scale * (1 + 1e-12)))
-    return (*layers[:owner], replace(layers[owner], mixer=other), *layers[owner + 1 :])
-
-
-def faults(right: Architecture) -> Iterator[tuple[str, Architecture, Any]]:
-    """Descriptions, and changes of a layer's weights, with a fault that the logits must show."""
-    if any(len(layer.norms) > 1 for layer in right.layers):
-        yield "norms", right, swap_norms
-    if right.kinds:
-        yield "heads", right, flip_heads
-    if any(layer.experts for layer in right.layers):
-        yield "router", right, flip_router
-    if any(layer.beside for layer in right.layers):
-        for name in (*BESIDE, "expert_scale", "layer_scale"):
-            yield f"{name} is absent", right, absent(name)
-    if right.ropes:
-        yield "pairs", right, interleave
-        ropes = tuple(replace(rope, frequencies=rope.frequencies**1.02) for rope in right.ropes)
-        yield "base", replace(right, ropes=ropes), None
-    if right.per_layer_shapes:
-        yield "inputs", right, roll_inputs
-        yield "scale of tokens", right, double_tokens
-        yield "norm of inputs", right, absent("norm")
-        yield "norm behind inputs", right, absent("per_layer_norm")
-    if any(layer.shares_kv for layer in right.layers):
-        yield "owner", replace(right, layers=without_last_owner(right.layers)), None
-    layers = []
-    for layer in right.layers:
-        mixer = layer.mixer
-        if isinstance(mixer, Attention) and mixer.kind.window is not None:
-            mixer = replace(mixer, kind=mixer.kind._replace(window=mixer.kind.window + 1))
-        layers.append(replace(layer, mixer=mixer))
-    if tuple(layers) != right.layers:
-        yield "windows", replace(right, layers=tuple(layers)), None
-    if any(isinstance(layer.mixer, Latent) for layer in right.layers):
-        yield from latent_faults(right)
-
-
-def latent_faults(right: Architecture) -> Iterator[tuple[str, Architecture, Any]]:
-    """Those of MLA: what is absorbed, the scale, and what chooses groups of experts."""
-
-    def change(which: str, edit: Any) -> tuple[str, Architecture, Any]:
-        layers = (replace(x, **{which: edit(getattr(x, which))}) for x in right.layers)
-        return which, replace(right, layers=tuple(layers)), None
-
-    for name in ("k_b", "v_b"):
-        yield name, right, partial(flip_heads, names=(name,))
-    yield change("mixer", lambda x: replace(x, kind=x.kind._replace(scale=x.kind.scale * 1.05)))
-    yield change("mixer", lambda x: replace(x, eps=1e-2))
-    if right.family == "mistral4":
-        yield change("mixer", lambda x: replace(x, query_scaling=None))
-    if right.family != "youtu":
-        other = lambda x: replace(x, group_best=3 - x.group_best)  # noqa: E731
-        yield change("mlp", lambda x: x if isinstance(x, MLP) else other(x))
 
 
 @torch.inference_mode()
@@ -226,6 +100,11 @@ def test_the_text_of_a_model_that_takes_images(family, tmp_path) -> None:
         describe({**settings, "text_config": {**settings["text_config"], "magic": 2.0}})
     with pytest.raises(Unknown, match="its config has rope_scaling"):  # whose is it?
         describe({**settings, "rope_scaling": {"rope_type": "linear", "factor": 2.0}})
+
+
+def test_decays_of_ling_without_a_bound_are_those_of_kimi_linear(tmp_path) -> None:
+    folder = tiny_model("bailing_hybrid", tmp_path, tokenizer=False, kda_safe_gate=False)
+    assert error(logits_by_reference(folder), logits_by_transformers(folder)) < TOLERANCE
 
 
 def test_layers_that_the_config_does_not_count_are_dropped_where_a_family_has_such(

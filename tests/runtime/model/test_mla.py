@@ -148,7 +148,9 @@ SIZES = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
 """Of FlashInfer's kernel."""
 
 
-@pytest.mark.parametrize("family", ["deepseek_v2", "glm4_moe_lite", "youtu"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v2", "glm4_moe_lite", "youtu", "kimi_linear", "bailing_hybrid"]
+)
 def test_flashinfer_computes_what_transformers_does(family: str, tmp_path: Path) -> None:
     folder, sequences = made(family, tmp_path, **SIZES), random_sequences()
     plain = plain_logits(folder, sequences)
@@ -163,15 +165,21 @@ def test_flashinfer_computes_what_transformers_does(family: str, tmp_path: Path)
         assert gpu.kernels.calls["mla"]
 
 
-@pytest.mark.parametrize("looped", [True, False])
+@pytest.mark.parametrize(("family", "looped"), [
+    ("deepseek_v3", True), ("deepseek_v3", False), ("kimi_linear", True),
+])  # fmt: skip
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_on_a_gpu_decodes_take_graphs_or_torch_where_flashinfer_has_no_kernel(
-    looped: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, looped: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options: dict[str, Any] = {**SIZES, "rope_interleave": looped}
+    options, recurs = dict[str, Any](SIZES), family == "kimi_linear"
+    if recurs:  # states would remember experts that change places
+        options["mlp_layer_types"] = ["dense"] * 3 + ["sparse"]
+    else:
+        options["rope_interleave"] = looped
     if not looped:
         options["first_k_dense_replace"] = 2  # torch counts an expert's tokens otherwise on a GPU
-    folder = tiny_model("deepseek_v3", tmp_path, tokenizer=False, **options)
+    folder = tiny_model(family, tmp_path, tokenizer=False, **options)
     rng, params = random.Random(3), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     stem = [rng.randrange(250) for _ in range(30)]
     prompts = [[*stem[: rng.randint(5, 30)], rng.randrange(250)] for _ in range(6)]
@@ -179,7 +187,8 @@ def test_on_a_gpu_decodes_take_graphs_or_torch_where_flashinfer_has_no_kernel(
         monkeypatch.setattr(
             engines, "paged_model", lambda path, *_: load_model(path, device="cuda", dtype=dtype)
         )
-        engine = make_engine(folder, page_size=4, max_num_batched_tokens=20)
+        states = 40 if recurs else 0
+        engine = make_engine(folder, page_size=4, max_num_batched_tokens=20, num_states=states)
         assert isinstance(engine.model, Decoder) is looped
         assert engine.model.shapes == [LayerShape(1, 512, 64)] * 2
         gpu.kernels.calls.clear()

@@ -34,7 +34,8 @@ LOOP = {
     "minimax_m2": "MiniMaxAI--MiniMax-M2.5 nvidia--MiniMax-M2.5-NVFP4",
     "mixtral": "mistralai--Mixtral-8x22B-v0.1",
     "nemotron_h": "nvidia--NVIDIA-Nemotron-3-Nano-30B-A3B-NVFP4 "
-    "nvidia--NVIDIA-Nemotron-3.5-Lightning-30B-A3B-NVFP4",
+    "nvidia--NVIDIA-Nemotron-3.5-Lightning-30B-A3B-NVFP4 "
+    "nvidia--NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4 nvidia--NVIDIA-Nemotron-3-Ultra-550B-A55B-FP8",
     "qwen3": "Qwen--Qwen3-1.7B Qwen--Qwen3-32B-FP8 Qwen--Qwen3-8B",
     "qwen3_5_moe_text": "Qwen--Qwen3.5-397B-A17B Qwen--Qwen3.8-2.4T-A95B-FP8 "
     "nvidia--Qwen3.5-397B-A17B-NVFP4 nvidia--Qwen3.6-35B-A3B-NVFP4",
@@ -46,8 +47,6 @@ LOOP = {
 """Families of our loop, and the checkpoints that it runs."""
 
 LAYERS = {
-    "its experts are in a latent space": "nvidia--NVIDIA-Nemotron-3-Super-120B-A12B-NVFP4 "
-    "nvidia--NVIDIA-Nemotron-3-Ultra-550B-A55B-FP8",
     "no loop for laguna": "poolside--Laguna-XS.2-FP8",
     "no loop for step3p7": "stepfun-ai--Step-3.7-Flash-FP8",
 }

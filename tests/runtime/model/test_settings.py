@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from radixcache.errors import ModelError
-from radixcache.kernels.spec import Architecture, Unknown
+from radixcache.kernels.spec import Architecture, DeltaNet, Latent, Unknown
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.families import config
 from radixcache.runtime.model.families.describe import describe
@@ -46,6 +46,47 @@ def test_settings_of_the_hub_that_transformers_does_not_save(tmp_path) -> None:
     assert describe(flat).family == "qwen2_5_vl_text"
     with pytest.raises(Unknown, match="its config has magic"):
         describe({**flat, "magic": 2.0})
+
+
+def test_kimi_linear_of_the_hub_and_what_kimi_k3_has_beside() -> None:
+    """The settings of Kimi-Linear-48B-A3B, of four of its layers."""
+    kda = {
+        "full_attn_layers": [4], "head_dim": 128, "kda_layers": [1, 2, 3], "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    }  # fmt: skip
+    settings: dict[str, Any] = {
+        "model_type": "kimi_linear", "first_k_dense_replace": 1, "head_dim": 72,
+        "hidden_act": "silu", "hidden_size": 2304, "intermediate_size": 9216, "kv_lora_rank": 512,
+        "linear_attn_config": kda, "mla_use_nope": True, "model_max_length": 1048576,
+        "moe_intermediate_size": 1024, "moe_layer_freq": 1, "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid", "num_attention_heads": 32, "num_expert_group": 1,
+        "num_experts": 256, "num_experts_per_token": 8, "num_hidden_layers": 4,
+        "num_key_value_heads": 32, "num_nextn_predict_layers": 0, "num_shared_experts": 1,
+        "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-5,
+        "rope_scaling": None, "rope_theta": 10000.0, "routed_scaling_factor": 2.446,
+        "tie_word_embeddings": False, "topk_group": 1, "use_grouped_topk": True, "v_head_dim": 128,
+        "vocab_size": 163840, "auto_map": {}, "pad_token_id": 163839,
+    }  # fmt: skip
+    *deltas, latent = (layer.mixer for layer in describe(settings).layers)
+    assert deltas == [DeltaNet(4, 32, 32, 128, 128, by_channel=True, rank=128)] * 3
+    assert isinstance(latent, Latent) and latent.rope is None and not latent.gated
+    for wrong in (
+        {"mla_use_nope": False}, {"mla_use_output_gate": True}, {"routed_expert_hidden_size": 9},
+        {"moe_router_activation_func": "softmax"}, {"hidden_act": "situ"},
+        {"linear_attn_config": {**kda, "gate_lower_bound": -5.0}},
+    ):  # fmt: skip
+        with pytest.raises(Unknown):
+            describe({**settings, **wrong})
+
+
+@pytest.mark.parametrize(("family", "wrong", "reason"), [
+    ("bailing_hybrid", {"kda_lower_bound": 0.0}, "its kda_lower_bound is 0.0"),
+    ("nemotron_h", {"mlp_bias": True}, "a latent space with biases"),
+])  # fmt: skip
+def test_settings_that_no_loop_computes_leave_it(family, wrong, reason, tmp_path) -> None:
+    folder = tiny_model(family, tmp_path, tokenizer=False, **DECODERS[family])
+    with pytest.raises(Unknown, match=reason):
+        describe({**settings_of(folder), **wrong})
 
 
 def test_settings_that_change_nothing_and_those_that_may() -> None:
