@@ -29,6 +29,9 @@ class PendingStep(NamedTuple):
     fetched: Fetch
     """The tokens; the highest logit of each row, not finite where no token could be chosen; and the
     token ids and log-probabilities of the rows that ask for them, if any does."""
+    pools: list[Sequence] = []  # noqa: RUF012 - never changed
+    """The sequences that end with their row, whose rows are `pooled`."""
+    pooled: Fetch | None = None
 
 
 class Sampler:

@@ -91,7 +91,7 @@ class Decoder(PagedModel):
             exact,
             max_model_len,
         )
-        self.state_shapes = architecture.state_shapes
+        self.state_shapes, self.hidden_size = architecture.state_shapes, architecture.hidden_size
         self.plans_slots = architecture.is_recurrent and isinstance(self._layers, LayerLoop)
         embedding, head, per_layer = weights.embedding(), weights.head(), weights.per_layer()
         tokens = torch.arange(_CHECKED_TOKENS, device=device) * 7919 % self.vocab_size
@@ -121,9 +121,13 @@ class Decoder(PagedModel):
         return self._backend.threads()
 
     def _logits(
-        self, pool: KVPool, plan: AttentionPlan, states: Sequence[SequenceStates]
+        self,
+        pool: KVPool,
+        plan: AttentionPlan,
+        states: Sequence[SequenceStates],
+        pooled: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._layers.run(pool, plan, states)
+        return self._layers.run(pool, plan, states, pooled)
 
     def _check(
         self,

@@ -83,6 +83,9 @@ class Scheduler:
         """Running sequences in order of admission: the last one is preempted first."""
         self.on_no_room: Callable[[], bool] = lambda: False
         """Called before a request fails for lack of pages; returns whether it freed any."""
+        self.answers: Callable[[Sequence], bool] = lambda sequence: False
+        """Called with a waiting sequence that asks for a row; returns whether that was kept, and
+        has ended it."""
         self.num_preemptions = 0
         self._short_of_pages = False
         self._no_room = False
@@ -179,7 +182,8 @@ class Scheduler:
 
     def _with_drafts(self, proposer: DraftProposer, chunks: list[Chunk]) -> list[Chunk]:
         # A prompt that is cached in full has its first token at once, and nothing to wait for.
-        ends = [chunk.sequence for chunk in chunks if chunk.is_last and chunk.num_tokens]
+        last = [chunk for chunk in chunks if chunk.is_last and chunk.num_tokens]
+        ends = [chunk.sequence for chunk in last if not chunk.sequence.request.pools]
         room = min(self.budget.tokens, self.max_rows - sum(chunk.is_last for chunk in chunks))
         drafts = proposer.propose(ends, room) if ends else {}
         with_drafts = []
@@ -247,6 +251,8 @@ class Scheduler:
         for sequence in self.admission.in_order(self.waiting, self.running):
             if not budget.room(0) or len(self.running) >= self.max_num_seqs:
                 break
+            if sequence.request.pools and self._has_row(sequence):
+                continue
             if not self.admission.admits(sequence, prompts, ending):
                 continue
             hit = sequence.num_computed
@@ -267,6 +273,12 @@ class Scheduler:
             ending |= self.admission.ending([chunk])
             budget.spend(chunk.cost, hit)
             prompts += [sequence] * sequence.in_prefill
+
+    def _has_row(self, sequence: Sequence) -> bool:
+        """Whether the row that a waiting sequence asks for is kept, which ends it, or about to
+        come from a running one: equal texts have one row."""
+        key = sequence.request.prompt_key
+        return self.answers(sequence) or any(s.request.prompt_key == key for s in self.running)
 
     def _take(self, sequence: Sequence, budget: int) -> Chunk:
         """Reserve pages for the next tokens of a sequence, and publish those of a prefill chunk.
