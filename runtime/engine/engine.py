@@ -377,6 +377,7 @@ class Engine:
         else:
             sampled = [row.sequence for row in before.rows]
             chunks = self.scheduler.schedule_ahead(sampled + before.pools)
+        self.output_processor.answer(self.scheduler.answered)
         if not chunks:
             if before is None:
                 self.scheduler.admission.loads.wait()

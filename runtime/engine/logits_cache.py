@@ -110,6 +110,9 @@ class PooledRows:
         self._room = num_bytes
         self._rows: dict[PromptKey, NDArray[np.float32]] = {}
 
+    def __contains__(self, prompt: PromptKey) -> bool:
+        return prompt in self._rows
+
     def __len__(self) -> int:
         return len(self._rows)
 
@@ -121,11 +124,9 @@ class PooledRows:
         while len(self._rows) * row.nbytes > self._room:
             del self._rows[next(iter(self._rows))]
 
-    def get(self, prompt: PromptKey) -> NDArray[np.float32] | None:
-        """The row of a prompt, if it is kept."""
-        row = self._rows.pop(prompt, None)
-        if row is not None:
-            self._rows[prompt] = row
+    def use(self, prompt: PromptKey) -> NDArray[np.float32]:
+        """The row of a prompt that has one."""
+        row = self._rows[prompt] = self._rows.pop(prompt)
         return row
 
     def clear(self) -> None:

@@ -29,7 +29,7 @@ class OutputProcessor:
         self.num_generated = 0
         """Tokens, since the engine was made."""
         self.pooled_rows = PooledRows()
-        scheduler.answers = self.answer
+        scheduler.has_row = lambda sequence: sequence.request.prompt_key in self.pooled_rows
         self.changed: dict[Request, None] = {}
         """Requests that `Engine.step` has yet to report, also of a step that failed after some of
         its tokens were read."""
@@ -68,13 +68,11 @@ class OutputProcessor:
                 assert self._scheduler.proposer is not None
                 self._scheduler.proposer.learn(sequence, len(draft), accepted)
 
-    def answer(self, sequence: Sequence) -> bool:
-        """End a waiting sequence that asks for a row, if it is kept."""
-        row = self.pooled_rows.get(sequence.request.prompt_key)
-        if row is not None:
+    def answer(self, sequences: Iterable[Sequence]) -> None:
+        """End waiting sequences whose rows are kept."""
+        for sequence in sequences:
             sequence.cached_tokens = len(sequence)
-            self._finish_pooled(sequence, row)
-        return row is not None
+            self._finish_pooled(sequence, self.pooled_rows.use(sequence.request.prompt_key))
 
     def _finish_pooled(self, sequence: Sequence, row: NDArray[np.float32]) -> None:
         """End a sequence with its row, which is kept."""
