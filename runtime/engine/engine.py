@@ -376,7 +376,7 @@ class Engine:
             return None  # how much of the drafts is right is not known yet
         else:
             sampled = [row.sequence for row in before.rows]
-            chunks = self.scheduler.schedule_ahead(sampled + before.pools)
+            chunks = self.scheduler.schedule_ahead([*sampled, *before.pools])
         self.output_processor.answer(self.scheduler.answered)
         if not chunks:
             if before is None:

@@ -31,6 +31,7 @@ from radixcache.kernels.kv_format import FP8, stored_dim
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.spec import StateShapes
 from radixcache.kernels.upload import send
+from radixcache.runtime.checkpoints.pooling import Pooling
 from radixcache.runtime.model.generation import GenerationDefaults
 from radixcache.runtime.model.kv_pool import (
     KVPool,
@@ -39,6 +40,7 @@ from radixcache.runtime.model.kv_pool import (
     bytes_per_page,
     bytes_per_token,
 )
+from radixcache.runtime.model.pooler import Pooler
 from radixcache.runtime.model.state_pool import StatePool, slot_arrays
 
 if TYPE_CHECKING:
@@ -99,6 +101,9 @@ class PagedModel(ABC):
     """Not 0 while products with quantized weights round their rows to 8 bits; None if none can."""
 
     hidden_size: int
+
+    pooler = Pooler(Pooling())
+    """What becomes of rows behind the last norm."""
 
     kept = ""
     """The form of stored weights, for `placement`, if it is not the model's dtype."""

@@ -314,6 +314,10 @@ class Tokenizer:
         template: str = self._tokenizer.get_chat_template(tools=tools or None)
         return template
 
+    def has_roles(self, *roles: str) -> bool:
+        """Whether a chat template names all of these roles."""
+        return all(f"'{r}'" in self._templates or f'"{r}"' in self._templates for r in roles)
+
     @property
     def _templates(self) -> str:
         """All chat templates; "" if there are none."""
