@@ -85,10 +85,8 @@ class PoolingInputs:
         prompts = as_prompts(texts)
         if instruction is not None and not all(isinstance(text, str) for text in prompts):
             raise InvalidRequest("an instruction goes before texts, not before token ids")
-        inputs = [
-            self._encode(before + text if isinstance(text, str) else text, POOLED)
-            for text in prompts
-        ]
+        whole = (before + text if isinstance(text, str) else text for text in prompts)
+        inputs = [self._encode(text, POOLED) for text in whole]
 
         def output(request: Request) -> PooledOutput:
             assert request.pooled is not None
