@@ -395,8 +395,10 @@ class Tokenizer:
                     "Hermes' form"
                 )
             conversation, tools = describe_tools(conversation, tools), ()
-        conversation = self._order.arrange(conversation)
-        for role in {message.get("role") for message in conversation} - _ROLES:
+        others = {message.get("role") for message in conversation} - _ROLES
+        if not others:  # else the order is that of roles which only this template knows
+            conversation = self._order.arrange(conversation)
+        for role in others:
             # Some templates drop messages of unknown roles, and some write any role.
             if f"'{role}'" not in template and f'"{role}"' not in template:
                 raise InvalidRequest(

@@ -4,7 +4,7 @@ and of /v1/score as vLLM has them."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, cast
 
 from pydantic import Field, model_validator
 
@@ -58,9 +58,9 @@ class EmbeddingRequest(PoolingRequest):
     def texts(self) -> list[Prompt]:
         match self.input:
             case [str() | list(), *_] as many:
-                return [*many]
+                return cast(list[Prompt], many)
             case one:
-                return [one]
+                return [cast(Prompt, one)]
 
 
 class Document(StrictModel):
