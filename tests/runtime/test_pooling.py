@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +112,8 @@ def test_documents_behind_one_query_compute_themselves_alone(judge: Path):
         others = llm.score(query, documents[1:])
         computed = sum(output.prefilled_tokens for output in others)
         prompts = [one.tokens for one in llm.pooling_inputs.score(query, documents, None).inputs]
-        shared = len(commonprefix(prompts))
+        columns = enumerate(zip(*prompts, strict=False))
+        shared = next(n for n, column in columns if len({*column}) > 1)
         nodes = {tuple(tokens[:n]) for tokens in prompts for n in range(1, len(tokens) + 1)}
         # A tree of all prompts, by brute force; letters that two begin with may be computed twice.
         least = len(nodes) - first.num_tokens
