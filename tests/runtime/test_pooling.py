@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from radixcache import LLM, AsyncLLM, SamplingParams
@@ -18,6 +19,9 @@ from radixcache.errors import InvalidRequest, ModelError
 from radixcache.kernels.spec import Unknown
 from radixcache.runtime.model import load as loading
 from tests.helpers import pooling_models as models
+from tests.helpers.gguf_files import HIDDEN, Stored, write_folder, write_model
+from tests.helpers.gguf_tokenizers import CONTROL, NORMAL, USER_DEFINED
+from tests.helpers.gguf_tokenizers import metadata_of as tokenizer_metadata
 from tests.helpers.models import EOS, tiny_model
 
 MEMORY = "4MiB"
@@ -104,11 +108,11 @@ def test_the_same_bits_hit_or_miss_in_any_batch(embedder: Path, batches: int):
 
 def test_documents_behind_one_query_compute_themselves_alone(judge: Path):
     rng = np.random.default_rng(0)
-    query = "".join(chr(n) for n in rng.integers(97, 123, 1000))
+    query = "".join(chr(n) for n in rng.integers(97, 123, 300))
     documents = ["".join(chr(n) for n in rng.integers(97, 123, 40)) for _ in range(100)]
     with LLM(judge, kv_cache_memory_bytes="64MiB") as llm:
         first = llm.score(query, documents[0])[0]
-        assert first.prefilled_tokens == first.num_tokens > 1000
+        assert first.prefilled_tokens == first.num_tokens > 500
         others = llm.score(query, documents[1:])
         computed = sum(output.prefilled_tokens for output in others)
         prompts = [one.tokens for one in llm.pooling_inputs.score(query, documents, None).inputs]
@@ -193,6 +197,55 @@ def test_any_language_model_embeds(tmp_path: Path, family: str, options: dict[st
             for output, wanted in zip(llm.embed(given), expected, strict=True):
                 assert np.abs(output.embedding - wanted).max() < 1e-5
             llm.call(llm.engine.output_processor.pooled_rows.clear)
+
+
+def _gguf(path: Path, **metadata: Any) -> tuple[Path, Path]:
+    """A file with a tokenizer of bytes, and its weights as a folder."""
+    rows = [(c, NORMAL) for c in sorted(ByteLevel.alphabet())] + [("</s>", CONTROL), ("ab", NORMAL)]
+    keys = {"model": "gpt2", "pre": "gpt-2", "merges": ["a b"], "eos_token_id": 256}
+    told = tokenizer_metadata([*rows, ("yes", USER_DEFINED), ("no", USER_DEFINED)], **keys)
+    told |= {"general.architecture": "qwen3", "tokenizer.ggml.add_eos_token": True, **metadata}
+    head = np.random.default_rng(1).normal(0, 0.1, (2, HIDDEN)).astype(np.float32)
+    extra = {"cls.output.weight": Stored("F32", head.shape, head.tobytes())}
+    path.mkdir(exist_ok=True)
+    file, ranks = path / "model.gguf", metadata["{}.pooling_type"] == 4
+    dense = write_model(file, told, "qwen3", ["F32"], tied=True, extra=extra if ranks else None)
+    np.save(path / "head.npy", head)
+    more = {"tie_word_embeddings": True, "rope_theta": 10_000.0}
+    return file, write_folder(path / "folder", "qwen3", dense, **more)
+
+
+def test_a_gguf_file_embeds(tmp_path: Path):
+    file, folder = _gguf(tmp_path, **{"{}.pooling_type": 3})
+    expected = models.normalized(models.rows(folder, [[97, 98, 256]])[0], 20)
+    with LLM(file, kv_cache_memory_bytes="8MiB") as llm:
+        found = llm.embed([[97, 98, 256]], dimensions=20)[0].embedding
+        assert np.abs(found - expected).max() < 1e-5
+        assert llm.embed("hello")[0].num_tokens == 6  # with EOS
+    for kind in (1, 2):
+        file, _ = _gguf(tmp_path / str(kind), **{"{}.pooling_type": kind})
+        with pytest.raises(ModelError, match="rows of other tokens than the last"):
+            LLM(file)
+
+
+def test_a_gguf_file_ranks_by_its_own_template(tmp_path: Path):
+    labels = {"{}.classifier.output_labels": ["yes", "no"]}
+    written = {"tokenizer.chat_template.rerank": "Q {query} D {document} {query}"}
+    file, folder = _gguf(tmp_path, **{"{}.pooling_type": 4}, **labels, **written)
+    with LLM(file, kv_cache_memory_bytes="8MiB") as llm:
+        ids = [*llm.encode("Q what? D {query} what?", special=False)]
+        row, head = models.rows(folder, [ids])[0], np.load(tmp_path / "head.npy").astype(float)
+        yes, no = np.exp(head @ row)
+        found = llm.score("what?", "{query}")[0]  # which stays as it is
+        assert found.num_tokens == len(ids) and abs(found.score - yes / (yes + no)) < 1e-5
+        with pytest.raises(InvalidRequest, match="an instruction of its own"):
+            llm.score("what?", "this", instruction="sort")
+    file, _ = _gguf(tmp_path / "unsaid", **{"{}.pooling_type": 4}, **written)
+    with (
+        LLM(file, kv_cache_memory_bytes="8MiB") as llm,
+        pytest.raises(InvalidRequest, match="into 2 classes"),
+    ):
+        llm.score("what?", "this")
 
 
 def test_transformers_layers_embed_too(embedder: Path, tmp_path: Path, monkeypatch: Any):
