@@ -160,9 +160,7 @@ def rerank(
         asked = write.about(query)
         for index in range(documents):
             parts = [common, asked, write.about(document)]
-            workload.add(
-                parts, write.text(1), after=before, together=index > 0, template=1, stem=2
-            )
+            workload.add(parts, write.text(1), after=before, together=index > 0, template=1, stem=2)
         before = len(workload.arrivals) - 1
     return workload
 

@@ -52,7 +52,10 @@ def test_a_chat_prefills_only_what_is_new(capsys: pytest.CaptureFixture[str]) ->
         assert f"is {answer}." in output
 
 
-def test_a_folder_is_searched_and_asked_by_one_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_is_searched_and_asked_by_one_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["retrieval_chat.py"])
     run("retrieval_chat.py")
     output = capsys.readouterr().out
     first, second, again = rows_of(output)
