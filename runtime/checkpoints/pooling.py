@@ -31,7 +31,6 @@ class Pooling:
         prompt: what goes before each text.
         judges: the tokens whose logits make a score: that of the first, less that of the second, if
             there is one. None where a head does.
-        head: the classification head's tensor.
         labels: what its outputs mean, if that is said.
         template: the text of a query and a document, with {query} and {document}; None where the
             chat template, or nothing, says it.
@@ -41,9 +40,13 @@ class Pooling:
     normalize: bool = True
     prompt: str = ""
     judges: tuple[int, ...] | None = None
-    head: str | None = None
     labels: tuple[str, ...] = ()
     template: str | None = None
+
+    @property
+    def has_head(self) -> bool:
+        """Whether a classification head makes the score."""
+        return self.task == "score" and self.judges is None
 
 
 def read_pooling(name_or_path: str | Path, settings: Mapping[str, Any]) -> Pooling:
@@ -56,7 +59,7 @@ def read_pooling(name_or_path: str | Path, settings: Mapping[str, Any]) -> Pooli
     name = str(name_or_path)
     architecture = str((settings.get("architectures") or [""])[0])
     if architecture.endswith("ForSequenceClassification"):
-        return Pooling("score", head="score.weight")
+        return Pooling("score")
     modules = _read(name, "modules.json", [])
     kinds = [str(module.get("type")).rpartition(".")[2] for module in modules]
     if unknown := [kind for kind in kinds if kind not in _PARTS]:
@@ -91,7 +94,7 @@ def gguf_pooling(file: GGUFFile) -> Pooling:
         key, template = f"{name}.classifier.output_labels", "tokenizer.chat_template.rerank"
         labels = tuple(file.array(key, str)) if key in file.metadata else ()
         written = file.get(template, str) if template in file.metadata else None
-        return Pooling("score", head="cls.output.weight", labels=labels, template=written)
+        return Pooling("score", labels=labels, template=written)
     if kind:
         raise _refusal(name, _not_last(_GGUF.get(kind, str(kind))))
     return Pooling()

@@ -125,7 +125,10 @@ class Decoder(PagedModel):
     def _score_head(
         self, pooling: Pooling, weights: ModelWeights, embedding: Weight, head: Weight | None
     ) -> ScoreHead | None:
-        if (found := weights.score_head()) is not None:
+        found = weights.score_head()
+        if (found is not None) != pooling.has_head:
+            raise Unknown(f"it has {'no' if found is None else 'a'} classification head")
+        if found is not None:
             return ScoreHead(found.cpu().numpy())
         if pooling.judges is None:
             return None

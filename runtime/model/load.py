@@ -201,9 +201,9 @@ def _load_decoder(
             stored = stack.enter_context(open_checkpoint(name_or_path, device, dtype))
             said = quantization_of(name_or_path, settings)
             checkpoint = QuantizedCheckpoint(stored, name_or_path, said)
-            weights: ModelWeights = SafetensorsSource(checkpoint, architecture, pooling.head)
+            weights: ModelWeights = SafetensorsSource(checkpoint, architecture)
         else:
-            weights = GGUFSource(file, architecture, device, dtype, pooling.head)
+            weights = GGUFSource(file, architecture, device, dtype)
         stack.enter_context(on_device(device))
         report("preparing kernels", 0.0)  # which are compiled at the first start
         model = Decoder(

@@ -21,23 +21,15 @@ from radixcache.runtime.model.weights.naming_gguf import name_gguf
 from radixcache.runtime.model.weights.naming_hf import name_checkpoint
 from radixcache.runtime.model.weights.plan import Naming, Piece, Tensors, plan_layer
 
+_SCORE_HEADS = ("score.weight", "cls.output.weight")  # of checkpoints, of GGUF files
 _BLOCKS, _SCALES = "_blocks", "_scales"  # of MXFP4, which are uint8
 
 
 class ModelWeights(ABC):
     """The weights of a model by the names of its description; all are found before one is read."""
 
-    def __init__(
-        self,
-        architecture: Architecture,
-        tensors: Tensors,
-        naming: Naming,
-        score_head: str | None = None,
-    ) -> None:
+    def __init__(self, architecture: Architecture, tensors: Tensors, naming: Naming) -> None:
         """
-        Args:
-            score_head: the tensor of a classification head, if there is one.
-
         Raises:
             Unknown: the file has other weights than the description.
             ModelError: it has one of another shape.
@@ -55,10 +47,9 @@ class ModelWeights(ABC):
         self._layers = [
             plan_layer(architecture, *layer, tensors) for layer in enumerate(naming.layers)
         ]
-        self._score_head: Piece | None = None
-        if score_head is not None:
-            count = tensors.shapes.get(score_head, (1,))[0]
-            self._score_head = tensors.use_one([score_head], (count, architecture.hidden_size))
+        found = [name for name in _SCORE_HEADS if name in tensors.shapes]
+        wide = [(tensors.shapes[name][0], architecture.hidden_size) for name in found]
+        self._score_head = tensors.use_one(found, wide[0]) if found else None
         for name in sorted(tensors.shapes.keys() - tensors.used):
             if not naming.is_spare(name):
                 raise Unknown(f"its checkpoint has other weights: it has {name}")
@@ -125,9 +116,7 @@ class ModelWeights(ABC):
 class SafetensorsSource(ModelWeights):
     """A checkpoint's files. A tensor is read once for all of its pieces, which share its memory."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, architecture: Architecture, score_head: str | None = None
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, architecture: Architecture) -> None:
         self._checkpoint = checkpoint
         self._read: dict[str, Read] = {}
         shapes = self._shapes = checkpoint.shapes
@@ -136,8 +125,7 @@ class SafetensorsSource(ModelWeights):
             if size == 16 and shapes.pop(scales, ()) == (*outer, blocks):
                 shapes[name] = *outer, 32 * blocks
         tensors = Tensors(shapes, "checkpoint", "config")
-        naming = name_checkpoint(architecture, shapes)
-        super().__init__(architecture, tensors, naming, score_head)
+        super().__init__(architecture, tensors, name_checkpoint(architecture, shapes))
 
     def read(self, piece: Piece) -> Weight:
         if (name := piece.tensor) not in self._read:
@@ -179,18 +167,13 @@ class GGUFSource(ModelWeights):
     """A GGUF file; quantized matrices stay quantized, and on a CPU others are views of it."""
 
     def __init__(
-        self,
-        file: GGUFFile,
-        architecture: Architecture,
-        device: torch.device,
-        dtype: torch.dtype,
-        score_head: str | None = None,
+        self, file: GGUFFile, architecture: Architecture, device: torch.device, dtype: torch.dtype
     ) -> None:
         """`dtype` is that of matrices on a GPU."""
         self._file, self._device, self._dtype = file, device, dtype
         shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
         tensors = Tensors(shapes, "GGUF file", "metadata")
-        super().__init__(architecture, tensors, name_gguf(architecture, file), score_head)
+        super().__init__(architecture, tensors, name_gguf(architecture, file))
 
     def read(self, piece: Piece) -> Weight:
         tensor = self._file.tensors[piece.tensor]._replace(shape=piece.shape)

@@ -62,9 +62,7 @@ async def rerank(body: RerankRequest, request: Request, context: ContextDep) -> 
         | ({} if body.return_documents is False else {"document": {"text": body.texts[i]}})
         for i in order[: body.top_n]
     ]
-    tokens = {"input_tokens": _usage(found)["prompt_tokens"], "output_tokens": 0}
-    meta = {"api_version": {"version": "2"}, "tokens": tokens}
-    return {**head, "results": results, "usage": _usage(found), "meta": meta}
+    return {**head, "results": results, "usage": _usage(found)}
 
 
 @router.post("/v1/score")
