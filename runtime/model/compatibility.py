@@ -63,7 +63,7 @@ def check_sizes(settings: Mapping[str, Any]) -> None:
                 raise ModelError(f"the model's config says {name} {size}: no model has over {most}")
 
 
-_ENCODER = "it is an encoder, whose tokens see later ones: there is no prefix to cache"
+_ENCODER = "it is an encoder, whose tokens see later ones, and has no prefix to cache"
 
 
 def check_causal(settings: Mapping[str, Any]) -> None:
