@@ -105,9 +105,14 @@ async def _pool(
     """The outputs of all texts, of which only so many wait at a time as may run."""
     client, llm = client_of(request, body.cache_salt), context.llm
     context.jobs.check_room(1, client)
-    pooled = await context.tokenizing.call(make, client)
-    for one in pooled.inputs:  # before any is computed
-        llm.engine.check_prompt(as_tokens(one.tokens), answer=False)
+
+    def prepare() -> Pooled:
+        pooled = make()
+        for one in pooled.inputs:  # before any is computed
+            llm.engine.check_prompt(as_tokens(one.tokens), answer=False)
+        return pooled
+
+    pooled = await context.tokenizing.call(prepare, client)
     outputs: list[PooledOutput] = []
     size = llm.engine.scheduler.max_num_seqs
     for start in range(0, len(pooled.inputs), size):
