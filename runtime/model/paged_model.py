@@ -270,11 +270,10 @@ class PagedModel(ABC):
         plan: AttentionPlan,
         out: torch.Tensor | None = None,
         states: Sequence[SequenceStates] = (),
-        pooled: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`forward` of a planned step, whose arrays are token ids, positions, logit rows and
         perhaps `slot_arrays`; the logits go into `out` if it is given."""
-        logits = self._logits(pool, plan, states, pooled)
+        logits = self._logits(pool, plan, states)
         return logits.float() if out is None else out.copy_(logits)
 
     def threads(self) -> AbstractContextManager[None]:
