@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.engine.input_processor import Prompt, Prompts
-from radixcache.runtime.engine.pooling_inputs import Pooled, pooled_outputs
+from radixcache.runtime.engine.pooling_inputs import Pooled, Texts, pooled_outputs
 from radixcache.runtime.engine.stream import Stream
 from radixcache.runtime.llm import LLM
 from radixcache.runtime.outputs import (
@@ -132,8 +132,8 @@ class AsyncLLM:
 
     async def score(
         self,
-        query: str,
-        documents: str | Sequence[str],
+        query: Texts,
+        documents: Texts,
         *,
         instruction: str | None = None,
         cache_salt: str | None = None,

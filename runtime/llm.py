@@ -26,7 +26,7 @@ from radixcache.runtime.engine.input_processor import (
     naming_prompt,
 )
 from radixcache.runtime.engine.named_prefixes import NamedPrefix, NamedPrefixes
-from radixcache.runtime.engine.pooling_inputs import Pooled, PoolingInputs, pooled_outputs
+from radixcache.runtime.engine.pooling_inputs import Pooled, PoolingInputs, Texts, pooled_outputs
 from radixcache.runtime.engine.stream import Stream
 from radixcache.runtime.engine.worker import Worker
 from radixcache.runtime.explanation import Explanation
@@ -84,9 +84,7 @@ class LLM:
             built.explainer, built.kv_events, built.offload,
         )  # fmt: skip
         self.inputs = InputProcessor(self.tokenizer, self.grammar_backend, self.default_params)
-        self.pooling_inputs = PoolingInputs(
-            self.engine.model, self.inputs.encode_one, lambda: self.inputs.tokenizer
-        )
+        self.pooling_inputs = PoolingInputs(self.engine.model, self.inputs)
         self.prefixes = NamedPrefixes(self.engine)
         after_step = None if self.kv_events is None else self.kv_events.end_step
         self.worker = Worker(self.engine, self.prefixes, after_step)
@@ -304,14 +302,14 @@ class LLM:
 
     def score(
         self,
-        query: str,
-        documents: str | Sequence[str],
+        query: Texts,
+        documents: Texts,
         *,
         instruction: str | None = None,
         cache_salt: str | None = None,
     ) -> list[ScoringOutput]:
-        """Score how well documents fit a query, from 0 to 1, in the order of the documents. All
-        begin with the same tokens, which are computed once; else as in `embed`.
+        """Score how well documents fit a query, or each its own, from 0 to 1, in their order. What
+        the pairs begin with is computed once; else as in `embed`.
 
         By the checkpoint's classification head, or by the probability of yes against no in the
         prompt of Qwen3-Reranker's model card, with the instruction in it.

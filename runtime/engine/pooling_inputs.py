@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from radixcache.errors import EngineFailed, InvalidRequest
-from radixcache.runtime.engine.input_processor import EngineInput, Prompts, as_prompts
+from radixcache.runtime.engine.input_processor import (
+    EngineInput,
+    InputProcessor,
+    Prompts,
+    as_prompts,
+)
 from radixcache.runtime.engine.stream import Stream
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.outputs import EmbeddingOutput, PooledOutput, ScoringOutput
 from radixcache.runtime.request import Request
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
+
+Texts = str | Sequence[str]
 
 POOLED = SamplingParams(max_tokens=0)
 """The parameters of a request for a row."""
@@ -60,20 +68,10 @@ def judge_tokens(tokenizer: Tokenizer | None) -> tuple[int, ...] | None:
 
 
 class PoolingInputs:
-    """Tokenises and checks on the caller's thread.
+    """Tokenises and checks on the caller's thread."""
 
-    Args:
-        encode: `InputProcessor.encode`.
-        tokenizer: gives the model's tokenizer, or raises `InvalidRequest`.
-    """
-
-    def __init__(
-        self,
-        model: PagedModel,
-        encode: Callable[..., EngineInput],
-        tokenizer: Callable[[], Tokenizer],
-    ) -> None:
-        self._model, self._encode, self._tokenizer = model, encode, tokenizer
+    def __init__(self, model: PagedModel, inputs: InputProcessor) -> None:
+        self._model, self._inputs = model, inputs
 
     def embed(self, texts: Prompts, dimensions: int | None, instruction: str | None) -> Pooled:
         """See `LLM.embed`."""
@@ -86,7 +84,7 @@ class PoolingInputs:
         if instruction is not None and not all(isinstance(text, str) for text in prompts):
             raise InvalidRequest("an instruction goes before texts, not before token ids")
         whole = (before + text if isinstance(text, str) else text for text in prompts)
-        inputs = [self._encode(text, POOLED) for text in whole]
+        inputs = [self._inputs.encode_one(text, POOLED) for text in whole]
 
         def output(request: Request) -> PooledOutput:
             assert request.pooled is not None
@@ -95,15 +93,18 @@ class PoolingInputs:
 
         return Pooled(inputs, output)
 
-    def score(self, query: str, documents: Sequence[str], instruction: str | None) -> Pooled:
+    def score(self, query: Texts, documents: Texts, instruction: str | None) -> Pooled:
         """See `LLM.score`."""
         pooler = self._model.pooler
         pooler.check_scores()
-        if isinstance(documents, str):
-            documents = [documents]
-        if not all(isinstance(text, str) for text in (query, *documents)):
+        queries, documents = ([x] if isinstance(x, str) else [*x] for x in (query, documents))
+        if not all(isinstance(text, str) for text in queries + documents):
             raise InvalidRequest("a query and its documents are texts")
-        inputs = [self._pair(query, document, instruction) for document in documents]
+        if len(queries) not in (1, len(documents)):
+            raise InvalidRequest(f"{len(queries)} queries and {len(documents)} documents: no pairs")
+        queries = queries * len(documents) if len(queries) == 1 else queries
+        pairs = zip(queries, documents, strict=True)
+        inputs = [self._pair(*pair, instruction) for pair in pairs]
 
         def output(request: Request) -> PooledOutput:
             assert request.pooled is not None
@@ -115,23 +116,23 @@ class PoolingInputs:
         """A query and a document as the checkpoint wants them, the query first: by its template,
         by one of its chat template's that has roles for them, by the judge's prompt, or else one
         behind the other, as the caller has written them."""
-        pooling, tokenizer = self._model.pooler.pooling, self._tokenizer()
+        pooling, tokenizer = self._model.pooler.pooling, self._inputs.tokenizer
+        encode = partial(self._inputs.encode_one, params=POOLED)
         parts = {"query": query, "document": document}
         if pooling.template is not None:
             if instruction is not None:
                 raise InvalidRequest("the template of this model has an instruction of its own")
             text = _FIELDS.sub(lambda field: parts[field[1]], pooling.template)
-            return self._encode(text, POOLED, special=False)
+            return encode(text, special=False)
         if tokenizer.has_roles(*parts):
             messages = [{"role": role, "content": content} for role, content in parts.items()]
             if instruction is not None:
                 messages.insert(0, {"role": "system", "content": instruction})
-            return self._encode(tokenizer.render_chat(messages), POOLED, special=False)
+            return encode(tokenizer.render_chat(messages), special=False)
         if pooling.judges is None:
             if instruction is not None:
-                raise InvalidRequest("this model has no place for an instruction: write it into "
-                                     "the query")  # fmt: skip
-            return self._encode(query + document, POOLED)
+                raise InvalidRequest("this model has no place for an instruction but the query")
+            return encode(query + document)
         lines = f"<Instruct>: {instruction or TASK}\n<Query>: {query}\n<Document>: {document}"
         asked: list[Message] = [
             {"role": "system", "content": _JUDGE},
@@ -139,8 +140,7 @@ class PoolingInputs:
         ]
         thinks = "enable_thinking" in tokenizer.chat_template()
         values = {"enable_thinking": False} if thinks else {}
-        text = tokenizer.render_chat(asked, template_kwargs=values)
-        return self._encode(text, POOLED, special=False)
+        return encode(tokenizer.render_chat(asked, template_kwargs=values), special=False)
 
 
 def _counts(request: Request) -> tuple[int, int, int]:

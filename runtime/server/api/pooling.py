@@ -36,7 +36,7 @@ async def embeddings(body: EmbeddingRequest, request: Request, context: ContextD
     """The vector of each text, as OpenAI's API has it; `radixcache serve` embeds by a chat model
     only with --enable-pooling."""
     inputs = context.llm.pooling_inputs
-    head = _head(body, context, "embd", "list")
+    head = _head(body, context, "embd")
     make = partial(inputs.embed, body.texts, body.dimensions, body.instruction)
     found = cast(list[EmbeddingOutput], await _pool(make, body, request, context))
     rest = {**head, "usage": _usage(found)}
@@ -53,7 +53,7 @@ async def embeddings(body: EmbeddingRequest, request: Request, context: ContextD
 async def rerank(body: RerankRequest, request: Request, context: ContextDep) -> JSON:
     """Documents by how well they fit a query, the best first, as Jina's, Cohere's and vLLM's APIs
     have it."""
-    head = _head(body, context, "rerank", "list")
+    head = _head(body, context, "rerank")
     make = partial(context.llm.pooling_inputs.score, body.query, body.texts, body.instruction)
     found = cast(list[ScoringOutput], await _pool(make, body, request, context))
     order = sorted(range(len(found)), key=lambda i: -found[i].score)  # equal ones by index
@@ -69,15 +69,8 @@ async def rerank(body: RerankRequest, request: Request, context: ContextDep) -> 
 @router.post("/score", include_in_schema=False)
 async def score(body: ScoreRequest, request: Request, context: ContextDep) -> JSON:
     """How well the second text of each pair fits the first, as vLLM's API has it."""
-    head = _head(body, context, "score", "list")
-
-    def make() -> Pooled:
-        each = [
-            context.llm.pooling_inputs.score(query, [document], body.instruction)
-            for query, document in body.pairs
-        ]
-        return each[0]._replace(inputs=[one for pooled in each for one in pooled.inputs])
-
+    head = _head(body, context, "score")
+    make = partial(context.llm.pooling_inputs.score, body.text_1, body.text_2, body.instruction)
     found = cast(list[ScoringOutput], await _pool(make, body, request, context))
     data = [
         {"index": i, "object": "score", "score": output.score} for i, output in enumerate(found)
@@ -85,7 +78,7 @@ async def score(body: ScoreRequest, request: Request, context: ContextDep) -> JS
     return {**head, "data": data, "usage": _usage(found)}
 
 
-def _head(body: PoolingRequest, context: ServingContext, prefix: str, kind: str) -> JSON:
+def _head(body: PoolingRequest, context: ServingContext, prefix: str) -> JSON:
     name = context.check_model(body.model)
     is_chat = context.llm.engine.model.pooler.pooling.task is None
     if is_chat and not context.options.enable_pooling:
@@ -95,7 +88,7 @@ def _head(body: PoolingRequest, context: ServingContext, prefix: str, kind: str)
             "score by it",
             "model",
         )
-    head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind}
+    head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": "list"}
     return {**head, "created": int(time.time()), "model": name}
 
 

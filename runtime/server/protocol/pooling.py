@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, cast
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from radixcache.runtime.engine.input_processor import Prompt
 from radixcache.runtime.server.protocol.fields import (
@@ -83,18 +83,3 @@ class ScoreRequest(PoolingRequest):
         description="A query for all of text_2, or one for each."
     )
     text_2: Text | Annotated[List[Text], _Count]
-
-    @property
-    def pairs(self) -> list[tuple[str, str]]:
-        queries, documents = (
-            [texts] if isinstance(texts, str) else texts for texts in (self.text_1, self.text_2)
-        )
-        queries = queries * len(documents) if len(queries) == 1 else queries
-        return [*zip(queries, documents, strict=True)]
-
-    @model_validator(mode="after")
-    def _are_pairs(self) -> ScoreRequest:
-        counts = [1 if isinstance(text, str) else len(text) for text in (self.text_1, self.text_2)]
-        if counts[0] not in (1, counts[1]):
-            raise ValueError(f"{counts[0]} texts and {counts[1]} make no pairs")
-        return self
