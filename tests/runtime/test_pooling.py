@@ -17,8 +17,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from radixcache import LLM, AsyncLLM, SamplingParams
 from radixcache.errors import InvalidRequest, ModelError
 from radixcache.kernels.spec import Unknown
+from radixcache.runtime.engine.logits_cache import PooledRows
 from radixcache.runtime.engine.pooling_inputs import POOLED
 from radixcache.runtime.model import load as loading
+from radixcache.runtime.request import PromptKey
 from tests.helpers import pooling_models as models
 from tests.helpers.engines import (
     Layers,
@@ -88,9 +90,22 @@ def test_a_text_is_computed_once_whoever_sends_it(embedder: Path):
         assert short.prefilled_tokens == 0 and llm.worker.num_steps == steps + 1
         salted = llm.embed("abcdefgh" * 5, cache_salt="mine")[0]
         assert salted.prefilled_tokens == 41 and bits([salted]) == bits([one])
+        llm.call(lambda: llm.cache.evict(llm.engine.kv_pool.num_pages))
+        assert llm.embed("abcdefgh" * 5)[0].num_cached_tokens == 41  # the row needs no KV
         llm.reset_prefix_cache()
         again = llm.embed("abcdefgh" * 5)[0]
         assert again.prefilled_tokens == 41 and bits([again]) == bits([one])
+
+
+def test_the_rows_used_last_are_kept_and_no_more_than_fit():
+    kept = PooledRows(num_bytes=3 * 16)
+    keys = [PromptKey(np.arange(n, n + 20, dtype=np.int32), None) for n in range(5)]
+    for n in (0, 1, 2):
+        kept.keep(keys[n], np.full(4, n, np.float32))
+    assert kept.use(keys[0])[0] == 0
+    for n in (3, 4):
+        kept.keep(keys[n], np.full(4, n, np.float32))
+    assert [key in kept for key in keys] == [True, False, False, True, True] and len(kept) == 3
 
 
 @pytest.mark.parametrize("batches", [60, pytest.param(2000, marks=pytest.mark.exhaustive)])
