@@ -315,8 +315,9 @@ class Tokenizer:
         return template
 
     def has_roles(self, *roles: str) -> bool:
-        """Whether a chat template names all of these roles."""
-        return all(f"'{r}'" in self._templates or f'"{r}"' in self._templates for r in roles)
+        """Whether a chat template compares a message's role with all of these."""
+        compared = r"\brole\W[^{{%}}]{{0,20}}['\"]{}['\"]"
+        return all(re.search(compared.format(role), self._templates) for role in roles)
 
     @property
     def _templates(self) -> str:

@@ -133,7 +133,7 @@ class TransformersModel(PagedModel):
         self._places = {call.layer: place for place, call in enumerate(sorted(calls))}
         kinds = [call.kind for call in sorted(calls)]
         text = model.config.get_text_config()
-        self.hidden_size = text.hidden_size
+        self.hidden_size = getattr(text, "hidden_size", 0)
         generation: Any = model.generation_config  # has what `GenerationDefaults` has
         super().__init__(
             model.config.model_type,
