@@ -283,7 +283,7 @@ class Scheduler:
             self.answered.append(sequence)
             return True
         key = sequence.request.prompt_key
-        return any(s.request.prompt_key == key for s in self.running)
+        return any(s.request.pools and s.request.prompt_key == key for s in self.running)
 
     def _take(self, sequence: Sequence, budget: int) -> Chunk:
         """Reserve pages for the next tokens of a sequence, and publish those of a prefill chunk.
