@@ -104,13 +104,21 @@ class Layers(ABC):
         """At load: take the norm before the lm_head, once all layers are read."""
 
     @abstractmethod
-    def run(self, pool: Pool, plan: AttentionPlan, states: Sequence[SlotUse] = ()) -> torch.Tensor:
+    def run(
+        self,
+        pool: Pool,
+        plan: AttentionPlan,
+        states: Sequence[SlotUse] = (),
+        pooled: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Logits [R, vocab_size] of a planned step, whose arrays are token ids, positions, logit
         rows, and of a recurrent model those of `slot_arrays`.
 
         Args:
             states: of a recurrent model, for each sequence of the step; where the plan has the
                 arrays, they say the same.
+            pooled: [P, hidden_size] float32, which takes the last P of the R rows as they are
+                behind the last norm; these have no logits.
         """
 
 

@@ -69,7 +69,7 @@ class Attention:
         bias: whether queries, keys and values have biases.
         out_bias: whether the output has one.
         sinks: whether each head has a sink (`LayerInputs.sinks`).
-        shares: it has queries alone, and attends over K/V of the last layer of its kind that has some.
+        shares: it has queries alone; K/V are those of the last layer of its kind that has some.
         query_scaling: (beta, length): a query at p is times 1 + beta * log(1 + p // length).
     """
 

@@ -7,13 +7,19 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequen
 from contextlib import aclosing
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.engine.input_processor import Prompt, Prompts
+from radixcache.runtime.engine.pooling_inputs import Pooled, Texts, pooled_outputs
 from radixcache.runtime.engine.stream import Stream
 from radixcache.runtime.llm import LLM
-from radixcache.runtime.outputs import RequestOutput
+from radixcache.runtime.outputs import (
+    EmbeddingOutput,
+    PooledOutput,
+    RequestOutput,
+    ScoringOutput,
+)
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.tokens.tokenizer import Message
 
@@ -111,6 +117,38 @@ class AsyncLLM:
         async with aclosing(self.llm.worker.read_async(stream, add)) as outputs:
             async for output in outputs:
                 yield output
+
+    async def embed(
+        self,
+        texts: Prompts,
+        *,
+        dimensions: int | None = None,
+        instruction: str | None = None,
+        cache_salt: str | None = None,
+    ) -> list[EmbeddingOutput]:
+        """See `LLM.embed`."""
+        make = partial(self.llm.pooling_inputs.embed, texts, dimensions, instruction)
+        return cast("list[EmbeddingOutput]", await self._pool(make, cache_salt))
+
+    async def score(
+        self,
+        query: Texts,
+        documents: Texts,
+        *,
+        instruction: str | None = None,
+        cache_salt: str | None = None,
+    ) -> list[ScoringOutput]:
+        """See `LLM.score`."""
+        make = partial(self.llm.pooling_inputs.score, query, documents, instruction)
+        return cast("list[ScoringOutput]", await self._pool(make, cache_salt))
+
+    async def _pool(self, make: Callable[[], Pooled], cache_salt: str | None) -> list[PooledOutput]:
+        pooled, stream = await asyncio.to_thread(make), Stream(loop=asyncio.get_running_loop())
+        add = partial(self.llm.add, pooled.inputs, cache_salt, pools=True)
+        async with aclosing(self.llm.worker.read_async(stream, add)) as ends:
+            async for _ in ends:
+                pass
+        return pooled_outputs(pooled, stream)
 
     async def chat(
         self,

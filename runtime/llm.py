@@ -26,6 +26,7 @@ from radixcache.runtime.engine.input_processor import (
     naming_prompt,
 )
 from radixcache.runtime.engine.named_prefixes import NamedPrefix, NamedPrefixes
+from radixcache.runtime.engine.pooling_inputs import Pooled, PoolingInputs, Texts, pooled_outputs
 from radixcache.runtime.engine.stream import Stream
 from radixcache.runtime.engine.worker import Worker
 from radixcache.runtime.explanation import Explanation
@@ -33,7 +34,12 @@ from radixcache.runtime.kv_events.publisher import KVEventPublisher
 from radixcache.runtime.kv_offload import session
 from radixcache.runtime.kv_offload.offload import Offload
 from radixcache.runtime.model.host.system_memory import give_back, resident_bytes
-from radixcache.runtime.outputs import RequestOutput
+from radixcache.runtime.outputs import (
+    EmbeddingOutput,
+    PooledOutput,
+    RequestOutput,
+    ScoringOutput,
+)
 from radixcache.runtime.request import Request
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.tokens.conversation import Conversations, thoughts_of
@@ -78,6 +84,7 @@ class LLM:
             built.explainer, built.kv_events, built.offload,
         )  # fmt: skip
         self.inputs = InputProcessor(self.tokenizer, self.grammar_backend, self.default_params)
+        self.pooling_inputs = PoolingInputs(self.engine.model, self.inputs)
         self.prefixes = NamedPrefixes(self.engine)
         after_step = None if self.kv_events is None else self.kv_events.end_step
         self.worker = Worker(self.engine, self.prefixes, after_step)
@@ -268,6 +275,54 @@ class LLM:
 
         return self.call(explain)
 
+    def embed(
+        self,
+        texts: Prompts,
+        *,
+        dimensions: int | None = None,
+        instruction: str | None = None,
+        cache_salt: str | None = None,
+    ) -> list[EmbeddingOutput]:
+        """Embed texts: the row of each text's last token behind the last norm, of length 1.
+
+        Equal texts have equal vectors; a text that was embedded before costs no forward pass.
+
+        Args:
+            texts: as the prompts of `generate`.
+            dimensions: of the vectors: the first numbers of rows (Matryoshka); None is all.
+            instruction: for queries: "Instruct: {instruction}\\nQuery:" goes before each text.
+            cache_salt: as in `generate`.
+
+        Raises:
+            InvalidRequest: a text is unusable, or the model embeds none; then none is run.
+            EngineFailed, EngineStopped: as in `generate`.
+        """
+        pooled = self.pooling_inputs.embed(texts, dimensions, instruction)
+        return cast("list[EmbeddingOutput]", self._pool(pooled, cache_salt))
+
+    def score(
+        self,
+        query: Texts,
+        documents: Texts,
+        *,
+        instruction: str | None = None,
+        cache_salt: str | None = None,
+    ) -> list[ScoringOutput]:
+        """Score how well documents fit a query, or each its own, from 0 to 1, in their order. What
+        the pairs begin with is computed once; else as in `embed`.
+
+        By the checkpoint's classification head, or by the probability of yes against no in the
+        prompt of Qwen3-Reranker's model card, with the instruction in it.
+        """
+        pooled = self.pooling_inputs.score(query, documents, instruction)
+        return cast("list[ScoringOutput]", self._pool(pooled, cache_salt))
+
+    def _pool(self, pooled: Pooled, cache_salt: str | None) -> list[PooledOutput]:
+        stream = Stream()
+        for _ in self.worker.read(stream, partial(self.add, pooled.inputs, cache_salt, pools=True)):
+            pass
+        return pooled_outputs(pooled, stream)
+
     def pin_prefix(
         self,
         name: str,
@@ -391,11 +446,16 @@ class LLM:
         cache_salt: str | None = None,
         prefix: str | None = None,
         client: Hashable = None,
+        pools: bool = False,
     ) -> list[Request]:
         """Queue a request for each input, or none if one is unusable; on the engine's thread.
 
         Clients share the engine fairly (see `radixcache.runtime.engine.scheduling.fairness`).
+        With `pools`, the requests end with rows.
         """
+        task = self.engine.model.pooler.pooling.task
+        if task is not None and not pools:
+            raise InvalidRequest(f"this model was made to {task} texts, and generates none")
         requests: list[Request] = []
         try:
             for text, tokens, params, _ in inputs:
@@ -407,8 +467,9 @@ class LLM:
                     most = self.engine.model.max_context if most is None else most
                     self.prefixes.make_room(len(whole) + most)
                     request = self.engine.add_request(
-                        whole, params, prompt=text, namespace=cache_salt, client=client
-                    )
+                        *(whole, params), prompt=text, namespace=cache_salt, client=client,
+                        pools=pools,
+                    )  # fmt: skip
                 requests.append(request)
         except BaseException:
             self.worker.discard(requests)

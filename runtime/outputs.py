@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from radixcache.base import Tokens
 
@@ -112,3 +113,32 @@ class RequestOutput:
     finished: bool
     error: str | None = field(default=None)
     prompt_logprobs: list[dict[int, float] | None] | None = None
+
+
+@dataclass(frozen=True)
+class PooledOutput:
+    """What a text's last row became.
+
+    Attributes:
+        num_tokens: of the text, as the model reads it.
+        num_cached_tokens: those of them that were not computed; all, if the row was kept.
+        prefilled_tokens: those that were computed, again after a preemption included.
+    """
+
+    num_tokens: int
+    num_cached_tokens: int
+    prefilled_tokens: int
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput(PooledOutput):
+    """A text's vector, [dimensions] float32."""
+
+    embedding: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class ScoringOutput(PooledOutput):
+    """How well a document fits a query, from 0 to 1."""
+
+    score: float

@@ -11,6 +11,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from radixcache.base import Tokens
 from radixcache.lease import Lease
@@ -237,6 +238,7 @@ class Request:
         params: SamplingParams,
         namespace: Hashable = None,
         client: Hashable = None,
+        pools: bool = False,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -245,6 +247,10 @@ class Request:
         self.namespace = namespace
         self.client = client
         """The client that it belongs to: clients share the engine fairly."""
+        self.pools = pools
+        """It asks for its last token's row instead of an answer: it is a prefill alone."""
+        self.pooled: NDArray[np.float32] | None = None
+        """That row behind the last norm, [hidden_size] float32; None before it comes."""
         self.sequences: list[Sequence] = []
         self.prefilled_tokens = 0
         self.prompt_logprobs: list[dict[int, float] | None] | None = None
@@ -282,8 +288,9 @@ class Request:
 
     @cached_property
     def prompt_key(self) -> PromptKey:
-        """The key under which the logits at the end of the prompt are kept."""
-        return PromptKey(self.prompt_token_ids, self.namespace)
+        """The key under which the logits, or the row, at the end of the prompt are kept."""
+        kept = (self.namespace, "row") if self.pools else self.namespace
+        return PromptKey(self.prompt_token_ids, kept)
 
     @property
     def finished(self) -> bool:

@@ -144,6 +144,27 @@ def documents(
     return workload
 
 
+def rerank(
+    write: Writer, *, queries: int = 5, documents: int = 100, instruction: int = 2000,
+    query: int = 30, document: int = 300,
+) -> Workload:  # fmt: skip
+    """Reranking: `documents` behind each query, scored by the row of their last token.
+
+    All begin with `instruction` tokens, then a query of about `query` and a document of about
+    `document`; a score is a prefill and one row. The documents of a query come at once, after
+    those of the query before.
+    """
+    workload = Workload("rerank", f"{documents} documents behind each of {queries} queries")
+    common, before = write.text(instruction), None
+    for _ in range(queries):
+        asked = write.about(query)
+        for index in range(documents):
+            parts = [common, asked, write.about(document)]
+            workload.add(parts, write.text(1), after=before, together=index > 0, template=1, stem=2)
+        before = len(workload.arrivals) - 1
+    return workload
+
+
 def agents(
     write: Writer, *, agents: int = 20, steps: int = 12, system: int = 600, task: int = 60,
     action: int = 30, observation: int = 80,
@@ -227,6 +248,7 @@ GENERATORS: dict[str, Callable[..., Workload]] = {
     "best-of-n": best_of_n,
     "tree-search": tree_search,
     "documents": documents,
+    "rerank": rerank,
     "agents": agents,
     "short": short_instructions,
     "zero-sharing": zero_sharing,

@@ -118,15 +118,22 @@ class NativeLayers(Layers):
         blocks = [packed.block for packed in self._packed]
         Thread(target=use_huge_pages, args=(blocks,), daemon=True).start()  # nobody waits for it
 
-    def run(self, pool: Pool, plan: AttentionPlan, states: Sequence[SlotUse] = ()) -> torch.Tensor:
+    def run(
+        self,
+        pool: Pool,
+        plan: AttentionPlan,
+        states: Sequence[SlotUse] = (),
+        pooled: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         full, window = (plan.full, plan.window) if isinstance(plan, TablesPlan) else (plan, plan)
         assert isinstance(full, NativePlan) and isinstance(window, NativePlan)
         if pool is not self._pool:
             tensors = {} if pool.states is None else pool.states.tensors
             self._pool = pool
             self._states = [tensors[name] for name in self.architecture.state_shapes]
+        rows = full.numbers[:3]
         return self._model.forward(
-            full, window, pool.layers, self._states, states, *full.numbers[:3]
+            full, window, pool.layers, self._states, states, *rows, pooled=pooled
         )
 
     # ---- Structures of one layer.

@@ -87,9 +87,9 @@ struct Step {
     const States& states;
     int threads;
 
-    // float32 logits of `wanted` rows.
+    // float32 logits of `wanted` rows; the last `pooled` of them go as the head would read them.
     void run(const int64_t* ids, const int64_t* positions, const int64_t* wanted, int64_t count,
-             float* logits) const {
+             float* logits, float* pooled_rows, int64_t pooled) const {
         static thread_local Scratch memory;
         int64_t rows = batch.qo_indptr[batch.sequences], hidden = model.hidden;
         int64_t most = std::max(rows, count);  // a row's logits may be asked for more than once
@@ -165,6 +165,9 @@ struct Step {
             if (beside) add_beside(*beside, residual, x, y, rows, behind);
             add(sublayer.joint);
         }
+        rows -= pooled;
+        for (int64_t d = 0, n = pooled * hidden; n > 0; d += W, n -= W)
+            store(pooled_rows + d, load(x + rows * hidden + d, n), n);
         multiply(x, hidden, model.head, logits, model.head.columns, rows, threads);
         if (model.logit_softcap != 0 || model.logit_scale != 1) softcap_logits(logits, rows);
     }

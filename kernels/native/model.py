@@ -224,6 +224,8 @@ class NativeModel:
         token_ids: NDArray[np.int64],
         positions: NDArray[np.int64],
         logit_rows: NDArray[np.int64],
+        *,
+        pooled: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[R, vocab_size] float32 logits of a planned step.
 
@@ -234,6 +236,8 @@ class NativeModel:
                 a short convolution [slots, heads, key, value]; likewise.
             slots: of each sequence; none if no layer is recurrent.
             token_ids, positions, logit_rows: [T], [T] and [R], contiguous.
+            pooled: [P, hidden] float32, which takes the last P of these rows behind the last norm;
+                they have no logits.
 
         Raises:
             ValueError: the tensors do not fit together, or to the plan.
@@ -253,12 +257,14 @@ class NativeModel:
         tables = _slot_tables(slots, plan, len(states[0])) if self._recurs else []
         used = _States(*(table.ctypes.data for table in tables))
         used.tensors = ctypes.addressof(self._state_addresses)
-        logits = torch.empty(rows, self._vocab_size)
+        pooled = torch.empty(0, self._model.hidden) if pooled is None else pooled
+        check(pooled, torch.float32, (min(len(pooled), rows), self._model.hidden))
+        logits = torch.empty(rows - len(pooled), self._vocab_size)
         kernel("forward", self._dtype)(
             *(ctypes.addressof(self._model), batch, window_batch),
             *(self._page_structs, ctypes.addressof(used)),
             *(token_ids.ctypes.data, positions.ctypes.data, logit_rows.ctypes.data, rows),
-            logits.data_ptr(),
+            *(logits.data_ptr(), pooled.data_ptr(), len(pooled)),
         )
         return logits
 

@@ -24,6 +24,7 @@ from radixcache.runtime.engine.explain import Explainer, no_cost
 from radixcache.runtime.engine.loading_thread import run_in_thread
 from radixcache.runtime.engine.logits_cache import PromptLogitsCache
 from radixcache.runtime.engine.memory_plan import plan_memory
+from radixcache.runtime.engine.pooling_inputs import judge_tokens
 from radixcache.runtime.engine.scheduling.saved_state_planner import NO_SAVED_STATES, Planner
 from radixcache.runtime.engine.scheduling.scheduler import OnPublish, Scheduler
 from radixcache.runtime.engine.scheduling.state_planner import StatePlanner
@@ -97,7 +98,7 @@ def build_engine(args: EngineArgs) -> Built:
     check_model(model_path(args))
     tokenizer = Tokenizer.load(model_path(args))  # before the weights: it takes memory for a while
     give_back()
-    model = load(args)
+    model = load(args, judge_tokens(tokenizer))
     report("preparing the engine", 1.0)
     if (args.max_model_len or 0) > model.max_context:
         raise InvalidRequest(
@@ -196,7 +197,7 @@ def _answer_mark(tokenizer: Tokenizer) -> list[int]:
     return []  # no template, or no chat
 
 
-def load(args: EngineArgs) -> PagedModel:
+def load(args: EngineArgs, judges: tuple[int, ...] | None = None) -> PagedModel:
     """`load_model`, with threads for the processors that this process may use."""
     if (quota := cgroups.cpu_quota()) is not None and "OMP_NUM_THREADS" not in os.environ:
         # More threads use the quota up sooner: then all stand still for the rest of the period.
@@ -204,7 +205,7 @@ def load(args: EngineArgs) -> PagedModel:
     read = partial(
         load_model, model_path(args), dtype=args.dtype, device=args.device, exact=args.exact,
         max_model_len=args.max_model_len, kv_cache_dtype=args.kv_cache_dtype,
-        quantized_activations=args.quantized_activations,
+        quantized_activations=args.quantized_activations, judges=judges,
     )  # fmt: skip
     return run_in_thread(read) if resolve_device(args.device).type == "cpu" else read()
 

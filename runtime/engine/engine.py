@@ -13,7 +13,7 @@ import torch
 
 from radixcache.base import CacheStats, PrefixCache, Tokens, TokensLike, as_namespace, as_tokens
 from radixcache.errors import ContextExceeded, InvalidRequest, WrongThread
-from radixcache.kernels.upload import on_device, send
+from radixcache.kernels.upload import Fetch, on_device, send
 from radixcache.runtime.engine.model_runner import ModelRunner
 from radixcache.runtime.engine.output_processor import OutputProcessor
 from radixcache.runtime.engine.rows import Row
@@ -64,6 +64,7 @@ class _Forward(NamedTuple):
     Attributes:
         ends: those of `chunks` from whose logits a token is drawn.
         hits: chunks of prompts that are cached in full, with kept logits.
+        pooled: the rows of those of `chunks` that end a sequence which asks for its own.
         prefills: (position, tokens) of prompts, from which the cost of a token is measured.
         num_rows: tokens that the step decodes or drafts; 0 if it prefills, too.
     """
@@ -72,6 +73,7 @@ class _Forward(NamedTuple):
     ends: list[Chunk]
     hits: list[Chunk]
     logits: torch.Tensor
+    pooled: torch.Tensor | None
     prefills: list[tuple[int, int]]
     num_rows: int
 
@@ -209,8 +211,12 @@ class Engine:
         prompt: str | None = None,
         namespace: Hashable = None,
         client: Hashable = None,
+        pools: bool = False,
     ) -> Request:
         """Queue a request of a client; clients share the engine fairly (see `scheduler`).
+
+        With `pools`, it ends with its last token's row, `Request.pooled`, and generates nothing:
+        `params` ask for no token.
 
         Raises:
             InvalidRequest: the prompt is empty, it or the parameters have tokens that the model
@@ -222,7 +228,7 @@ class Engine:
         max_tokens = self._max_tokens(tokens, params, namespace)
         ends = self.model.eos_token_ids
         penalties = PenaltyState(params, self.model.vocab_size, ends, self._encode)
-        request = Request(self._next_id, prompt, tokens, params, namespace, client)
+        request = Request(self._next_id, prompt, tokens, params, namespace, client, pools)
         request.penalties = penalties if penalties.any else None
         request.add_sequences(max_tokens, self._decode)
         if params.structured_outputs is not None:
@@ -283,6 +289,7 @@ class Engine:
         """
         stats = self.cache.stats
         self.scheduler.reset()
+        self.output_processor.pooled_rows.clear()
         self._before_flushes += stats
 
     @property
@@ -368,7 +375,9 @@ class Engine:
         elif not self.overlap or any(len(row.draft) for row in before.rows):
             return None  # how much of the drafts is right is not known yet
         else:
-            chunks = self.scheduler.schedule_ahead([row.sequence for row in before.rows])
+            sampled = [row.sequence for row in before.rows]
+            chunks = self.scheduler.schedule_ahead([*sampled, *before.pools])
+        self.output_processor.answer(self.scheduler.answered)
         if not chunks:
             if before is None:
                 self.scheduler.admission.loads.wait()
@@ -377,19 +386,22 @@ class Engine:
         chunks = [chunk for chunk in chunks if chunk.num_tokens]
         prefills = [(c.end - c.num_new, c.num_tokens) for c in chunks if c.num_tokens > 1]
         drafted = 0 if prefills else sum(chunk.num_new for chunk in chunks)
+        pooled = None
         if chunks:
-            chunks, logits = self.runner.run(chunks, before)
+            chunks, logits, pooled = self.runner.run(chunks, before)
         else:
             logits = torch.empty((0, self.model.vocab_size), device=self.model.device)
         self.scheduler.commit()
         ends = [chunk for chunk in chunks if chunk.is_last]
-        return _Forward(chunks, ends, hits, logits, prefills, drafted)
+        return _Forward(chunks, ends, hits, logits, pooled, prefills, drafted)
 
     def _sample(self, forward: _Forward | None) -> _Step | None:
         """Draw the tokens of a step, when those before it are read."""
         if forward is None:
             return None
-        chunks, ends, hits, logits, prefills, num_rows = forward
+        chunks, ends, hits, logits, pooled, prefills, num_rows = forward
+        pools = [chunk.sequence for chunk in ends if chunk.sequence.request.pools]
+        ends = [chunk for chunk in ends if not chunk.sequence.request.pools]
         logits = self._score(chunks + hits, logits)
         # Some have ended, or a grammar has appended more behind the token that was computed.
         kept = [
@@ -411,7 +423,10 @@ class Engine:
             for chunk in ends + hits
             for count in range(1 + len(chunk.draft))
         ]
-        return _Step(self.sampler.sample(rows, logits), prefills, num_rows)
+        pending = self.sampler.sample(rows, logits)
+        if pooled is not None:
+            pending = pending._replace(pools=pools, pooled=Fetch(pooled))
+        return _Step(pending, prefills, num_rows)
 
     def _score(self, chunks: list[Chunk], logits: torch.Tensor) -> torch.Tensor:
         """Score prompt tokens by the rows of `_run` for them; returns the rows before."""

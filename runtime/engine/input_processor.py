@@ -93,6 +93,14 @@ class InputProcessor:
             f"{{'prompt_token_ids': [...]}}, not {kind}"
         )
 
+    def encode_one(
+        self, prompt: Prompt, params: SamplingParams, special: bool = True
+    ) -> EngineInput:
+        """The input of one prompt."""
+        given = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        text = given if isinstance(given, str) else None
+        return EngineInput(text, self.encode(prompt, special=special), params)
+
     def process(
         self,
         prompts: Prompts,
@@ -120,9 +128,8 @@ class InputProcessor:
                     raise InvalidRequest("stop strings need a tokenizer, and this model has none")
                 structured = one.structured_outputs
                 grammar = None if structured is None else self._grammar_backend.compile(structured)
-                given = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-                text = given if isinstance(given, str) else None
-                inputs.append(EngineInput(text, self.encode(prompt, special=special), one, grammar))
+                given = self.encode_one(prompt, one, special)
+                inputs.append(given._replace(grammar=grammar))
         return inputs
 
     def render(

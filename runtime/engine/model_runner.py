@@ -34,7 +34,7 @@ class ModelRunner:
 
     def run(
         self, chunks: list[Chunk], before: PendingStep | None
-    ) -> tuple[list[Chunk], torch.Tensor]:
+    ) -> tuple[list[Chunk], torch.Tensor, torch.Tensor | None]:
         """Enqueue a step.
 
         Args:
@@ -43,24 +43,31 @@ class ModelRunner:
         Returns:
             The chunks in the order of the batch, and logits [R, vocab], float32: for the last token
             and the draft of each chunk that ends its sequence, then for the prompt tokens whose
-            successors are scored. They are valid until the next call.
+            successors are scored. They are valid until the next call. Last, the rows behind the
+            last norm [P, hidden_size] of chunks that end a sequence which asks for its own, or
+            None; they have no logits.
         """
         chunks, batch = self._batch(chunks)
         unread = self._unread(chunks, before)
         if unread is not None and len(unread.rows) == len(chunks):  # decodes behind decodes
             ids, rows = np.zeros(len(chunks), np.int32), np.arange(len(chunks))
-            return chunks, self._compute(chunks, ids, batch, rows, unread)
+            return chunks, self._compute(chunks, ids, batch, rows, unread), None
         tokens = np.concatenate([chunk.tokens for chunk in chunks])
-        wanted, scored, end = list[int](), list[int](), 0
+        wanted, scored, pooled, end = list[int](), list[int](), list[int](), 0
         for chunk in chunks:
             end += chunk.num_new
-            if chunk.is_last:
+            if chunk.is_last and chunk.sequence.request.pools:
+                pooled.append(end - 1)
+            elif chunk.is_last:
                 wanted += range(end - 1 - len(chunk.draft), end)
             if chunk.sequence.scoring is not None:
                 first = end - chunk.sequence.num_computed  # the row that position 0 would have
                 scored += (chunk.scored_positions + first).tolist()
-        rows = np.array(wanted + scored, np.int64)
-        return chunks, self._compute(chunks, tokens, batch, rows, unread)
+        rows = np.array(wanted + scored + pooled, np.int64)
+        if not pooled:
+            return chunks, self._compute(chunks, tokens, batch, rows, unread), None
+        place = torch.empty(len(pooled), self._model.hidden_size, device=self._model.device)
+        return chunks, self._compute(chunks, tokens, batch, rows, unread, place), place
 
     def _unread(self, chunks: list[Chunk], before: PendingStep | None) -> Unread | None:
         """The unread tokens of the step before that these chunks compute."""
@@ -147,8 +154,10 @@ class ModelRunner:
         batch: PagedBatch,
         rows: NDArray[np.integer],
         unread: Unread | None,
+        pooled: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The logits of these rows, by a CUDA graph if there is one for the batch.
+        """The logits of these rows, by a CUDA graph if there is one for the batch; the last of
+        them go into `pooled` without logits.
 
         The page copies run before, all in the device's order: a page may be evicted and written
         again while the step before still reads it.
@@ -162,6 +171,9 @@ class ModelRunner:
                 states.append(chunk.states)
         if copies or window_copies:
             self._pool.copy(copies, window_copies)
+        if pooled is not None:  # no graph has a place for them
+            rest = self._pool, states, unread, pooled
+            return self._model.forward(tokens, batch, rows, *rest)
         if self.graphs is not None:
             logits = self.graphs.run(tokens, batch, rows, unread, states)
             if logits is not None:

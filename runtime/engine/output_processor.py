@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from math import inf
 
+import numpy as np
+from numpy.typing import NDArray
+
+from radixcache.runtime.engine.logits_cache import PooledRows
 from radixcache.runtime.engine.rows import by_sequence
 from radixcache.runtime.engine.sampler import PendingStep
 from radixcache.runtime.engine.scheduling.scheduler import Scheduler
@@ -24,12 +28,19 @@ class OutputProcessor:
         self._eos_token_ids = frozenset(eos_token_ids)
         self.num_generated = 0
         """Tokens, since the engine was made."""
+        self.pooled_rows = PooledRows()
+        scheduler.has_row = lambda sequence: sequence.request.prompt_key in self.pooled_rows
         self.changed: dict[Request, None] = {}
         """Requests that `Engine.step` has yet to report, also of a step that failed after some of
         its tokens were read."""
 
     def finish(self, step: PendingStep) -> None:
         """Read the tokens of a step, and note the requests that got one."""
+        if step.pooled is not None:
+            (rows,) = step.pooled.read()
+            for sequence, row in zip(step.pools, rows, strict=True):
+                if sequence.finish_reason is None:
+                    self._finish_pooled(sequence, np.array(row, np.float32))
         tokens, highest_logits, *top_tokens = step.fetched.read()
         top = dict(zip(step.asking, zip(*top_tokens, strict=True), strict=True))
         for sequence, places in by_sequence(step.rows).items():
@@ -56,6 +67,27 @@ class OutputProcessor:
             if draft:
                 assert self._scheduler.proposer is not None
                 self._scheduler.proposer.learn(sequence, len(draft), accepted)
+
+    def answer(self, sequences: Iterable[Sequence]) -> None:
+        """End waiting sequences whose rows are kept."""
+        for sequence in sequences:
+            sequence.cached_tokens = len(sequence)
+            self._finish_pooled(sequence, self.pooled_rows.use(sequence.request.prompt_key))
+
+    def _finish_pooled(self, sequence: Sequence, row: NDArray[np.float32]) -> None:
+        """End a sequence with its row, which is kept."""
+        request = sequence.request
+        self.changed[request] = None
+        if not np.isfinite(row).all():
+            self._scheduler.discard(sequence)
+            self._scheduler.fail(sequence, NOT_A_NUMBER)
+            return
+        self.pooled_rows.keep(request.prompt_key, row)
+        request.pooled = row
+        self._scheduler.finish(sequence, "stop")
+        request.note_admission()
+        request.note_token()
+        request.note_end()
 
     def _can_go_on(self, sequence: Sequence, highest: float) -> bool:
         """Whether the drawn token may be appended, by the highest logit; else the sequence ends."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from hashlib import blake2b
 from itertools import groupby
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from radixcache.kernels.torch.top_p import Filter, filter_by_sort
 from radixcache.kernels.upload import Fetch, on_device, send
 from radixcache.runtime.engine.logits_processors import LogitsProcessors
 from radixcache.runtime.engine.rows import Row, by_sequence
+from radixcache.runtime.request import Sequence
 from radixcache.runtime.sampling.grammar import mask
 from radixcache.runtime.sampling.params import SamplingParams
 
@@ -29,6 +30,9 @@ class PendingStep(NamedTuple):
     fetched: Fetch
     """The tokens; the highest logit of each row, not finite where no token could be chosen; and the
     token ids and log-probabilities of the rows that ask for them, if any does."""
+    pools: Collection[Sequence] = ()
+    """The sequences that end with their row, whose rows are `pooled`."""
+    pooled: Fetch | None = None
 
 
 class Sampler:

@@ -63,6 +63,26 @@ def check_sizes(settings: Mapping[str, Any]) -> None:
                 raise ModelError(f"the model's config says {name} {size}: no model has over {most}")
 
 
+_ENCODER = "it is an encoder, whose tokens see later ones, and has no prefix to cache"
+
+
+def check_causal(settings: Mapping[str, Any]) -> None:
+    """Refuse a config by which tokens see later ones; `ModelError`."""
+    sees_all = settings.get("use_bidirectional_attention") in (True, "all")
+    if sees_all or settings.get("is_causal") is False:
+        raise refusal(str(settings.get("model_type")), _ENCODER)
+
+
+def check_decoder(settings: Mapping[str, Any]) -> None:
+    """Refuse a family of encoders, some of which transformers would load as decoders;
+    `ModelError`."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
+
+    kind, is_decoder = str(settings.get("model_type")), settings.get("is_decoder")
+    if kind in MASKED and not is_decoder and not settings.get("is_encoder_decoder"):
+        raise refusal(kind, _ENCODER)
+
+
 class Quantization(NamedTuple):
     """What a model says of its weights: its `quant_method`, or ours for one that it lacks, all
     settings, and what errors call it."""

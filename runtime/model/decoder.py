@@ -17,13 +17,15 @@ from radixcache.errors import ModelError
 from radixcache.kernels.attention import AttentionBackend, AttentionPlan
 from radixcache.kernels.choose import choose_attention, choose_backend
 from radixcache.kernels.quantized import dense_rows
-from radixcache.kernels.spec import Architecture, Unknown, Weights
+from radixcache.kernels.spec import Architecture, Unknown, Weight, Weights
+from radixcache.runtime.checkpoints.pooling import Pooling
 from radixcache.runtime.model import reference
 from radixcache.runtime.model.generation import GenerationDefaults
 from radixcache.runtime.model.host.system_memory import give_back
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.loop import LayerLoop, layers_of
 from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.model.pooler import Pooler, ScoreHead
 from radixcache.runtime.model.progress import track
 from radixcache.runtime.model.selfcheck import PagedTexts
 from radixcache.runtime.model.weights.sources import ModelWeights
@@ -60,11 +62,13 @@ class Decoder(PagedModel):
         attention: AttentionBackend | None = None,
         exact: bool = False,
         max_model_len: int | None = None,
+        pooling: Pooling = Pooling(),  # noqa: B008 - a constant
     ) -> None:
         """Read the weights, each once and layer by layer, and compare logits with `reference`.
 
         Args:
             weights: of this architecture, on `device`.
+            pooling: what becomes of its rows.
 
         Raises:
             Unknown: no operations run the architecture, or the logits differ by more than rounding.
@@ -91,7 +95,7 @@ class Decoder(PagedModel):
             exact,
             max_model_len,
         )
-        self.state_shapes = architecture.state_shapes
+        self.state_shapes, self.hidden_size = architecture.state_shapes, architecture.hidden_size
         self.plans_slots = architecture.is_recurrent and isinstance(self._layers, LayerLoop)
         embedding, head, per_layer = weights.embedding(), weights.head(), weights.per_layer()
         tokens = torch.arange(_CHECKED_TOKENS, device=device) * 7919 % self.vocab_size
@@ -99,6 +103,7 @@ class Decoder(PagedModel):
         checked = torch.arange(0, self.vocab_size, step, device=device)
         hidden, shared = reference.embed(architecture, tokens, embedding, per_layer)
         rows = dense_rows(embedding if head is None else head, checked)
+        self.pooler = Pooler(pooling, self._score_head(pooling, weights, embedding, head))
         self._layers.embedding(embedding, head)
         if per_layer:
             self._layers.per_layer(per_layer)
@@ -117,13 +122,33 @@ class Decoder(PagedModel):
         self.rounds = self._layers.rounds
         self._check(tokens, checked, expected, weights)
 
+    def _score_head(
+        self, pooling: Pooling, weights: ModelWeights, embedding: Weight, head: Weight | None
+    ) -> ScoreHead | None:
+        found = weights.score_head()
+        if (found is not None) != pooling.has_head:
+            raise Unknown(f"it has {'no' if found is None else 'a'} classification head")
+        if found is not None:
+            return ScoreHead(found.cpu().numpy())
+        if pooling.judges is None:
+            return None
+        if max(pooling.judges) >= self.vocab_size:
+            raise ModelError(f"the model has no tokens {list(pooling.judges)}, which its score is")
+        numbers = torch.tensor(pooling.judges, device=self.device)
+        rows = dense_rows(embedding if head is None else head, numbers).cpu().numpy()
+        return ScoreHead(rows, self.architecture.logit_scale, self.architecture.logit_softcap)
+
     def threads(self) -> AbstractContextManager[None]:
         return self._backend.threads()
 
     def _logits(
-        self, pool: KVPool, plan: AttentionPlan, states: Sequence[SequenceStates]
+        self,
+        pool: KVPool,
+        plan: AttentionPlan,
+        states: Sequence[SequenceStates],
+        pooled: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._layers.run(pool, plan, states)
+        return self._layers.run(pool, plan, states, pooled)
 
     def _check(
         self,

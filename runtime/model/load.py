@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -18,9 +19,12 @@ from radixcache.kernels.spec import Unknown
 from radixcache.kernels.upload import on_device
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
 from radixcache.runtime.checkpoints.model_files import check_model, read_settings
+from radixcache.runtime.checkpoints.pooling import Pooling, gguf_pooling, read_pooling
 from radixcache.runtime.model import exact as exactness
 from radixcache.runtime.model.checkpoint import open_checkpoint
 from radixcache.runtime.model.compatibility import (
+    check_causal,
+    check_decoder,
     check_quantization,
     check_sizes,
     quantization_of,
@@ -37,6 +41,7 @@ from radixcache.runtime.model.gguf.config import (
 from radixcache.runtime.model.host.device import DTYPES, resolve_device, resolve_dtype
 from radixcache.runtime.model.kv_dtype import check_kv_dtype, store_kv
 from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.model.pooler import Pooler
 from radixcache.runtime.model.progress import report
 from radixcache.runtime.model.quantized_activations import (
     check_activations,
@@ -61,6 +66,7 @@ def load_model(
     max_model_len: int | None = None,
     kv_cache_dtype: str = "auto",
     quantized_activations: str = "auto",
+    judges: tuple[int, ...] | None = None,
 ) -> PagedModel:
     """Load a causal LM from a folder, a GGUF file or the Hugging Face hub, if it runs right here.
 
@@ -76,6 +82,7 @@ def load_model(
         kv_cache_dtype: of the KV pages: "float16", "bfloat16", "int8" or "fp8"; "auto" is `dtype`.
         quantized_activations: whether products with quantized weights round their rows to 8 bits:
             "on", "off", or "auto": where that is faster, and no exact float32 is asked for.
+        judges: the tokens for yes and no of a model that says nothing of scores (`Pooling`).
 
     Raises:
         ModelError: there is no such model, or it cannot be loaded or trusted over pages; or it, or
@@ -91,6 +98,10 @@ def load_model(
         kind, file = resolve_dtype(dtype, place), open_gguf(name_or_path)
         settings = _settings(name_or_path, file)
         check_sizes(settings)
+        check_causal(settings)
+        pooling = read_pooling(name_or_path, settings) if file is None else gguf_pooling(file)
+        if pooling.task is None:
+            pooling = replace(pooling, judges=judges)
         check_kv_dtype(kv_cache_dtype, place, exact)
         check_activations(quantized_activations, place, kind)
         if exact:
@@ -98,7 +109,7 @@ def load_model(
         model: PagedModel | None = None
         try:
             model = _load_decoder(
-                name_or_path, settings, kind, place, attention, exact, file, max_model_len
+                name_or_path, settings, kind, place, attention, exact, file, max_model_len, pooling
             )
         except Unknown as reason:
             if file is not None:
@@ -109,10 +120,12 @@ def load_model(
                 ) from None
             _log.info("transformers' own layers run this model: %s", reason)
         if model is None:  # outside of the handler, whose traceback holds the weights
+            check_decoder(settings)
             check_quantization(name_or_path, settings)
             from radixcache.runtime.model.fallback.loading import load_transformers
 
             model = load_transformers(name_or_path, kind, place, attention, max_model_len)
+            model.pooler = Pooler(replace(pooling, judges=None))
         quantize_activations(model, quantized_activations)
         store_kv(model, kv_cache_dtype, name_or_path)
         if exact:
@@ -161,6 +174,7 @@ def _load_decoder(
     exact: bool = False,
     file: GGUFFile | None = None,
     max_model_len: int | None = None,
+    pooling: Pooling = Pooling(),  # noqa: B008 - a constant
 ) -> PagedModel:
     """A model that the decoder loop knows, without importing transformers' layers.
 
@@ -174,6 +188,8 @@ def _load_decoder(
         architecture = describe(settings, max_model_len)
     else:
         architecture = describe_gguf(file, settings, max_model_len)
+    if pooling.task is not None:  # its head, if it has none, is not used
+        architecture = replace(architecture, tied=True)
     if dtype == "auto":
         named = str(settings.get("dtype") or settings.get("torch_dtype"))
         if named not in DTYPES:
@@ -199,6 +215,7 @@ def _load_decoder(
             attention,
             exact,
             max_model_len,
+            pooling,
         )
         model.kept = checkpoint.kept if file is None else f" of {file.bits:.1f} bits a weight"
         return model

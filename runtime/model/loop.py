@@ -165,7 +165,13 @@ class LayerLoop(Layers):
     def loaded(self, last_norm: torch.Tensor) -> None:
         self._last_norm = self._backend.norm_weight(last_norm)
 
-    def run(self, pool: Pool, plan: AttentionPlan, states: Sequence[SlotUse] = ()) -> torch.Tensor:
+    def run(
+        self,
+        pool: Pool,
+        plan: AttentionPlan,
+        states: Sequence[SlotUse] = (),
+        pooled: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         spec, (token_ids, _, logit_rows, *_) = self._spec, plan.arrays
         residual, inputs = F.embedding(token_ids, self._table).to(self._dtype), None
         if spec.per_layer_shapes:
@@ -184,6 +190,9 @@ class LayerLoop(Layers):
             rows = logit_rows if number == last else None
             following = self._last_norm if number == last else self._layers[number + 1].first_norm
             residual, x = self.run_layer(number, x, residual, step, of_layer, following, rows)
+        if pooled is not None:
+            x, rows = x.split([len(x) - len(pooled), len(pooled)])
+            pooled.copy_(rows)
         return self.softcap_logits(self._lm_head(x)) if len(x) else x.new_empty(0, spec.vocab_size)
 
     def begin(self, plan: AttentionPlan) -> Step:

@@ -31,6 +31,7 @@ from radixcache.kernels.kv_format import FP8, stored_dim
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.spec import StateShapes
 from radixcache.kernels.upload import send
+from radixcache.runtime.checkpoints.pooling import Pooling
 from radixcache.runtime.model.generation import GenerationDefaults
 from radixcache.runtime.model.kv_pool import (
     KVPool,
@@ -39,6 +40,7 @@ from radixcache.runtime.model.kv_pool import (
     bytes_per_page,
     bytes_per_token,
 )
+from radixcache.runtime.model.pooler import Pooler
 from radixcache.runtime.model.state_pool import StatePool, slot_arrays
 
 if TYPE_CHECKING:
@@ -79,6 +81,7 @@ class PagedModel(ABC):
         shapes: a token's KV in each layer as it is stored, for `KVPool`.
         windows: of each layer; None sees all tokens.
         vocab_size: width of the logits.
+        hidden_size: width of the rows behind the last norm.
         max_context: the most tokens that a sequence may have.
         eos_token_ids: the tokens that end a text, by the model's generation config, without those
             outside its vocabulary.
@@ -96,6 +99,11 @@ class PagedModel(ABC):
 
     rounds: c_int32 | None = None
     """Not 0 while products with quantized weights round their rows to 8 bits; None if none can."""
+
+    hidden_size: int
+
+    pooler = Pooler(Pooling())
+    """What becomes of rows behind the last norm."""
 
     kept = ""
     """The form of stored weights, for `placement`, if it is not the model's dtype."""
@@ -225,6 +233,7 @@ class PagedModel(ABC):
         pool: KVPool,
         states: Sequence[SequenceStates] = (),
         unread: Unread | None = None,
+        pooled: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run one step: write the new tokens' KV into `pool` and return logits.
 
@@ -235,16 +244,18 @@ class PagedModel(ABC):
             pool: the pages that `batch` numbers.
             states: of a recurrent model, for each sequence of `batch`.
             unread: those of `token_ids` that only the device knows.
+            pooled: [P, hidden_size] float32, which takes the last P of `logit_rows` as they are
+                behind the last norm; these have no logits.
 
         Returns:
-            [R, vocab_size] float32, on the model's device.
+            [R - P, vocab_size] float32, on the model's device.
         """
         arrays = (self.plans_slots and slot_arrays(batch, states)) or []
         plan = self.attention.plan(batch, token_ids, batch.positions, logit_rows, *arrays)
         if unread is not None:
             unread.write(plan.arrays[0])
         with self._step(batch, pool, states):
-            logits = self._logits(pool, plan, states)
+            logits = self._logits(pool, plan, states, pooled)
         return logits if logits.dtype == torch.float32 else logits.float()
 
     def _step(
@@ -271,6 +282,10 @@ class PagedModel(ABC):
 
     @abstractmethod
     def _logits(
-        self, pool: KVPool, plan: AttentionPlan, states: Sequence[SequenceStates]
+        self,
+        pool: KVPool,
+        plan: AttentionPlan,
+        states: Sequence[SequenceStates],
+        pooled: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[R, vocab_size] of the planned step in any dtype."""
+        """[R - P, vocab_size] of the planned step in any dtype."""

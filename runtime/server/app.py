@@ -22,6 +22,7 @@ from radixcache.runtime.server.api import anthropic_messages as messages
 from radixcache.runtime.server.api import openai_chat as chat
 from radixcache.runtime.server.api import openai_completions as completions
 from radixcache.runtime.server.api import openai_responses as responses
+from radixcache.runtime.server.api import pooling
 from radixcache.runtime.server.api.exchange import JSON
 from radixcache.runtime.server.api.response_store import ResponseStore
 from radixcache.runtime.server.args import ServerArgs
@@ -65,7 +66,7 @@ def create_app(llm: LLM, options: ServerArgs | None = None) -> FastAPI:
     )
     app.state.context, app.state.frontend, app.state.responses = context, context.jobs, stored
     app.include_router(router, dependencies=[QUERY])
-    for module in (chat, completions, responses, messages, explain, prefixes, cache):
+    for module in (chat, completions, responses, messages, pooling, explain, prefixes, cache):
         app.include_router(module.router, dependencies=[QUERY])
     app.include_router(page.router)
     app.include_router(static.router)

@@ -117,6 +117,9 @@ class ServerArgs:
     max_body_size: int = setting(
         16 << 20, "bytes of a request's body (16 MiB)", metavar="N", rule=at_least(1)
     )
+    enable_pooling: bool = setting(
+        False, "let a language model embed and score, too: /v1/embeddings, /v1/rerank, /v1/score"
+    )
     hide_texts: bool = setting(
         False, "hide prompts' texts in the tree, and other requests' in explanations"
     )

@@ -56,6 +56,10 @@ class TokenizerPool(_Pool):
         """The result of `function`, which is given the model's tokenizer."""
         return await self._run(client, function, self._inputs.tokenizer)
 
+    async def call(self, function: Callable[[], T], client: Hashable) -> T:
+        """The result of `function`, which tokenises as much as it needs."""
+        return await self._run(client, function)
+
     async def encode_chat(
         self, messages: list[Message], cache_salt: str | None, client: Hashable, **how: Any
     ) -> TokenisedText:

@@ -167,6 +167,7 @@ def _templates(file: GGUFFile) -> str | dict[str, str] | None:
     """The chat template, or a dict of all by name."""
     default, prefix = "tokenizer.chat_template", "tokenizer.chat_template."
     found = {key.removeprefix(prefix): key for key in file.metadata if key.startswith(prefix)}
+    found.pop("rerank", None)  # `Pooling.template`, which is for no chat
     if default in file.metadata:
         found = {"default": default, **found}
     templates = {name: file.get(key, str) for name, key in found.items()}

@@ -314,6 +314,11 @@ class Tokenizer:
         template: str = self._tokenizer.get_chat_template(tools=tools or None)
         return template
 
+    def has_roles(self, *roles: str) -> bool:
+        """Whether a chat template compares a message's role with all of these."""
+        compared = r"\brole\W[^{{%}}]{{0,20}}['\"]{}['\"]"
+        return all(re.search(compared.format(role), self._templates) for role in roles)
+
     @property
     def _templates(self) -> str:
         """All chat templates; "" if there are none."""
@@ -391,8 +396,10 @@ class Tokenizer:
                     "Hermes' form"
                 )
             conversation, tools = describe_tools(conversation, tools), ()
-        conversation = self._order.arrange(conversation)
-        for role in {message.get("role") for message in conversation} - _ROLES:
+        others = {message.get("role") for message in conversation} - _ROLES
+        if not others:  # else the order is that of roles which only this template knows
+            conversation = self._order.arrange(conversation)
+        for role in others:
             # Some templates drop messages of unknown roles, and some write any role.
             if f"'{role}'" not in template and f'"{role}"' not in template:
                 raise InvalidRequest(

@@ -6,25 +6,36 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from radixcache import LLM, SamplingParams
 from tests.clients.evaluation import MAX_TOKENS, QUESTIONS, STOP
 from tests.clients.script import answer
+from tests.helpers.pooling_models import judging_model
 from tests.helpers.scripted import scripted_llm
 from tests.runtime.server.live import live
 
 
 @contextmanager
 def serve() -> Iterator[dict[str, Any]]:
-    """A server of a scripted model at `url`, one of the bundled model at `bundled`; and what of
-    that `LLM` itself says: `scores` and `texts`."""
+    """A server of a scripted model at `url`, one of the bundled model at `bundled`, and one of a
+    tiny model that embeds and scores at `pooling`; and what of the second its `LLM` itself says:
+    `scores` and `texts`."""
     llm = LLM(kv_cache_memory_bytes="16MiB")
     own = {"scores": _scores(llm), "texts": _texts(llm)}
-    with live(scripted_llm(answer)) as scripted, live(llm) as bundled:
-        yield {"url": scripted.url, "bundled": bundled.url, **own}
-        scripted.assert_idle()
-        bundled.assert_idle()
+    with (
+        TemporaryDirectory() as folder,
+        LLM(judging_model(Path(folder)), kv_cache_memory_bytes="8MiB") as judge,
+        live(scripted_llm(answer)) as scripted,
+        live(llm) as bundled,
+        live(judge, enable_pooling=True, served_model_name=["tiny"]) as pooling,
+    ):
+        urls = {"url": scripted.url, "bundled": bundled.url, "pooling": pooling.url}
+        yield {**urls, **own}
+        for server in (scripted, bundled, pooling):
+            server.assert_idle()
 
 
 def _scores(llm: LLM) -> list[list[tuple[float, bool]]]:

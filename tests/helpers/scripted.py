@@ -163,7 +163,9 @@ class ScriptedModel(PagedModel):
         pool: KVPool,
         states: object = (),
         unread: object = None,
+        pooled: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        assert pooled is None, "it has words and no rows"
         keys, values = (pages.numpy()[..., 0, 0] for pages in pool.layers[0])
         for pages in (keys, values):  # whole numbers, which float32 holds; 0 is never written
             pages.reshape(-1)[batch.slots()] = np.asarray(token_ids) + 1

@@ -52,6 +52,18 @@ def test_a_chat_prefills_only_what_is_new(capsys: pytest.CaptureFixture[str]) ->
         assert f"is {answer}." in output
 
 
+def test_a_folder_is_searched_and_asked_by_one_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["retrieval_chat.py"])
+    run("retrieval_chat.py")
+    output = capsys.readouterr().out
+    first, second, again = rows_of(output)
+    assert first[0] == 0 and second[0] > 0 and again[1] == 0  # what was asked before costs nothing
+    assert "Petra Novak is Teacher." in output and output.count("Mei Tanaka is 64.") == 2
+    assert "again computed 0 tokens" in output
+
+
 def test_the_openai_client_is_told_what_was_cached(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,6 +83,10 @@ class Scheduler:
         """Running sequences in order of admission: the last one is preempted first."""
         self.on_no_room: Callable[[], bool] = lambda: False
         """Called before a request fails for lack of pages; returns whether it freed any."""
+        self.has_row: Callable[[Sequence], bool] = lambda sequence: False
+        """Whether the row that a sequence asks for is kept."""
+        self.answered: list[Sequence] = []
+        """Waiting sequences that the last step found to end with a kept row."""
         self.num_preemptions = 0
         self._short_of_pages = False
         self._no_room = False
@@ -108,6 +112,7 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """Choose the chunks of the next step, reserve their pages and publish their tokens."""
         chunks: list[Chunk] = []
+        self.answered = []
         self.admission.loads.begin_step()
         self._lacks_pages = False
         if (victim := self._victim()) is not None:
@@ -136,7 +141,7 @@ class Scheduler:
         except OutOfPages:
             return []
         self.admission.loads.begin_step()
-        chunks = []
+        self.answered, chunks = [], []
         for sequence in going:
             start, sequence.num_computed = sequence.num_computed, sequence.num_computed + 1
             states = self.planner.plan(sequence, start, start + 1)
@@ -179,7 +184,8 @@ class Scheduler:
 
     def _with_drafts(self, proposer: DraftProposer, chunks: list[Chunk]) -> list[Chunk]:
         # A prompt that is cached in full has its first token at once, and nothing to wait for.
-        ends = [chunk.sequence for chunk in chunks if chunk.is_last and chunk.num_tokens]
+        last = [chunk for chunk in chunks if chunk.is_last and chunk.num_tokens]
+        ends = [chunk.sequence for chunk in last if not chunk.sequence.request.pools]
         room = min(self.budget.tokens, self.max_rows - sum(chunk.is_last for chunk in chunks))
         drafts = proposer.propose(ends, room) if ends else {}
         with_drafts = []
@@ -247,6 +253,8 @@ class Scheduler:
         for sequence in self.admission.in_order(self.waiting, self.running):
             if not budget.room(0) or len(self.running) >= self.max_num_seqs:
                 break
+            if sequence.request.pools and self._needs_no_pass(sequence):
+                continue
             if not self.admission.admits(sequence, prompts, ending):
                 continue
             hit = sequence.num_computed
@@ -267,6 +275,15 @@ class Scheduler:
             ending |= self.admission.ending([chunk])
             budget.spend(chunk.cost, hit)
             prompts += [sequence] * sequence.in_prefill
+
+    def _needs_no_pass(self, sequence: Sequence) -> bool:
+        """Whether the row that a waiting sequence asks for is kept, or about to come from one that
+        runs: equal texts have one row."""
+        if self.has_row(sequence):
+            self.answered.append(sequence)
+            return True
+        key = sequence.request.prompt_key
+        return any(s.request.pools and s.request.prompt_key == key for s in self.running)
 
     def _take(self, sequence: Sequence, budget: int) -> Chunk:
         """Reserve pages for the next tokens of a sequence, and publish those of a prefill chunk.

@@ -133,6 +133,7 @@ class TransformersModel(PagedModel):
         self._places = {call.layer: place for place, call in enumerate(sorted(calls))}
         kinds = [call.kind for call in sorted(calls)]
         text = model.config.get_text_config()
+        self.hidden_size = getattr(text, "hidden_size", 0)
         generation: Any = model.generation_config  # has what `GenerationDefaults` has
         super().__init__(
             model.config.model_type,
@@ -158,7 +159,11 @@ class TransformersModel(PagedModel):
         return quiet_torch() if is_packed else nullcontext()
 
     def _logits(
-        self, pool: KVPool, plan: AttentionPlan, states: Sequence[SequenceStates]
+        self,
+        pool: KVPool,
+        plan: AttentionPlan,
+        states: Sequence[SequenceStates],
+        pooled: torch.Tensor | None = None,
     ) -> torch.Tensor:
         def serve(
             call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -167,8 +172,19 @@ class TransformersModel(PagedModel):
             pages = pool.layers[self._places[call.layer]]
             return plan.run(LayerInputs(query, key, value, pages, call.kind, sinks))
 
-        with _serving(serve):
-            return self._run(*plan.arrays)
+        if pooled is None:
+            with _serving(serve):
+                return self._run(*plan.arrays)
+        kept = list[torch.Tensor]()
+        hook = self._model.base_model.register_forward_hook(lambda *given: kept.append(given[2][0]))
+        try:
+            with _serving(serve):
+                logits = self._run(*plan.arrays)
+        finally:
+            hook.remove()
+        count = len(plan.arrays[2]) - len(pooled)
+        pooled.copy_(kept[0][0, plan.arrays[2][count:].long()])
+        return logits[:count]
 
     def _prepare_recurrent(self) -> None:
         """Make the recurrent layers run over slots."""

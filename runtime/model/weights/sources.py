@@ -22,6 +22,7 @@ from radixcache.runtime.model.weights.naming_hf import name_checkpoint
 from radixcache.runtime.model.weights.plan import Naming, Piece, Tensors, plan_layer
 
 _CORRECTION = "correction_bias"
+_SCORE_HEADS = ("score.weight", "cls.output.weight")  # of checkpoints, of GGUF files
 
 
 class ModelWeights(ABC):
@@ -46,6 +47,9 @@ class ModelWeights(ABC):
         self._layers = [
             plan_layer(architecture, *layer, tensors) for layer in enumerate(naming.layers)
         ]
+        found = [name for name in _SCORE_HEADS if name in tensors.shapes]
+        wide = [(tensors.shapes[name][0], architecture.hidden_size) for name in found]
+        self._score_head = tensors.use_one(found, wide[0]) if found else None
         for name in sorted(tensors.shapes.keys() - tensors.used):
             if not naming.is_spare(name):
                 raise Unknown(f"its checkpoint has other weights: it has {name}")
@@ -70,6 +74,11 @@ class ModelWeights(ABC):
             return head
         stored_twice = torch.equal(dense(head), dense(self.embedding()))
         return None if stored_twice else head
+
+    def score_head(self) -> torch.Tensor | None:
+        """[labels, hidden_size] float32 of a classification head, if there is one."""
+        found = self._score_head and self._changed(self._score_head)
+        return None if found is None else dense(found).float()
 
     def per_layer(self) -> Weights:
         """The weights of `Architecture.per_layer_shapes`."""

@@ -75,7 +75,7 @@ void compare_steps(void* const* theirs) {
         std::vector<float> logits(wanted.size() * WORDS);
         auto run = in<T>(kernels, forward<T>);
         run(model, batch, batch, &kept, States{}, ids.data(), positions.data(), wanted.data(),
-            wanted.size(), logits.data(), 2);
+            wanted.size(), logits.data(), nullptr, 0, 2);
         check(*std::max_element(logits.begin(), logits.end()) > 0, "logits are numbers");
         return logits;
     };

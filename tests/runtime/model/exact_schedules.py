@@ -166,7 +166,7 @@ class Watch:
         self.kv: dict[Sequence, tuple[int, list[torch.Tensor]]] = {}
         self._pool, self._cache = engine.kv_pool, engine.cache
         self._compute, self._finish = engine.runner._compute, engine.scheduler.finish
-        engine.runner._compute = self.compute  # type: ignore[method-assign]
+        engine.runner._compute = self.compute  # type: ignore[assignment,method-assign]
         engine.scheduler.finish = self.finish  # type: ignore[method-assign]
         self._allocate = self._cache.pool.allocate
         self._cache.pool.allocate = self.allocate  # type: ignore[method-assign]
@@ -181,9 +181,9 @@ class Watch:
         return pages
 
     def compute(
-        self, chunks: list[Chunk], tokens: Any, batch: PagedBatch, rows: Any, unread: Any
+        self, chunks: list[Chunk], tokens: Any, batch: PagedBatch, rows: Any, *rest: Any
     ) -> Any:
-        logits = self._compute(chunks, tokens, batch, rows, unread)
+        logits = self._compute(chunks, tokens, batch, rows, *rest)
         for row, values in zip(rows.tolist(), logits.clone(), strict=True):
             number = int(np.searchsorted(batch.qo_indptr[1:], row, side="right"))
             sequence, end = chunks[number].sequence, int(batch.qo_indptr[number + 1])

@@ -192,8 +192,8 @@ LONG = {
         ("diffllama", {}, "more than once"),
         ("bloom", {}, "does not let its attention be replaced"),
         ("gptj", {}, "does not let its attention be replaced|a trial run failed"),  # since 5.24
-        ("bert", {}, "bidirectional"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional"),
+        ("bert", {}, "an encoder"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "an encoder"),
         ("bart", {}, f"names {NUM_LAYERS} layers with attention, but attention runs in 12"),
     ],
 )

@@ -23,6 +23,7 @@ COMPLETIONS = "/v1/completions"
 ADMIN_ROUTES = """GET /metrics, GET /v1/cache, GET /v1/cache/search, POST /v1/cache/flush,
     GET /v1/cache/prefixes, DELETE /v1/cache/prefixes/{namespace}/{name}"""
 CLIENT_ROUTES = """GET /v1/models, GET /v1/models/{name}, POST /v1/chat/completions,
+    POST /v1/embeddings, POST /v1/rerank, POST /v1/score,
     POST /v1/completions, POST /v1/responses, POST /v1/responses/input_tokens,
     GET /v1/responses/{response_id},
     GET /v1/responses/{response_id}/input_items, GET /tokenizer_info,
