@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from itertools import product
@@ -32,6 +33,7 @@ from radixcache.runtime.model.weights.sources import GGUFSource, SafetensorsSour
 from tests.helpers.gguf_converter import FAMILIES, convert
 from tests.helpers.models import tiny_model
 from tests.helpers.native import needs_kernels
+from tests.helpers.sources import ROOT
 from tests.runtime.model.steps import (
     STEPS,
     plain_logits,
@@ -77,8 +79,12 @@ def equal(one: Any, other: Any) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
-def test_each_architecture_is_tried() -> None:
+def test_each_architecture_is_tried_and_on_the_page() -> None:
     assert {name for name, _ in FAMILIES.values()} == ROWS.keys()
+    page = (ROOT / "docs/models.md").read_text()
+    cells = re.findall(r"\| ([^|]*) \|$", page, re.MULTILINE)
+    told = {name for cell in cells for name in re.split("[,;] ", cell)}
+    assert told - {"none", "GGUF", "by the text's architecture"} == ROWS.keys()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
