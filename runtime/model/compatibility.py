@@ -68,8 +68,11 @@ _ENCODER = "it is an encoder, whose tokens see later ones, and has no prefix to 
 
 def check_causal(settings: Mapping[str, Any]) -> None:
     """Refuse a config by which tokens see later ones; `ModelError`."""
-    sees_all = settings.get("use_bidirectional_attention") in (True, "all")
-    if sees_all or settings.get("is_causal") is False:
+    parts = (part for part in (settings, settings.get("text_config")) if isinstance(part, Mapping))
+    if any(
+        part.get("use_bidirectional_attention") in (True, "all") or not part.get("is_causal", True)
+        for part in parts
+    ):
         raise refusal(str(settings.get("model_type")), _ENCODER)
 
 
@@ -161,15 +164,13 @@ def check_config(config: PreTrainedConfig) -> None:
     """Refuse a model by its config.
 
     Raises:
-        ModelError: encoder-decoder or bidirectional, layer types that are neither full and sliding
+        ModelError: encoder-decoder, layer types that are neither full and sliding
             attention nor recurrent, RoPE frequencies that change with the longest position of a
             batch, or gates of another kind than its class computes.
     """
     text = config.get_text_config()
     if config.is_encoder_decoder:
         raise refusal(config.model_type, "it is an encoder-decoder")
-    if not getattr(text, "is_causal", True):
-        raise refusal(config.model_type, "its attention is bidirectional")
     unknown = {*layer_types(config)} - _ATTENTION - RECURRENT - _NEITHER
     if unknown:
         names = ", ".join(sorted(unknown))

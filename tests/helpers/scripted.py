@@ -94,6 +94,7 @@ def scripted_llm(script: Script, template: str = CHAT_TEMPLATE, **options: Any) 
         folder = Path(parent) / "scripted"
         tokenizer.save_pretrained(folder)
         (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+        (folder / "model.safetensors").touch()
         model = ScriptedModel(tokenizer, script)
         with mock.patch.object(build, "load", return_value=model):
             return LLM(folder, **{"kv_cache_memory_bytes": "4MiB", **options})

@@ -181,7 +181,7 @@ def test_attention_that_is_not_causal_is_refused(family: str, value: Any, tmp_pa
     (folder / "config.json").write_text(json.dumps({**settings, "is_causal": value}))
     with pytest.raises(Unknown, match="its attention looks at what comes later"):
         describe(settings_of(folder))
-    with pytest.raises(ModelError, match="its attention is bidirectional"):
+    with pytest.raises(ModelError, match="it is an encoder, whose tokens see later ones"):
         load_model(folder, device="cpu")
 
 
