@@ -308,6 +308,25 @@ def test_rows_beside_answers_over_any_layers_and_cache(judge: Path, layers: Laye
     assert said[0] == said[1]
 
 
+def test_a_row_is_reported_once_however_the_next_step_is_scheduled(judge: Path):
+    rng = np.random.default_rng(0)
+    given = [rng.integers(28, size=size).tolist() for size in (5, 12, 19)]
+    for _ in range(30):  # steps launched ahead, but not where a client must give way
+        engine = make_engine(judge, "radix", 2, 24, 8, 2)
+        engine.overlap, asked, told = True, [], []
+        for n in range(25):
+            prompt = given[rng.integers(3)]
+            if rng.random() < 0.7:
+                asked.append(engine.add_request(prompt, POOLED, pools=True, client=n % 2))
+            else:
+                params = SamplingParams(temperature=0, max_tokens=8)
+                engine.add_request(prompt, params, client=n % 2)
+            told += [request for request in engine.step() if request.pools]
+        while engine.has_work:
+            told += [request for request in engine.step() if request.pools]
+        assert len(told) == len(asked) and {*told} == {*asked}
+
+
 def test_answers_and_vectors_in_one_batch(judge: Path):
     params = SamplingParams(temperature=0, max_tokens=12)
     prompts = ["tell me " + "x" * n for n in range(0, 30, 3)]
@@ -363,11 +382,36 @@ def test_what_has_no_prefix_to_cache_is_refused(tmp_path: Path, make: Any, sente
         LLM(make(tmp_path))
 
 
+def test_a_text_in_a_dict_has_the_same_prompt_before_it(tmp_path: Path):
+    folder = models.embedding_model(tmp_path)
+    said = {"prompts": {"document": "D: "}, "default_prompt_name": "document"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(said))
+    with LLM(folder, kv_cache_memory_bytes=MEMORY) as llm:
+        for before in (None, "find"):
+            texts: list[Any] = ["abc", {"prompt": "abc"}]
+            found = llm.embed(texts, instruction=before)
+            assert found[0].num_tokens == found[1].num_tokens > 6
+            assert bits(found[:1]) == bits(found[1:])
+
+
+def test_what_is_no_pair_of_texts_is_refused(judge: Path):
+    wrong: list[Any] = [None, 5, {"text": "a"}, ["a", None], [["a"]]]
+    with LLM(judge, kv_cache_memory_bytes=MEMORY) as llm:
+        for given in wrong:
+            for pair in ((given, "a"), ("a", given)):
+                with pytest.raises(InvalidRequest, match="texts"):
+                    llm.score(*pair)
+
+
 def test_requests_that_make_no_sense_are_refused(embedder: Path):
     with LLM(embedder, kv_cache_memory_bytes=MEMORY) as llm:
         for ask, sentence in [
             (lambda: llm.embed("a", dimensions=0), "from 1 to 64"),
             (lambda: llm.embed("a", dimensions=65), "from 1 to 64"),
+            (lambda: llm.embed("a", dimensions=True), "from 1 to 64"),
+            (lambda: llm.embed("a", dimensions=1.5), "from 1 to 64"),
+            (lambda: llm.embed("a", dimensions="8"), "from 1 to 64"),
+            (lambda: llm.embed({"prompt": None}), "a prompt is a string or token ids"),
             (lambda: llm.embed([[1, 2]], instruction="x"), "not before token ids"),
             (lambda: llm.embed(["a", []]), "prompt 1: the prompt is empty"),
             (lambda: llm.embed("a" * 5000), "maximum context length"),

@@ -130,6 +130,7 @@ class Scheduler:
         admitted, as in `schedule`. No sequence is preempted: if one should be, or if a draft is
         expected, the list is empty.
         """
+        self.answered = []
         going = [s for s in sampled if not s.finish_reason and s.num_generated + 1 < s.max_tokens]
         drafts = self.proposer if going else None
         expected = drafts is not None and drafts.expects(going)
@@ -141,7 +142,7 @@ class Scheduler:
         except OutOfPages:
             return []
         self.admission.loads.begin_step()
-        self.answered, chunks = [], []
+        chunks: list[Chunk] = []
         for sequence in going:
             start, sequence.num_computed = sequence.num_computed, sequence.num_computed + 1
             states = self.planner.plan(sequence, start, start + 1)
