@@ -13,6 +13,7 @@ from typing import TypeVar, cast
 from fastapi import APIRouter, Request, Response
 
 from radixcache.base import as_tokens
+from radixcache.runtime.engine.input_processor import naming_prompt
 from radixcache.runtime.engine.pooling_inputs import Pooled
 from radixcache.runtime.outputs import EmbeddingOutput, PooledOutput, ScoringOutput
 from radixcache.runtime.server.api.exchange import JSON, finish
@@ -101,20 +102,22 @@ async def _pool(
 
     def prepare() -> Pooled:
         pooled = make()
-        for one in pooled.inputs:  # before any is computed
-            llm.engine.check_prompt(as_tokens(one.tokens), answer=False)
+        for at, one in enumerate(pooled.inputs):  # before any is computed
+            with naming_prompt(at, len(pooled.inputs)):
+                llm.engine.check_prompt(as_tokens(one.tokens), answer=False)
         return pooled
 
     pooled = await context.tokenizing.call(prepare, client)
     outputs: list[PooledOutput] = []
-    size = llm.engine.scheduler.max_num_seqs
-    for start in range(0, len(pooled.inputs), size):
-        group = pooled.inputs[start : start + size]
-        add = partial(llm.add, group, body.cache_salt, client=client, pools=True)
-        timeout = context.options.request_timeout
-        job = await context.jobs.submit(add, len(group), client=client, timeout=timeout)
-        await finish(job, request)
-        outputs += [pooled.output(one) for one in job.requests]
+    size = min(len(pooled.inputs), llm.engine.scheduler.max_num_seqs)
+    with context.jobs.room(size, client):  # also between two groups
+        for start in range(0, len(pooled.inputs), size):
+            group = pooled.inputs[start : start + size]
+            add = partial(llm.add, group, body.cache_salt, client=client, pools=True)
+            timeout = context.options.request_timeout
+            job = await context.jobs.submit(add, 0, client=client, timeout=timeout)
+            await finish(job, request)
+            outputs += [pooled.output(one) for one in job.requests]
     return outputs
 
 

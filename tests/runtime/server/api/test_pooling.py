@@ -111,6 +111,33 @@ def test_a_chat_model_embeds_only_where_it_is_asked_to(
             assert_error(server.post(path, body), 400, "--enable-pooling")
 
 
+def test_an_error_names_the_text(embedder: LiveServer):
+    for given, sentence in (
+        (["ok", "a" * 600], "prompt 1: This model's maximum context length is 512 tokens"),
+        ([[1]] * 9 + [[10**6]], "prompt 9: the prompt has token ids outside the vocabulary"),
+        ("a" * 600, "its 601 tokens are more"),
+    ):
+        assert_error(embedder.post("/v1/embeddings", {"input": given}), 400, sentence)
+
+
+def test_a_request_keeps_its_room_from_one_group_to_the_next(judge: LiveServer):
+    """Or others would take it, and the request be refused with half of it done."""
+    jobs, body = judge.backend.jobs, {"input": [f"text {n}" for n in range(100)]}
+    size, free = judge.engine.scheduler.max_num_seqs, []
+    submitted, capacity = jobs.submit, size + 1
+
+    async def submit(*args: Any, **options: Any) -> Any:
+        free.append(capacity - jobs._num_sequences.total())
+        return await submitted(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "capacity", capacity)
+        patch.setattr(jobs, "submit", submit)
+        assert judge.post("/v1/embeddings", body).status_code == 200
+    assert len(free) == -(-100 // size) > 1 and {*free} == {1}
+    judge.assert_idle()
+
+
 EMBEDDINGS: list[Any] = [
     {}, {"input": None}, {"input": ""} | {"input": []}, {"input": [[]]}, {"input": [[1], []]},
     {"input": 7}, {"input": {"text": "a"}}, {"input": [None]}, {"input": ["a", 1]},
