@@ -111,6 +111,18 @@ def test_a_chat_model_embeds_only_where_it_is_asked_to(
             assert_error(server.post(path, body), 400, "--enable-pooling")
 
 
+def test_what_asks_for_nothing_is_accepted(embedder: LiveServer):
+    for fields, others in (
+        ({"stream": False}, {"stream": True}),
+        ({"add_special_tokens": True}, {"add_special_tokens": False}),
+        ({"embed_dtype": "float32", "endianness": "little"}, {"embed_dtype": "float16"}),
+        ({"endianness": "native"}, {"endianness": "big"}),
+    ):
+        assert embedder.post("/v1/embeddings", {"input": "a", **fields}).status_code == 200
+        refused = embedder.post("/v1/embeddings", {"input": "a", **others})
+        assert_error(refused, 400, "not supported")
+
+
 def test_an_error_names_the_text(embedder: LiveServer):
     for given, sentence in (
         (["ok", "a" * 600], "prompt 1: This model's maximum context length is 512 tokens"),
