@@ -367,9 +367,25 @@ def _changed(**settings: Any) -> Callable[[Path], Path]:
     return make
 
 
+def _said(file: str, **settings: Any) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        models.embedding_model(folder)
+        (folder / file).write_text(json.dumps(settings))
+        return folder
+
+    return make
+
+
+PROMPTS = "config_sentence_transformers.json"
+
+
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
+        (_said("sentence_bert_config.json", do_lower_case=True), "in lower case"),
+        (_said(PROMPTS, prompts=["a"], default_prompt_name="a"), "has no prompt 'a'"),
+        (_said(PROMPTS, prompts={"a": "b"}, default_prompt_name=["a"]), "has no prompt"),
+        (_said(PROMPTS, prompts={"a": "b"}, default_prompt_name="c"), "has no prompt 'c'"),
         (_mean, "rows of other tokens than the last"),
         (_dense, "has a Dense, which nothing here reads"),
         (_changed(model_type="xlm-roberta"), "it is an encoder, whose tokens see later ones"),
@@ -377,7 +393,7 @@ def _changed(**settings: Any) -> Callable[[Path], Path]:
         (_changed(is_causal=False), "no prefix to cache"),
     ],
 )
-def test_what_has_no_prefix_to_cache_is_refused(tmp_path: Path, make: Any, sentence: str):
+def test_what_does_not_embed_here_is_refused(tmp_path: Path, make: Any, sentence: str):
     with pytest.raises(ModelError, match=sentence):
         LLM(make(tmp_path))
 

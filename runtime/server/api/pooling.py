@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
@@ -108,13 +109,27 @@ async def _pool(
         return pooled
 
     pooled = await context.tokenizing.call(prepare, client)
-    outputs: list[PooledOutput] = []
+    timeout = context.options.request_timeout
+    running = _run(pooled, body.cache_salt, request, context, timeout)
+    try:  # each group has an end of its own, and all of them this one
+        return await asyncio.wait_for(running, timeout)
+    except asyncio.TimeoutError:
+        raise ApiError(504, f"not finished within {timeout:g} seconds") from None
+
+
+async def _run(
+    pooled: Pooled,
+    salt: str | None,
+    request: Request,
+    context: ServingContext,
+    timeout: float,
+) -> list[PooledOutput]:
+    client, llm, outputs = client_of(request, salt), context.llm, list[PooledOutput]()
     size = min(len(pooled.inputs), llm.engine.scheduler.max_num_seqs)
     with context.jobs.room(size, client):  # also between two groups
         for start in range(0, len(pooled.inputs), size):
             group = pooled.inputs[start : start + size]
-            add = partial(llm.add, group, body.cache_salt, client=client, pools=True)
-            timeout = context.options.request_timeout
+            add = partial(llm.add, group, salt, client=client, pools=True)
             job = await context.jobs.submit(add, 0, client=client, timeout=timeout)
             await finish(job, request)
             outputs += [pooled.output(one) for one in job.requests]

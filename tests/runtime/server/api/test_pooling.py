@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -147,6 +149,22 @@ def test_a_request_keeps_its_room_from_one_group_to_the_next(judge: LiveServer):
         patch.setattr(jobs, "submit", submit)
         assert judge.post("/v1/embeddings", body).status_code == 200
     assert len(free) == -(-100 // size) > 1 and {*free} == {1}
+    judge.assert_idle()
+
+
+def test_all_groups_together_have_the_time_of_one_request(judge: LiveServer):
+    jobs, size = judge.backend.jobs, judge.engine.scheduler.max_num_seqs
+    submitted, options = jobs.submit, judge.backend.options
+
+    async def submit(*args: Any, **given: Any) -> Any:
+        await asyncio.sleep(0.4)
+        return await submitted(*args, **given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "submit", submit)
+        patch.setattr(judge.backend, "options", replace(options, request_timeout=1.0))
+        late = judge.post("/v1/embeddings", {"input": ["a"] * (3 * size)})
+    assert_error(late, 504, "not finished within 1 seconds")
     judge.assert_idle()
 
 
