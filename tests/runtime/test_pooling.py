@@ -327,6 +327,25 @@ def test_a_row_is_reported_once_however_the_next_step_is_scheduled(judge: Path):
         assert len(told) == len(asked) and {*told} == {*asked}
 
 
+def test_nobody_is_preempted_for_a_text_that_runs_or_whose_row_is_kept(judge: Path):
+    text, engine = [n % 250 for n in range(300)], make_engine(judge, "radix", 2, 512, 8, 2)
+    first = engine.add_request(text, POOLED, pools=True, client="one")
+    answer = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    engine.add_request([3, 4, 5], answer, client="one")
+    engine.step()
+    twin = engine.add_request(text, POOLED, pools=True, client="other")
+    finish(engine)
+    assert engine.scheduler.num_preemptions == 0 and twin.prefilled_tokens == 0
+    assert np.array_equal(first.pooled, twin.pooled)
+    for end in (5, 6):
+        engine.add_request([3, 4, end], answer, client="one")
+    engine.step()
+    third = engine.add_request(text, POOLED, pools=True, client="other")
+    engine.step()
+    assert third.finished and not engine.scheduler.num_preemptions
+    finish(engine)
+
+
 def test_answers_and_vectors_in_one_batch(judge: Path):
     params = SamplingParams(temperature=0, max_tokens=12)
     prompts = ["tell me " + "x" * n for n in range(0, 30, 3)]
