@@ -15,6 +15,7 @@ from radixcache.errors import EngineFailed, InvalidRequest
 from radixcache.runtime.engine.input_processor import (
     EngineInput,
     InputProcessor,
+    Prompt,
     Prompts,
     as_prompts,
 )

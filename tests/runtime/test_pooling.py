@@ -336,7 +336,7 @@ def test_nobody_is_preempted_for_a_text_that_runs_or_whose_row_is_kept(judge: Pa
     twin = engine.add_request(text, POOLED, pools=True, client="other")
     finish(engine)
     assert engine.scheduler.num_preemptions == 0 and twin.prefilled_tokens == 0
-    assert np.array_equal(first.pooled, twin.pooled)
+    assert first.pooled is twin.pooled is not None
     for end in (5, 6):
         engine.add_request([3, 4, end], answer, client="one")
     engine.step()
@@ -344,6 +344,16 @@ def test_nobody_is_preempted_for_a_text_that_runs_or_whose_row_is_kept(judge: Pa
     engine.step()
     assert third.finished and not engine.scheduler.num_preemptions
     finish(engine)
+
+
+def test_what_a_request_computed_before_it_was_preempted_was_not_cached(judge: Path):
+    engine = make_engine(judge, "radix", 2, 512, 8, 2)
+    request = engine.add_request([*range(30)], POOLED, pools=True)
+    engine.step()
+    engine.scheduler._preempt(request.sequences[0])
+    engine.output_processor.pooled_rows.keep(request.prompt_key, np.zeros(64, np.float32))
+    finish(engine)
+    assert (request.prefilled_tokens, request.sequences[0].cached_tokens) == (8, 0)
 
 
 def test_answers_and_vectors_in_one_batch(judge: Path):
@@ -439,14 +449,15 @@ def test_what_is_no_pair_of_texts_is_refused(judge: Path):
 
 
 def test_requests_that_make_no_sense_are_refused(embedder: Path):
+    wrong: list[Any] = [1.5, "8", {"prompt": None}]
     with LLM(embedder, kv_cache_memory_bytes=MEMORY) as llm:
         for ask, sentence in [
             (lambda: llm.embed("a", dimensions=0), "from 1 to 64"),
             (lambda: llm.embed("a", dimensions=65), "from 1 to 64"),
             (lambda: llm.embed("a", dimensions=True), "from 1 to 64"),
-            (lambda: llm.embed("a", dimensions=1.5), "from 1 to 64"),
-            (lambda: llm.embed("a", dimensions="8"), "from 1 to 64"),
-            (lambda: llm.embed({"prompt": None}), "a prompt is a string or token ids"),
+            (lambda: llm.embed("a", dimensions=wrong[0]), "from 1 to 64"),
+            (lambda: llm.embed("a", dimensions=wrong[1]), "from 1 to 64"),
+            (lambda: llm.embed(wrong[2]), "a prompt is a string or token ids"),
             (lambda: llm.embed([[1, 2]], instruction="x"), "not before token ids"),
             (lambda: llm.embed(["a", []]), "prompt 1: the prompt is empty"),
             (lambda: llm.embed("a" * 5000), "maximum context length"),
