@@ -283,7 +283,8 @@ class LLM:
         instruction: str | None = None,
         cache_salt: str | None = None,
     ) -> list[EmbeddingOutput]:
-        """Embed texts: the row of each text's last token behind the last norm, of length 1.
+        """Embed texts: the row of each text's last token behind the last norm, of length 1
+        unless the checkpoint normalizes none.
 
         Equal texts have equal vectors; a text that was embedded before costs no forward pass.
 

@@ -17,6 +17,7 @@ from radixcache.runtime.checkpoints.gguf_file import GGUFFile
 from radixcache.runtime.checkpoints.model_files import find_file
 
 _PARTS = {"Transformer", "Pooling", "Normalize", "LogitScore"}
+_PROMPTS = "config_sentence_transformers.json"
 _GGUF = {1: "mean", 2: "cls", 3: "lasttoken", 4: "rank"}
 
 
@@ -78,10 +79,14 @@ def read_pooling(name_or_path: str | Path, settings: Mapping[str, Any]) -> Pooli
     modes = modes or [str(found.get("pooling_mode"))]
     if modes != ["lasttoken"]:
         raise _refusal(name, _not_last(" and ".join(modes)))
-    said = _read(name, "config_sentence_transformers.json", {})
-    prompts = said.get("prompts") or {}
-    prompt = prompts.get(said.get("default_prompt_name")) or ""
-    return Pooling("embed", "Normalize" in kinds, str(prompt))
+    if _read(name, "sentence_bert_config.json", {}).get("do_lower_case"):
+        raise _refusal(name, "its texts are to be in lower case (do_lower_case)")
+    said = _read(name, _PROMPTS, {})
+    prompts, chosen = said.get("prompts") or {}, said.get("default_prompt_name")
+    prompt = "" if chosen is None else isinstance(prompts, dict) and prompts.get(str(chosen))
+    if not isinstance(prompt, str):
+        raise _refusal(name, f"its {_PROMPTS} has no prompt {chosen!r}")
+    return Pooling("embed", "Normalize" in kinds, prompt)
 
 
 def gguf_pooling(file: GGUFFile) -> Pooling:

@@ -339,7 +339,8 @@ class Engine:
         if tokens.min() < 0 or tokens.max() >= vocab:
             raise InvalidRequest(f"the prompt has token ids outside the vocabulary [0, {vocab})")
         if length + answer > context:
-            problem = f"its {length} tokens leave no room to answer"
+            lack = "leave no room to answer" if answer else "are more"
+            problem = f"its {length} tokens {lack}"
             raise ContextExceeded.of(self.max_model_len, problem)
 
     def _max_tokens(self, tokens: Tokens, params: SamplingParams, namespace: Hashable) -> int:

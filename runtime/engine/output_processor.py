@@ -71,7 +71,7 @@ class OutputProcessor:
     def answer(self, sequences: Iterable[Sequence]) -> None:
         """End waiting sequences whose rows are kept."""
         for sequence in sequences:
-            sequence.cached_tokens = len(sequence)
+            sequence.note_hit(len(sequence))
             self._finish_pooled(sequence, self.pooled_rows.use(sequence.request.prompt_key))
 
     def _finish_pooled(self, sequence: Sequence, row: NDArray[np.float32]) -> None:

@@ -7,7 +7,7 @@ as on Qwen3-Embedding's.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from radixcache.errors import EngineFailed, InvalidRequest
 from radixcache.runtime.engine.input_processor import (
     EngineInput,
     InputProcessor,
+    Prompt,
     Prompts,
     as_prompts,
 )
@@ -80,7 +81,7 @@ class PoolingInputs:
         before = pooler.pooling.prompt
         if instruction is not None:
             before = f"Instruct: {instruction}\nQuery:"
-        prompts = as_prompts(texts)
+        prompts = [_text_of(prompt) for prompt in as_prompts(texts)]
         if instruction is not None and not all(isinstance(text, str) for text in prompts):
             raise InvalidRequest("an instruction goes before texts, not before token ids")
         whole = (before + text if isinstance(text, str) else text for text in prompts)
@@ -97,9 +98,7 @@ class PoolingInputs:
         """See `LLM.score`."""
         pooler = self._model.pooler
         pooler.check_scores()
-        queries, documents = ([x] if isinstance(x, str) else [*x] for x in (query, documents))
-        if not all(isinstance(text, str) for text in queries + documents):
-            raise InvalidRequest("a query and its documents are texts")
+        queries, documents = _texts(query), _texts(documents)
         if len(queries) not in (1, len(documents)):
             raise InvalidRequest(f"{len(queries)} queries and {len(documents)} documents: no pairs")
         queries = queries * len(documents) if len(queries) == 1 else queries
@@ -141,6 +140,23 @@ class PoolingInputs:
         thinks = "enable_thinking" in tokenizer.chat_template()
         values = {"enable_thinking": False} if thinks else {}
         return encode(tokenizer.render_chat(asked, template_kwargs=values), special=False)
+
+
+def _text_of(prompt: Prompt) -> Prompt:
+    """A text that stands in a dict, or what is given."""
+    if isinstance(prompt, dict) and prompt.get("prompt_token_ids") is None:
+        return prompt.get("prompt", prompt)
+    return prompt
+
+
+def _texts(given: Texts) -> list[str]:
+    many = [given] if isinstance(given, str) else given
+    if isinstance(many, Mapping) or not isinstance(many, Iterable):
+        raise InvalidRequest(f"texts are a string or several, not {type(given).__name__}")
+    texts = [*many]
+    if not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest("a query and its documents are texts")
+    return texts
 
 
 def _counts(request: Request) -> tuple[int, int, int]:

@@ -46,9 +46,12 @@ class Pooler:
         """Raise `InvalidRequest` unless rows become vectors of so many numbers."""
         if self.pooling.task == "score":
             raise InvalidRequest("this model scores texts and makes no vectors of them")
-        if dimensions is not None and not 1 <= dimensions <= hidden_size:
+        if dimensions is None:
+            return
+        is_count = isinstance(dimensions, int | np.integer) and not isinstance(dimensions, bool)
+        if not is_count or not 1 <= dimensions <= hidden_size:
             raise InvalidRequest(
-                f"dimensions must be from 1 to {hidden_size}, the model's, not {dimensions}"
+                f"dimensions must be from 1 to {hidden_size}, the model's, not {dimensions!r}"
             )
 
     def check_scores(self) -> None:

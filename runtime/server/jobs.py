@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from radixcache.errors import EngineStopped
@@ -171,6 +171,21 @@ class RequestTracker:
         if self._num_sequences[client] + num_sequences > self.share:
             raise ApiError(429, "too many completions of this client are running or waiting")
 
+    @contextmanager
+    def room(self, num_sequences: int, client: Hashable) -> Iterator[None]:
+        """Hold room for so many completions of several jobs, which are submitted with 0, one after
+        another; raises as `check_room`."""
+        self.check_room(num_sequences, client)
+        self._note(client, num_sequences)
+        try:
+            yield
+        finally:
+            self._note(client, -num_sequences)
+
+    def _note(self, client: Hashable, change: int) -> None:
+        self._num_sequences[client] += change
+        self._num_sequences = +self._num_sequences  # drops clients without sequences
+
     async def submit(
         self,
         add: Callable[[], list[Request]],
@@ -205,12 +220,11 @@ class RequestTracker:
 
     def _take(self, job: Job, num_sequences: int, client: Hashable, timeout: float) -> None:
         self._open.add(job)
-        self._num_sequences[client] += num_sequences
+        self._note(client, num_sequences)
 
         def close() -> None:
             self._open.remove(job)
-            self._num_sequences[client] -= num_sequences
-            self._num_sequences = +self._num_sequences  # drops clients without sequences
+            self._note(client, -num_sequences)
             self.worker.abort(job)
             if not self._open:
                 self._drained.set()

@@ -308,6 +308,54 @@ def test_rows_beside_answers_over_any_layers_and_cache(judge: Path, layers: Laye
     assert said[0] == said[1]
 
 
+def test_a_row_is_reported_once_however_the_next_step_is_scheduled(judge: Path):
+    rng = np.random.default_rng(0)
+    given = [rng.integers(28, size=size).tolist() for size in (5, 12, 19)]
+    for _ in range(30):  # steps launched ahead, but not where a client must give way
+        engine = make_engine(judge, "radix", 2, 24, 8, 2)
+        engine.overlap, asked, told = True, [], []
+        for n in range(25):
+            prompt = given[rng.integers(3)]
+            if rng.random() < 0.7:
+                asked.append(engine.add_request(prompt, POOLED, pools=True, client=n % 2))
+            else:
+                params = SamplingParams(temperature=0, max_tokens=8)
+                engine.add_request(prompt, params, client=n % 2)
+            told += [request for request in engine.step() if request.pools]
+        while engine.has_work:
+            told += [request for request in engine.step() if request.pools]
+        assert len(told) == len(asked) and {*told} == {*asked}
+
+
+def test_nobody_is_preempted_for_a_text_that_runs_or_whose_row_is_kept(judge: Path):
+    text, engine = [n % 250 for n in range(300)], make_engine(judge, "radix", 2, 512, 8, 2)
+    first = engine.add_request(text, POOLED, pools=True, client="one")
+    answer = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    engine.add_request([3, 4, 5], answer, client="one")
+    engine.step()
+    twin = engine.add_request(text, POOLED, pools=True, client="other")
+    finish(engine)
+    assert engine.scheduler.num_preemptions == 0 and twin.prefilled_tokens == 0
+    assert first.pooled is twin.pooled is not None
+    for end in (5, 6):
+        engine.add_request([3, 4, end], answer, client="one")
+    engine.step()
+    third = engine.add_request(text, POOLED, pools=True, client="other")
+    engine.step()
+    assert third.finished and not engine.scheduler.num_preemptions
+    finish(engine)
+
+
+def test_what_a_request_computed_before_it_was_preempted_was_not_cached(judge: Path):
+    engine = make_engine(judge, "radix", 2, 512, 8, 2)
+    request = engine.add_request([*range(30)], POOLED, pools=True)
+    engine.step()
+    engine.scheduler._preempt(request.sequences[0])
+    engine.output_processor.pooled_rows.keep(request.prompt_key, np.zeros(64, np.float32))
+    finish(engine)
+    assert (request.prefilled_tokens, request.sequences[0].cached_tokens) == (8, 0)
+
+
 def test_answers_and_vectors_in_one_batch(judge: Path):
     params = SamplingParams(temperature=0, max_tokens=12)
     prompts = ["tell me " + "x" * n for n in range(0, 30, 3)]
@@ -348,9 +396,25 @@ def _changed(**settings: Any) -> Callable[[Path], Path]:
     return make
 
 
+def _said(file: str, **settings: Any) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        models.embedding_model(folder)
+        (folder / file).write_text(json.dumps(settings))
+        return folder
+
+    return make
+
+
+PROMPTS = "config_sentence_transformers.json"
+
+
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
+        (_said("sentence_bert_config.json", do_lower_case=True), "in lower case"),
+        (_said(PROMPTS, prompts=["a"], default_prompt_name="a"), "has no prompt 'a'"),
+        (_said(PROMPTS, prompts={"a": "b"}, default_prompt_name=["a"]), "has no prompt"),
+        (_said(PROMPTS, prompts={"a": "b"}, default_prompt_name="c"), "has no prompt 'c'"),
         (_mean, "rows of other tokens than the last"),
         (_dense, "has a Dense, which nothing here reads"),
         (_changed(model_type="xlm-roberta"), "it is an encoder, whose tokens see later ones"),
@@ -358,16 +422,42 @@ def _changed(**settings: Any) -> Callable[[Path], Path]:
         (_changed(is_causal=False), "no prefix to cache"),
     ],
 )
-def test_what_has_no_prefix_to_cache_is_refused(tmp_path: Path, make: Any, sentence: str):
+def test_what_does_not_embed_here_is_refused(tmp_path: Path, make: Any, sentence: str):
     with pytest.raises(ModelError, match=sentence):
         LLM(make(tmp_path))
 
 
+def test_a_text_in_a_dict_has_the_same_prompt_before_it(tmp_path: Path):
+    folder = models.embedding_model(tmp_path)
+    said = {"prompts": {"document": "D: "}, "default_prompt_name": "document"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(said))
+    with LLM(folder, kv_cache_memory_bytes=MEMORY) as llm:
+        for before in (None, "find"):
+            texts: list[Any] = ["abc", {"prompt": "abc"}]
+            found = llm.embed(texts, instruction=before)
+            assert found[0].num_tokens == found[1].num_tokens > 6
+            assert bits(found[:1]) == bits(found[1:])
+
+
+def test_what_is_no_pair_of_texts_is_refused(judge: Path):
+    wrong: list[Any] = [None, 5, {"text": "a"}, ["a", None], [["a"]]]
+    with LLM(judge, kv_cache_memory_bytes=MEMORY) as llm:
+        for given in wrong:
+            for pair in ((given, "a"), ("a", given)):
+                with pytest.raises(InvalidRequest, match="texts"):
+                    llm.score(*pair)
+
+
 def test_requests_that_make_no_sense_are_refused(embedder: Path):
+    wrong: list[Any] = [1.5, "8", {"prompt": None}]
     with LLM(embedder, kv_cache_memory_bytes=MEMORY) as llm:
         for ask, sentence in [
             (lambda: llm.embed("a", dimensions=0), "from 1 to 64"),
             (lambda: llm.embed("a", dimensions=65), "from 1 to 64"),
+            (lambda: llm.embed("a", dimensions=True), "from 1 to 64"),
+            (lambda: llm.embed("a", dimensions=wrong[0]), "from 1 to 64"),
+            (lambda: llm.embed("a", dimensions=wrong[1]), "from 1 to 64"),
+            (lambda: llm.embed(wrong[2]), "a prompt is a string or token ids"),
             (lambda: llm.embed([[1, 2]], instruction="x"), "not before token ids"),
             (lambda: llm.embed(["a", []]), "prompt 1: the prompt is empty"),
             (lambda: llm.embed("a" * 5000), "maximum context length"),

@@ -105,15 +105,15 @@ class FairShares:
             except StopIteration:
                 del queues[client]
 
-    def victim(self, running: List[Sequence], waiting: Collection[Sequence]) -> Sequence | None:
+    def victim(self, running: List[Sequence], waiting: Iterable[Sequence]) -> Sequence | None:
         """The running sequence to preempt for another client; None if each has its share.
 
         O(waiting + running) if there are several clients.
         """
-        if len(self._served) < 2 or not waiting:
+        if len(self._served) < 2:
             return None
         slots = Counter(sequence.request.client for sequence in running)
-        fewest = min(slots[sequence.request.client] for sequence in waiting)
+        fewest = min((slots[sequence.request.client] for sequence in waiting), default=len(running))
         client, most = max(slots.items(), key=lambda item: item[1])
         if most < fewest + 2:
             return None

@@ -24,7 +24,7 @@ from radixcache.runtime.engine.scheduling.chunk import Chunk
 from radixcache.runtime.engine.scheduling.saved_state_planner import NO_SAVED_STATES, Planner
 from radixcache.runtime.engine.scheduling.step_budget import StepBudget
 from radixcache.runtime.kv_offload.page_loader import NO_LOADS, PageLoader
-from radixcache.runtime.request import Request, Sequence
+from radixcache.runtime.request import PromptKey, Request, Sequence
 from radixcache.runtime.spec_decode.proposer import MAX_DRAFT, NO_TOKENS, DraftProposer
 
 OnPublish = Callable[[Sequence, int], None]
@@ -85,7 +85,7 @@ class Scheduler:
         """Called before a request fails for lack of pages; returns whether it freed any."""
         self.has_row: Callable[[Sequence], bool] = lambda sequence: False
         """Whether the row that a sequence asks for is kept."""
-        self.answered: list[Sequence] = []
+        self.answered: dict[Sequence, None] = {}
         """Waiting sequences that the last step found to end with a kept row."""
         self.num_preemptions = 0
         self._short_of_pages = False
@@ -112,7 +112,7 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """Choose the chunks of the next step, reserve their pages and publish their tokens."""
         chunks: list[Chunk] = []
-        self.answered = []
+        self.answered = {}
         self.admission.loads.begin_step()
         self._lacks_pages = False
         if (victim := self._victim()) is not None:
@@ -130,6 +130,7 @@ class Scheduler:
         admitted, as in `schedule`. No sequence is preempted: if one should be, or if a draft is
         expected, the list is empty.
         """
+        self.answered = {}
         going = [s for s in sampled if not s.finish_reason and s.num_generated + 1 < s.max_tokens]
         drafts = self.proposer if going else None
         expected = drafts is not None and drafts.expects(going)
@@ -141,7 +142,7 @@ class Scheduler:
         except OutOfPages:
             return []
         self.admission.loads.begin_step()
-        self.answered, chunks = [], []
+        chunks: list[Chunk] = []
         for sequence in going:
             start, sequence.num_computed = sequence.num_computed, sequence.num_computed + 1
             states = self.planner.plan(sequence, start, start + 1)
@@ -216,8 +217,12 @@ class Scheduler:
         return short or self._no_room or len(self.running) >= self.max_num_seqs
 
     def _victim(self) -> Sequence | None:
-        """The running sequence to preempt for another client."""
-        return self._shares.victim(self.running, self.waiting) if self._is_full else None
+        """The running sequence to preempt for another client, which has one to compute."""
+        if not self._is_full:
+            return None
+        coming = self._coming()
+        waiting = (s for s in self.waiting if not self._needs_no_pass(s, coming))
+        return self._shares.victim(self.running, waiting)
 
     def _schedule_running(
         self, sequence: Sequence, budget: int, chunks: list[Chunk], may_preempt: bool
@@ -250,10 +255,11 @@ class Scheduler:
             return  # before the waiting prompts are looked up
         budget, ending = self.budget, self.admission.ending(chunks)
         prompts = [sequence for sequence in self.running if sequence.in_prefill]
+        coming = self._coming()
         for sequence in self.admission.in_order(self.waiting, self.running):
             if not budget.room(0) or len(self.running) >= self.max_num_seqs:
                 break
-            if sequence.request.pools and self._needs_no_pass(sequence):
+            if self._needs_no_pass(sequence, coming):
                 continue
             if not self.admission.admits(sequence, prompts, ending):
                 continue
@@ -271,19 +277,25 @@ class Scheduler:
             self.admission.note(sequence, self.waiting)
             self.waiting.remove(sequence)
             self.running.append(sequence)
+            coming |= {sequence.request.prompt_key} if sequence.request.pools else set()
             chunks.append(chunk)
             ending |= self.admission.ending([chunk])
             budget.spend(chunk.cost, hit)
             prompts += [sequence] * sequence.in_prefill
 
-    def _needs_no_pass(self, sequence: Sequence) -> bool:
-        """Whether the row that a waiting sequence asks for is kept, or about to come from one that
-        runs: equal texts have one row."""
+    def _coming(self) -> set[PromptKey]:
+        """The texts whose rows are about to come from sequences that run."""
+        return {s.request.prompt_key for s in self.running if s.request.pools}
+
+    def _needs_no_pass(self, sequence: Sequence, coming: set[PromptKey]) -> bool:
+        """Whether the row that a waiting sequence asks for is kept, which answers it, or is among
+        those `coming`: equal texts have one row."""
+        if not sequence.request.pools:
+            return False
         if self.has_row(sequence):
-            self.answered.append(sequence)
+            self.answered[sequence] = None
             return True
-        key = sequence.request.prompt_key
-        return any(s.request.pools and s.request.prompt_key == key for s in self.running)
+        return sequence.request.prompt_key in coming
 
     def _take(self, sequence: Sequence, budget: int) -> Chunk:
         """Reserve pages for the next tokens of a sequence, and publish those of a prefill chunk.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
@@ -13,6 +14,7 @@ from typing import TypeVar, cast
 from fastapi import APIRouter, Request, Response
 
 from radixcache.base import as_tokens
+from radixcache.runtime.engine.input_processor import naming_prompt
 from radixcache.runtime.engine.pooling_inputs import Pooled
 from radixcache.runtime.outputs import EmbeddingOutput, PooledOutput, ScoringOutput
 from radixcache.runtime.server.api.exchange import JSON, finish
@@ -101,20 +103,36 @@ async def _pool(
 
     def prepare() -> Pooled:
         pooled = make()
-        for one in pooled.inputs:  # before any is computed
-            llm.engine.check_prompt(as_tokens(one.tokens), answer=False)
+        for at, one in enumerate(pooled.inputs):  # before any is computed
+            with naming_prompt(at, len(pooled.inputs)):
+                llm.engine.check_prompt(as_tokens(one.tokens), answer=False)
         return pooled
 
     pooled = await context.tokenizing.call(prepare, client)
-    outputs: list[PooledOutput] = []
-    size = llm.engine.scheduler.max_num_seqs
-    for start in range(0, len(pooled.inputs), size):
-        group = pooled.inputs[start : start + size]
-        add = partial(llm.add, group, body.cache_salt, client=client, pools=True)
-        timeout = context.options.request_timeout
-        job = await context.jobs.submit(add, len(group), client=client, timeout=timeout)
-        await finish(job, request)
-        outputs += [pooled.output(one) for one in job.requests]
+    timeout = context.options.request_timeout
+    running = _run(pooled, body.cache_salt, request, context, timeout)
+    try:  # each group has an end of its own, and all of them this one
+        return await asyncio.wait_for(running, timeout)
+    except asyncio.TimeoutError:
+        raise ApiError(504, f"not finished within {timeout:g} seconds") from None
+
+
+async def _run(
+    pooled: Pooled,
+    salt: str | None,
+    request: Request,
+    context: ServingContext,
+    timeout: float,
+) -> list[PooledOutput]:
+    client, llm, outputs = client_of(request, salt), context.llm, list[PooledOutput]()
+    size = min(len(pooled.inputs), llm.engine.scheduler.max_num_seqs)
+    with context.jobs.room(size, client):  # also between two groups
+        for start in range(0, len(pooled.inputs), size):
+            group = pooled.inputs[start : start + size]
+            add = partial(llm.add, group, salt, client=client, pools=True)
+            job = await context.jobs.submit(add, 0, client=client, timeout=timeout)
+            await finish(job, request)
+            outputs += [pooled.output(one) for one in job.requests]
     return outputs
 
 

@@ -35,6 +35,10 @@ class PoolingRequest(StrictModel):
         **dict.fromkeys(("normalize", "normalized", "use_activation"), _RAW),
         **dict.fromkeys(("max_tokens_per_doc", "max_chunks_per_doc"), _CUT),
         "rank_fields": Unsupported("documents are texts", ([], ["text"])),
+        "stream": Unsupported("the answer comes whole", (False,)),
+        "add_special_tokens": Unsupported("send token ids", (True,)),
+        "embed_dtype": Unsupported("vectors are float32", ("float32",)),
+        "endianness": Unsupported("base64 is little-endian", ("native", "little")),
     }
 
     model: Text | None = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -109,6 +111,61 @@ def test_a_chat_model_embeds_only_where_it_is_asked_to(
             ("/v1/score", {"text_1": "a", "text_2": "b"}),
         ):
             assert_error(server.post(path, body), 400, "--enable-pooling")
+
+
+def test_what_asks_for_nothing_is_accepted(embedder: LiveServer):
+    for fields, others in (
+        ({"stream": False}, {"stream": True}),
+        ({"add_special_tokens": True}, {"add_special_tokens": False}),
+        ({"embed_dtype": "float32", "endianness": "little"}, {"embed_dtype": "float16"}),
+        ({"endianness": "native"}, {"endianness": "big"}),
+    ):
+        assert embedder.post("/v1/embeddings", {"input": "a", **fields}).status_code == 200
+        refused = embedder.post("/v1/embeddings", {"input": "a", **others})
+        assert_error(refused, 400, "not supported")
+
+
+def test_an_error_names_the_text(embedder: LiveServer):
+    for given, sentence in (
+        (["ok", "a" * 600], "prompt 1: This model's maximum context length is 512 tokens"),
+        ([[1]] * 9 + [[10**6]], "prompt 9: the prompt has token ids outside the vocabulary"),
+        ("a" * 600, "its 601 tokens are more"),
+    ):
+        assert_error(embedder.post("/v1/embeddings", {"input": given}), 400, sentence)
+
+
+def test_a_request_keeps_its_room_from_one_group_to_the_next(judge: LiveServer):
+    """Or others would take it, and the request be refused with half of it done."""
+    jobs, body = judge.backend.jobs, {"input": [f"text {n}" for n in range(100)]}
+    size, free = judge.engine.scheduler.max_num_seqs, []
+    submitted, capacity = jobs.submit, size + 1
+
+    async def submit(*args: Any, **options: Any) -> Any:
+        free.append(capacity - jobs._num_sequences.total())
+        return await submitted(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "capacity", capacity)
+        patch.setattr(jobs, "submit", submit)
+        assert judge.post("/v1/embeddings", body).status_code == 200
+    assert len(free) == -(-100 // size) > 1 and {*free} == {1}
+    judge.assert_idle()
+
+
+def test_all_groups_together_have_the_time_of_one_request(judge: LiveServer):
+    jobs, size = judge.backend.jobs, judge.engine.scheduler.max_num_seqs
+    submitted, options = jobs.submit, judge.backend.options
+
+    async def submit(*args: Any, **given: Any) -> Any:
+        await asyncio.sleep(0.4)
+        return await submitted(*args, **given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "submit", submit)
+        patch.setattr(judge.backend, "options", replace(options, request_timeout=1.0))
+        late = judge.post("/v1/embeddings", {"input": ["a"] * (3 * size)})
+    assert_error(late, 504, "not finished within 1 seconds")
+    judge.assert_idle()
 
 
 EMBEDDINGS: list[Any] = [
