@@ -227,6 +227,15 @@ def test_a_model_none_of_whose_layers_has_experts_runs_in_the_loop(
     assert not any(layer.experts for layer in described.layers)
 
 
+@pytest.mark.parametrize("length", [True, "x", 32.0, float("nan")])
+def test_lengths_that_transformers_does_not_check_are_refused(length: Any, tmp_path: Path) -> None:
+    """Its config classes check names of their own, not what those are called in a file."""
+    settings = settings_of(tiny_model("bailing_hybrid", tmp_path, tokenizer=False))
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "model_max_length": length}))
+    with pytest.raises(ModelError, match=f"max_position_embeddings is {length}"):
+        load_model(tmp_path, device="cpu")
+
+
 def test_a_model_whose_own_attention_fails_is_refused_in_a_sentence(tmp_path: Path) -> None:
     settings = settings_of(tiny_model("deepseek_v3", tmp_path, tokenizer=False))
     (tmp_path / "config.json").write_text(json.dumps({**settings, "num_key_value_heads": 2}))
