@@ -46,7 +46,9 @@ inline int64_t plan_batch(const Batch& batch, const int32_t* last_page_len, cons
         int64_t rows = (int64_t)batch.qo_indptr[s + 1] - batch.qo_indptr[s];
         if (pages < 1 || batch.kv_indptr[s + 1] > indices) return -2;
         if (last < 1 || last > size || rows < 0) return -3;
-        if (rows > (pages - 1) * size + last) return -4;
+        int64_t all = (pages - 1) * size + last, skipped = before ? before[s] : 0;
+        if (skipped < 0 || all + skipped > INT32_MAX) return -3;
+        if (rows > all) return -4;
     }
     if (batch.kv_indptr[count] != indices) return -2;
     int32_t most = -1;

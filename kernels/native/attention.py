@@ -28,7 +28,7 @@ NO_WINDOW = 2**31 - 1
 _CONTRADICTIONS = (
     "the page tables are of different batches",
     "a sequence without pages, or pages without a sequence",
-    "a last page or a number of new tokens has an impossible length",
+    "a last page or a number of tokens has an impossible length",
     "a sequence has more new tokens than its pages hold",
     "a negative page number",
 )
@@ -120,6 +120,13 @@ class NativeAttention(AttentionBackend):
             super()._check_batch(batch)
 
 
+def _as_int32(table: NDArray[np.integer]) -> NDArray[np.int32]:
+    found = np.ascontiguousarray(table, np.int32)
+    if found is not table and (found != table).any():
+        raise ValueError("the page tables have numbers that int32 cannot hold")
+    return found
+
+
 class NativePlan(AttentionPlan):
     """A checked batch, as the kernels take it.
 
@@ -135,7 +142,7 @@ class NativePlan(AttentionPlan):
     def __init__(self, batch: PagedBatch, arrays: Arrays) -> None:
         self.numbers = [np.ascontiguousarray(array, np.int64) for array in arrays]
         starts, offsets, indices, last = (
-            np.ascontiguousarray(table, np.int32)
+            _as_int32(table)
             for table in (
                 batch.qo_indptr,
                 batch.kv_indptr,
@@ -145,7 +152,7 @@ class NativePlan(AttentionPlan):
         )
         count, size, num_pages = len(last), batch.page_size, len(indices)
         before, to = (
-            None if table is None else np.ascontiguousarray(table, np.int32)
+            None if table is None else _as_int32(table)
             for table in (batch.first, batch.write_indices)
         )
         others = len(starts) - 1, len(offsets) - 1, count if before is None else len(before)
@@ -154,7 +161,7 @@ class NativePlan(AttentionPlan):
         if to is not None and len(to) != num_pages:
             raise ValueError(_CONTRADICTIONS[1])
         self.num_tokens, self._page_size = int(starts[-1]), size
-        if not 0 <= self.num_tokens <= num_pages * size:
+        if not 0 <= self.num_tokens <= num_pages * size or size > NO_WINDOW:
             raise ValueError(_CONTRADICTIONS[2])
         lens, slots = np.empty((2, count), np.int32), np.empty(self.num_tokens, np.int64)
         self._held = starts, offsets, indices, lens, slots

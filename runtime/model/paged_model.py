@@ -137,10 +137,9 @@ class PagedModel(ABC):
         self.windows = [kind.window for kind in kinds]
         self.store_kv(dtype, "auto")
         self.attention = attention or choose_attention(device, dtype, kinds)
-        self.max_context = max_context or 1 << 30
-        if self.max_context < 1:
+        if max_context is not None and (type(max_context) is not int or max_context < 0):
             raise ModelError(f"the model's max_position_embeddings is {max_context}")
-        self.max_context = min(self.max_context, max_model_len or 1 << 30)
+        self.max_context = min(max_context or 1 << 30, max_model_len or 1 << 30)
         eos = generation_config.eos_token_id
         eos = eos_token_id if eos is None else eos
         ends = eos if isinstance(eos, list) else [] if eos is None else [eos]

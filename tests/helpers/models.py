@@ -221,7 +221,7 @@ def make_peaky(model: PreTrainedModel) -> None:
             weight.normal_(0.0, 1.0)
         else:
             gain = next((gain for part, gain in _GAINS.items() if part in name), 1.0)
-            weight.normal_(0.0, gain * weight.shape[-1] ** -0.5)
+            weight.normal_(0.0, gain * max(weight.shape[-1], 1) ** -0.5)
     saved = model.state_dict()
     for name, buffer in model.named_buffers():  # biases that choose experts, scales of layers
         if name in saved and buffer.is_floating_point():

@@ -51,7 +51,7 @@ class ModelWeights(ABC):
         wide = [(tensors.shapes[name][0], architecture.hidden_size) for name in found]
         self._score_head = tensors.use_one(found, wide[0]) if found else None
         for name in sorted(tensors.shapes.keys() - tensors.used):
-            if not naming.is_spare(name):
+            if not naming.is_spare(name) and 0 not in tensors.shapes[name]:
                 raise Unknown(f"its checkpoint has other weights: it has {name}")
 
     @abstractmethod

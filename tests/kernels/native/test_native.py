@@ -140,12 +140,16 @@ def test_what_does_not_fit_together_is_refused() -> None:
     ({"first": [0]}, "different batches"),
     ({"write_indices": [0, 1]}, "without pages"),
     ({"write_indices": [0, -1, 2]}, "negative"),
+    ({"first": [0, -1]}, "impossible length"),
+    ({"first": [0, 2**31 - 4]}, "impossible length"),
+    ({"kv_indices": [0, 1 << 32, 2]}, "int32 cannot hold"),
+    ({"write_indices": [0, 1 - (1 << 32), 2]}, "int32 cannot hold"),
 ])  # fmt: skip
 @needs_kernels
 def test_page_tables_that_contradict_each_other_are_refused(fields, match) -> None:
     good = make_batch([[0, 1], [2]], [1, 1], [5, 4], 4)
     NativeAttention().plan(good)
-    bad = replace(good, **{name: np.array(value, np.int32) for name, value in fields.items()})
+    bad = replace(good, **{name: np.array(value) for name, value in fields.items()})
     with pytest.raises(ValueError, match=match):
         NativeAttention().plan(bad)
 

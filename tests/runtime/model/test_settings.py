@@ -25,7 +25,14 @@ from radixcache.runtime.model.load import load_model
 from tests.helpers.decoders import DECODERS
 from tests.helpers.models import tiny_model
 from tests.helpers.native import needs_kernels
-from tests.runtime.model.steps import read, settings_of
+from tests.runtime.model.steps import (
+    TOKENS,
+    logits_by_reference,
+    plain_logits,
+    read,
+    relative_error,
+    settings_of,
+)
 
 
 def test_settings_of_the_hub_that_transformers_does_not_save(tmp_path) -> None:
@@ -225,6 +232,28 @@ def test_a_model_none_of_whose_layers_has_experts_runs_in_the_loop(
     settings = settings_of(tiny_model(family, tmp_path, tokenizer=False, **DECODERS[family]))
     described = describe({**settings, "first_k_dense_replace": settings["num_hidden_layers"]})
     assert not any(layer.experts for layer in described.layers)
+
+
+@pytest.mark.parametrize(
+    ("family", "shared"),
+    [("deepseek_v3", "n_shared_experts"), ("kimi_linear", "num_shared_experts")],
+)
+def test_shared_experts_of_no_size_are_none(family: str, shared: str, tmp_path: Path) -> None:
+    """transformers saves their weights, without a number in them."""
+    options = {**DECODERS.get(family, {}), shared: 0}
+    folder = tiny_model(family, tmp_path, tokenizer=False, **options)
+    assert any(0 in weight.shape for weight in load_file(folder / "model.safetensors").values())
+    (plain,) = plain_logits(folder, [TOKENS.numpy()])
+    assert relative_error([logits_by_reference(folder)], [plain]) < 1e-4
+
+
+@pytest.mark.parametrize("length", [True, "x", 32.0, float("nan")])
+def test_lengths_that_transformers_does_not_check_are_refused(length: Any, tmp_path: Path) -> None:
+    """Its config classes check names of their own, not what those are called in a file."""
+    settings = settings_of(tiny_model("bailing_hybrid", tmp_path, tokenizer=False))
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "model_max_length": length}))
+    with pytest.raises(ModelError, match=f"max_position_embeddings is {length}"):
+        load_model(tmp_path, device="cpu")
 
 
 def test_a_model_whose_own_attention_fails_is_refused_in_a_sentence(tmp_path: Path) -> None:
