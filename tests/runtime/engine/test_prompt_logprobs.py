@@ -177,7 +177,7 @@ def test_max_tokens_0_takes_a_prompt_as_long_as_the_context(path: Path) -> None:
     whole = text(engine.model.max_context, random.Random(SEED))
     (request,) = run(engine, [whole], ONLY_SCORE)
     assert_scored(path, request)
-    with pytest.raises(InvalidRequest, match="leave no room"):
+    with pytest.raises(InvalidRequest, match="513 tokens are more"):
         engine.add_request([*whole, 1], ONLY_SCORE)
     with pytest.raises(InvalidRequest, match="leave no room"):
         engine.add_request(whole, scoring(max_tokens=1))
