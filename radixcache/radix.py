@@ -184,6 +184,11 @@ class RadixCache(PrefixCache):
             self._held.forget()
             self._move(lease, node, position)
             self._drop_duplicates(lease)
+            if lease._copies and self._tree.written(node) >= position:
+                # From the page that the lease pins now: the other one may go before the step.
+                at = lease._num_own_from
+                page = self._tree.read_pages(node, at, at + 1).item(0)
+                lease._copies = [copy._replace(source=page) for copy in lease._copies]
         if position < start + len(tokens):
             self._append(lease, tokens[position - start :], written)
         return True

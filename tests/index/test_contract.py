@@ -5,6 +5,8 @@ Hypothesis plays a scheduler, whose steps may fail. `make test-exhaustive` draws
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 from hypothesis import Phase
 
@@ -82,6 +84,25 @@ def test_loaded_tokens_are_the_newest_though_their_lease_computed_nothing() -> N
     cache.release(lease)
     put(cache, [7])
     assert cache.cached_length([1, 3]) == 2 and not cache.cached_length([2])
+
+
+def test_a_page_that_is_yet_to_be_copied_stays_though_its_lease_moves_on() -> None:
+    """Another. A lease computes a cached token anew, in its own copy of a page that all branches
+    of the tree have copied, too: beside these it is not needed, but for the copy to come."""
+    cache, text = RadixCache(PagePool(num_pages=4, page_size=16)), [*range(16)]
+    put(cache, text)
+    put(cache, [*text[:15], *range(50, 57)])
+    put(cache, [*text[:8], 60])
+    cache.acquire([*text[:8], 60, 61])  # which keeps its page
+    lease = cache.acquire(text[:14])
+    cache.reserve(lease, 14)  # evicts text[15:]
+    cache.publish(lease, text[13:14])
+    other = cache.acquire([99])
+    with suppress(OutOfPages):
+        cache.reserve(other, 1)
+    (copy,) = lease.take_copies()
+    assert copy.source not in other.page_table and cache.pool.refs[copy.source]
+    cache.check()
 
 
 def test_several_pages_of_a_hash_block_lease_that_only_looks_are_passed_over() -> None:
