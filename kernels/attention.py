@@ -80,7 +80,7 @@ class PagedBatch:
         batch = cls(
             qo_indptr=offsets(query_lens),
             kv_indptr=offsets(counts),
-            kv_indices=np.concatenate(used) if len(used) > 1 else used[0].copy(),
+            kv_indices=np.concatenate(used),
             kv_last_page_len=np.array(lasts, np.int32),
             page_size=page_size,
             shared=shared,
@@ -89,12 +89,9 @@ class PagedBatch:
         )
         lens = np.array([query_lens, kv_lens], np.int32)
         longer = (at for at, count in enumerate(query_lens) if count != 1)
-        known = {
-            "query_lens": lens[0],
-            "kv_lens": lens[1],
-            "num_decodes": next(longer, len(counts)),
-        }
-        vars(batch).update(known)  # what the cached properties would compute again
+        # What the cached properties would compute again.
+        vars(batch).update(query_lens=lens[0], kv_lens=lens[1])
+        vars(batch)["num_decodes"] = next(longer, len(counts))
         return batch
 
     def serves(self, kind: LayerKind) -> bool:

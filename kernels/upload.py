@@ -132,15 +132,12 @@ class Fetch:
     """
 
     def __init__(self, *tensors: torch.Tensor) -> None:
-        self._fence: Fence | None = None
-        self._on_host: list[torch.Tensor] | tuple[torch.Tensor, ...] = tensors
-        if tensors[0].is_cuda:
-            self._on_host = [t.to("cpu", non_blocking=True) for t in tensors]  # to pinned memory
-            self._fence = Fence(tensors[0].device)
-            self._fence.record()
+        # To pinned memory, unless they are there.
+        self._on_host = [t if t.is_cpu else t.to("cpu", non_blocking=True) for t in tensors]
+        self._fence = Fence(tensors[0].device)
+        self._fence.record()
 
     def read(self) -> list[list[Any]]:
         """The numbers of each tensor, once they have arrived."""
-        if self._fence is not None:
-            self._fence.wait()
+        self._fence.wait()
         return [tensor.tolist() for tensor in self._on_host]

@@ -7,16 +7,15 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequen
 from contextlib import aclosing
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.engine.input_processor import Prompt, Prompts
-from radixcache.runtime.engine.pooling_inputs import Pooled, Texts, pooled_outputs
+from radixcache.runtime.engine.pooling_inputs import Output, Pooled, Texts, pooled_outputs
 from radixcache.runtime.engine.stream import Stream
 from radixcache.runtime.llm import LLM
 from radixcache.runtime.outputs import (
     EmbeddingOutput,
-    PooledOutput,
     RequestOutput,
     ScoringOutput,
 )
@@ -128,7 +127,7 @@ class AsyncLLM:
     ) -> list[EmbeddingOutput]:
         """See `LLM.embed`."""
         make = partial(self.llm.pooling_inputs.embed, texts, dimensions, instruction)
-        return cast("list[EmbeddingOutput]", await self._pool(make, cache_salt))
+        return await self._pool(make, cache_salt)
 
     async def score(
         self,
@@ -140,9 +139,11 @@ class AsyncLLM:
     ) -> list[ScoringOutput]:
         """See `LLM.score`."""
         make = partial(self.llm.pooling_inputs.score, query, documents, instruction)
-        return cast("list[ScoringOutput]", await self._pool(make, cache_salt))
+        return await self._pool(make, cache_salt)
 
-    async def _pool(self, make: Callable[[], Pooled], cache_salt: str | None) -> list[PooledOutput]:
+    async def _pool(
+        self, make: Callable[[], Pooled[Output]], cache_salt: str | None
+    ) -> list[Output]:
         pooled, stream = await asyncio.to_thread(make), Stream(loop=asyncio.get_running_loop())
         add = partial(self.llm.add, pooled.inputs, cache_salt, pools=True)
         async with aclosing(self.llm.worker.read_async(stream, add)) as ends:

@@ -26,7 +26,13 @@ from radixcache.runtime.engine.input_processor import (
     naming_prompt,
 )
 from radixcache.runtime.engine.named_prefixes import NamedPrefix, NamedPrefixes
-from radixcache.runtime.engine.pooling_inputs import Pooled, PoolingInputs, Texts, pooled_outputs
+from radixcache.runtime.engine.pooling_inputs import (
+    Output,
+    Pooled,
+    PoolingInputs,
+    Texts,
+    pooled_outputs,
+)
 from radixcache.runtime.engine.stream import Stream
 from radixcache.runtime.engine.worker import Worker
 from radixcache.runtime.explanation import Explanation
@@ -36,7 +42,6 @@ from radixcache.runtime.kv_offload.offload import Offload
 from radixcache.runtime.model.host.system_memory import give_back, resident_bytes
 from radixcache.runtime.outputs import (
     EmbeddingOutput,
-    PooledOutput,
     RequestOutput,
     ScoringOutput,
 )
@@ -299,7 +304,7 @@ class LLM:
             EngineFailed, EngineStopped: as in `generate`.
         """
         pooled = self.pooling_inputs.embed(texts, dimensions, instruction)
-        return cast("list[EmbeddingOutput]", self._pool(pooled, cache_salt))
+        return self._pool(pooled, cache_salt)
 
     def score(
         self,
@@ -316,9 +321,9 @@ class LLM:
         prompt of Qwen3-Reranker's model card, with the instruction in it.
         """
         pooled = self.pooling_inputs.score(query, documents, instruction)
-        return cast("list[ScoringOutput]", self._pool(pooled, cache_salt))
+        return self._pool(pooled, cache_salt)
 
-    def _pool(self, pooled: Pooled, cache_salt: str | None) -> list[PooledOutput]:
+    def _pool(self, pooled: Pooled[Output], cache_salt: str | None) -> list[Output]:
         stream = Stream()
         for _ in self.worker.read(stream, partial(self.add, pooled.inputs, cache_salt, pools=True)):
             pass

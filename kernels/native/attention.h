@@ -49,6 +49,7 @@ inline int64_t plan_batch(const Batch& batch, const int32_t* last_page_len, cons
         int64_t all = (pages - 1) * size + last, skipped = before ? before[s] : 0;
         if (skipped < 0 || all + skipped > INT32_MAX) return -3;
         if (rows > all) return -4;
+        first[s] = skipped, kv_lens[s] = all + skipped;
     }
     if (batch.kv_indptr[count] != indices) return -2;
     int32_t most = -1;
@@ -59,11 +60,8 @@ inline int64_t plan_batch(const Batch& batch, const int32_t* last_page_len, cons
     }
     for (int64_t s = 0; s < count; s++) {
         const int32_t* pages = (write_indices ? write_indices : batch.kv_indices) + batch.kv_indptr[s];
-        int64_t all = ((int64_t)batch.kv_indptr[s + 1] - batch.kv_indptr[s] - 1) * size + last_page_len[s];
-        int64_t rows = (int64_t)batch.qo_indptr[s + 1] - batch.qo_indptr[s];
-        first[s] = before ? before[s] : 0;
-        kv_lens[s] = all + first[s];
-        for (int64_t at = all - rows; at < all; at++) *slots++ = pages[at / size] * size + at % size;
+        int64_t end = kv_lens[s] - first[s], rows = batch.qo_indptr[s + 1] - batch.qo_indptr[s];
+        for (int64_t at = end - rows; at < end; at++) *slots++ = pages[at / size] * size + at % size;
     }
     return (int64_t)most + 1;
 }

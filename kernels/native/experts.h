@@ -248,10 +248,8 @@ void run_experts(const Experts& e, const T* x, const T* routed, float* out, int6
             T* rows_in = (T*)(sums + n * size);
             multiply(x, hidden, e.latent_in, rows_in, size, n, threads);
             Mixture<T>{e, rows_in, routed, n, sums, threads, panels_of(e.latent_out, threads)}.run();
-            parallel_rows(n, size, threads, [&](int64_t r) {
-                for (int64_t d = r * size, left = size; left > 0; d += W, left -= W)
-                    store(rows_in + d, load(sums + d, left), left);
-            });
+            parallel_rows(n, size, threads,
+                          [&](int64_t r) { store_row(rows_in + r * size, sums + r * size, size); });
             multiply(rows_in, size, e.latent_out, out, hidden, n, threads, behind);
         } else Mixture<T>{e, x, routed, n, out, threads, behind}.run();
         if (!e.shared) continue;

@@ -166,8 +166,8 @@ struct Step {
             add(sublayer.joint);
         }
         rows -= pooled;
-        for (int64_t d = 0, n = pooled * hidden; n > 0; d += W, n -= W)
-            store(pooled_rows + d, load(x + rows * hidden + d, n), n);
+        for (int64_t i = 0; i < pooled; i++)
+            store_row(pooled_rows + i * hidden, x + (rows + i) * hidden, hidden);
         multiply(x, hidden, model.head, logits, model.head.columns, rows, threads);
         if (model.logit_softcap != 0 || model.logit_scale != 1) softcap_logits(logits, rows);
     }

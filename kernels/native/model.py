@@ -257,14 +257,15 @@ class NativeModel:
         tables = _slot_tables(slots, plan, len(states[0])) if self._recurs else []
         used = _States(*(table.ctypes.data for table in tables))
         used.tensors = ctypes.addressof(self._state_addresses)
-        pooled = torch.empty(0, self._model.hidden) if pooled is None else pooled
-        check(pooled, torch.float32, (min(len(pooled), rows), self._model.hidden))
-        logits = torch.empty(rows - len(pooled), self._vocab_size)
+        count = 0 if pooled is None else len(pooled)
+        if pooled is not None:
+            check(pooled, torch.float32, (min(count, rows), self._model.hidden))
+        logits = torch.empty(rows - count, self._vocab_size)
         kernel("forward", self._dtype)(
             *(ctypes.addressof(self._model), batch, window_batch),
             *(self._page_structs, ctypes.addressof(used)),
             *(token_ids.ctypes.data, positions.ctypes.data, logit_rows.ctypes.data, rows),
-            *(logits.data_ptr(), pooled.data_ptr(), len(pooled)),
+            *(logits.data_ptr(), None if pooled is None else pooled.data_ptr(), count),
         )
         return logits
 

@@ -30,7 +30,7 @@ DrawTokens = Callable[[torch.Tensor, Sequence[Draw]], tuple[torch.Tensor, torch.
 _KINDS = {"top_p": "f8", "uniform": "f8", "temperature": "f4", "min_p": "f4", "top_k": "i4"}
 _DRAW = np.dtype([*_KINDS.items()], align=True)  # as in sampling.h
 GREEDY = Draw()
-_GREEDY = np.array([GREEDY], _DRAW)
+_GREEDY_ROW = np.array([GREEDY], _DRAW)
 
 
 def draw_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,7 +50,7 @@ def draw_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> tuple[torch.Tens
         raise ValueError(f"{len(draws)} draws from {logits.dtype} {list(logits.shape)}")
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     greedy = all(draw is GREEDY for draw in draws)
-    table = _GREEDY.repeat(rows) if greedy else np.array(draws, _DRAW)
+    table = _GREEDY_ROW.repeat(rows) if greedy else np.array(draws, _DRAW)
     tokens, highest = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
     kernel("sample")(
         *(logits.data_ptr(), logits.stride(0), rows, vocab, table.ctypes.data),

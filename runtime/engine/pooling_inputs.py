@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Generic, TypeVar
 
 from radixcache.errors import EngineFailed, InvalidRequest
 from radixcache.runtime.engine.input_processor import (
@@ -28,6 +29,8 @@ from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
 
 Texts = str | Sequence[str]
 
+Output = TypeVar("Output", bound=PooledOutput)
+
 POOLED = SamplingParams(max_tokens=0)
 """The parameters of a request for a row."""
 
@@ -41,14 +44,15 @@ _JUDGE = (
 _FIELDS = re.compile(r"\{(query|document)\}")
 
 
-class Pooled(NamedTuple):
+@dataclass(frozen=True)
+class Pooled(Generic[Output]):
     """Requests for rows, and what makes an output of each."""
 
     inputs: list[EngineInput]
-    output: Callable[[Request], PooledOutput]
+    output: Callable[[Request], Output]
 
 
-def pooled_outputs(pooled: Pooled, stream: Stream) -> list[PooledOutput]:
+def pooled_outputs(pooled: Pooled[Output], stream: Stream) -> list[Output]:
     """The outputs of a stream that has ended.
 
     Raises:
@@ -74,7 +78,9 @@ class PoolingInputs:
     def __init__(self, model: PagedModel, inputs: InputProcessor) -> None:
         self._model, self._inputs = model, inputs
 
-    def embed(self, texts: Prompts, dimensions: int | None, instruction: str | None) -> Pooled:
+    def embed(
+        self, texts: Prompts, dimensions: int | None, instruction: str | None
+    ) -> Pooled[EmbeddingOutput]:
         """See `LLM.embed`."""
         pooler = self._model.pooler
         pooler.check_vectors(self._model.hidden_size, dimensions)
@@ -87,14 +93,16 @@ class PoolingInputs:
         whole = (before + text if isinstance(text, str) else text for text in prompts)
         inputs = [self._inputs.encode_one(text, POOLED) for text in whole]
 
-        def output(request: Request) -> PooledOutput:
+        def output(request: Request) -> EmbeddingOutput:
             assert request.pooled is not None
             vector = pooler.vector(request.pooled, dimensions)
             return EmbeddingOutput(*_counts(request), vector)
 
         return Pooled(inputs, output)
 
-    def score(self, query: Texts, documents: Texts, instruction: str | None) -> Pooled:
+    def score(
+        self, query: Texts, documents: Texts, instruction: str | None
+    ) -> Pooled[ScoringOutput]:
         """See `LLM.score`."""
         pooler = self._model.pooler
         pooler.check_scores()
@@ -105,7 +113,7 @@ class PoolingInputs:
         pairs = zip(queries, documents, strict=True)
         inputs = [self._pair(*pair, instruction) for pair in pairs]
 
-        def output(request: Request) -> PooledOutput:
+        def output(request: Request) -> ScoringOutput:
             assert request.pooled is not None
             return ScoringOutput(*_counts(request), pooler.score(request.pooled))
 

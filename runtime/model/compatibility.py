@@ -164,9 +164,9 @@ def check_config(config: PreTrainedConfig) -> None:
     """Refuse a model by its config.
 
     Raises:
-        ModelError: encoder-decoder, layer types that are neither full and sliding
-            attention nor recurrent, RoPE frequencies that change with the longest position of a
-            batch, or gates of another kind than its class computes.
+        ModelError: encoder-decoder, layer types that are neither full and sliding attention nor
+            recurrent, RoPE frequencies that change with the longest position of a batch, or gates
+            of another kind than its class computes.
     """
     text = config.get_text_config()
     if config.is_encoder_decoder:

@@ -221,9 +221,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "deepseek_v3": _row(_DEEPSEEK_3),
     "glm4_moe_lite": _row(_DEEPSEEK_3),
-    "mistral4": _row(
-        _LATENT, query_scaling=True, partial_rope=True, mlp=parts.mistral4,
-    ),
+    "mistral4": _row(_LATENT, query_scaling=True, partial_rope=True, mlp=parts.mistral4),
     "kimi_linear": _row(
         _KDA, mixer=parts.kimi_delta, turned=lambda *layer: False,
         agreed={

@@ -8,7 +8,7 @@ from collections.abc import Container
 from radixcache.kernels.spec import ATTENDS, Architecture, DeltaNet, Layer, ShortConv
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
 from radixcache.runtime.model.gguf.architectures import ROWS
-from radixcache.runtime.model.weights.plan import SHARED, Names, Naming
+from radixcache.runtime.model.weights.plan import CONVS, SHARED, Names, Naming
 
 _PARTS = {
     "input_norm": "attn_norm", "attended_norm": "post_attention_norm", "mlp_norm": "ffn_norm",
@@ -45,8 +45,7 @@ _WHOLE = {
     "rate": "ssm_a", "skip": "ssm_d", "rate_bias": "ssm_dt.bias", "correction": "exp_probs_b.bias",
     "router_norm": "ffn_gate_inp.scale", "expert_scale": "ffn_down_exps.scale",
 }  # fmt: skip
-_CONVS = ("conv", "q_conv", "k_conv", "v_conv")
-_THEN = {"router_norm": "over root of size", **dict.fromkeys(_CONVS, "transpose")}
+_THEN = {"router_norm": "over root of size", **dict.fromkeys(("conv", *CONVS), "transpose")}
 _UNUSED = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 _TOWERS = ("v.", "a.", "mm.")  # encoders of images and sounds, whose text part is read
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from radixcache.kernels.spec import MLP, Architecture
 from radixcache.runtime.model.checkpoint import is_spare
 from radixcache.runtime.model.families.table import FAMILIES
-from radixcache.runtime.model.weights.plan import SHARED, Names, Naming
+from radixcache.runtime.model.weights.plan import CONVS, SHARED, Names, Naming
 
 # Where the text of a model is, and what else it may be beside; of the others all is text.
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.text_model.")
@@ -45,7 +45,7 @@ _MLP = {
 }  # fmt: skip
 _NORMS = ("input_norm", "attended_norm", "mlp_norm", "after_norm", "query_norm", "key_norm")
 _THEN = {**dict.fromkeys(_NORMS, "plus offset"), "rate": "negative exp"}
-_THEN |= dict.fromkeys(("conv", "q_conv", "k_conv", "v_conv"), "transpose")
+_THEN |= dict.fromkeys(("conv", *CONVS), "transpose")
 _THEN["router_norm"] = "over root of size"
 _OTHERS = {
     "layer_scalar": "layer_scale", "router.proj": "router",

@@ -26,7 +26,8 @@ _LATENTS = ("q", "q_b", "kv_a", "k_b", "v_b")
 SHARED = ("k", "v", "key_norm")
 """What a layer that attends over K/V of another does not read, though files may have it."""
 _VALUE_HEADS = ("in", "z", "ba", "conv", "rate", "rate_bias", "o")
-_CONVS = ("q_conv", "k_conv", "v_conv")
+CONVS = ("q_conv", "k_conv", "v_conv")
+"""The convolutions of a delta net whose queries, keys and values have one each."""
 
 
 class Piece(NamedTuple):
@@ -223,7 +224,7 @@ class _Layer:
         keys, each, rest = mixer.key_heads, mixer.heads // mixer.key_heads, shape[1:]
         if stem == "conv" and self._has("q_conv"):
             columns = [mixer.products[0][name] for name in "qkv"]
-            pairs = zip(_CONVS, columns, strict=True)
+            pairs = zip(CONVS, columns, strict=True)
             return [self._piece(name, (mixer.width, count)) for name, count in pairs]
         if mixer.heads % keys:
             raise Unknown(f"its {mixer.heads} value heads are of {keys} key heads")

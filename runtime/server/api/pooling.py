@@ -9,14 +9,13 @@ import uuid
 from base64 import b64encode
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar, cast
 
 from fastapi import APIRouter, Request, Response
 
 from radixcache.base import as_tokens
 from radixcache.runtime.engine.input_processor import naming_prompt
-from radixcache.runtime.engine.pooling_inputs import Pooled
-from radixcache.runtime.outputs import EmbeddingOutput, PooledOutput, ScoringOutput
+from radixcache.runtime.engine.pooling_inputs import Output, Pooled
+from radixcache.runtime.outputs import EmbeddingOutput, PooledOutput
 from radixcache.runtime.server.api.exchange import JSON, finish
 from radixcache.runtime.server.http.bodies import BodyRoute
 from radixcache.runtime.server.http.errors import ApiError
@@ -30,8 +29,6 @@ from radixcache.runtime.server.serving import ContextDep, ServingContext, client
 
 router = APIRouter(route_class=BodyRoute)
 
-T = TypeVar("T", bound=PooledOutput)
-
 
 @router.post("/v1/embeddings")
 async def embeddings(body: EmbeddingRequest, request: Request, context: ContextDep) -> Response:
@@ -40,7 +37,7 @@ async def embeddings(body: EmbeddingRequest, request: Request, context: ContextD
     inputs = context.llm.pooling_inputs
     head = _head(body, context, "embd")
     make = partial(inputs.embed, body.texts, body.dimensions, body.instruction)
-    found = cast(list[EmbeddingOutput], await _pool(make, body, request, context))
+    found = await _pool(make, body, request, context)
     rest = {**head, "usage": _usage(found)}
     write = partial(_write_vectors, found, body.encoding_format == "base64", rest)
     return Response(
@@ -57,7 +54,7 @@ async def rerank(body: RerankRequest, request: Request, context: ContextDep) -> 
     have it."""
     head = _head(body, context, "rerank")
     make = partial(context.llm.pooling_inputs.score, body.query, body.texts, body.instruction)
-    found = cast(list[ScoringOutput], await _pool(make, body, request, context))
+    found = await _pool(make, body, request, context)
     order = sorted(range(len(found)), key=lambda i: -found[i].score)  # equal ones by index
     results = [
         {"index": i, "relevance_score": found[i].score}
@@ -73,7 +70,7 @@ async def score(body: ScoreRequest, request: Request, context: ContextDep) -> JS
     """How well the second text of each pair fits the first, as vLLM's API has it."""
     head = _head(body, context, "score")
     make = partial(context.llm.pooling_inputs.score, body.text_1, body.text_2, body.instruction)
-    found = cast(list[ScoringOutput], await _pool(make, body, request, context))
+    found = await _pool(make, body, request, context)
     data = [
         {"index": i, "object": "score", "score": output.score} for i, output in enumerate(found)
     ]
@@ -95,13 +92,16 @@ def _head(body: PoolingRequest, context: ServingContext, prefix: str) -> JSON:
 
 
 async def _pool(
-    make: Callable[[], Pooled], body: PoolingRequest, request: Request, context: ServingContext
-) -> list[PooledOutput]:
+    make: Callable[[], Pooled[Output]],
+    body: PoolingRequest,
+    request: Request,
+    context: ServingContext,
+) -> list[Output]:
     """The outputs of all texts, of which only so many wait at a time as may run."""
     client, llm = client_of(request, body.cache_salt), context.llm
     context.jobs.check_room(1, client)
 
-    def prepare() -> Pooled:
+    def prepare() -> Pooled[Output]:
         pooled = make()
         for at, one in enumerate(pooled.inputs):  # before any is computed
             with naming_prompt(at, len(pooled.inputs)):
@@ -118,13 +118,13 @@ async def _pool(
 
 
 async def _run(
-    pooled: Pooled,
+    pooled: Pooled[Output],
     salt: str | None,
     request: Request,
     context: ServingContext,
     timeout: float,
-) -> list[PooledOutput]:
-    client, llm, outputs = client_of(request, salt), context.llm, list[PooledOutput]()
+) -> list[Output]:
+    client, llm, outputs = client_of(request, salt), context.llm, list[Output]()
     size = min(len(pooled.inputs), llm.engine.scheduler.max_num_seqs)
     with context.jobs.room(size, client):  # also between two groups
         for start in range(0, len(pooled.inputs), size):
