@@ -48,6 +48,8 @@ class PagedBatch:
         first: [B] of such a `window`, tokens before each table, which `kv_lens` and `positions`
             leave out. Causal masks are aligned at the bottom right and windows are relative, so a
             short table serves as a short sequence.
+        ahead: [T] keys behind its own that each row sees in layers that look `both_ways`, the rest
+            of its image; None if no row sees any. All are new tokens of the batch.
         write_indices: page numbers in place of `kv_indices` for the new tokens' K/V: the spare page
             stands for pages that are read and must not be written. None if there are none.
     """
@@ -61,6 +63,7 @@ class PagedBatch:
     window: PagedBatch | None = None
     first: NDArray[np.int32] | None = None
     write_indices: NDArray[np.int32] | None = None
+    ahead: NDArray[np.int32] | None = None
 
     @classmethod
     def of(
@@ -72,6 +75,7 @@ class PagedBatch:
         shared: tuple[SharedPrefix, ...] = (),
         window: PagedBatch | None = None,
         first: NDArray[np.int32] | None = None,
+        ahead: NDArray[np.int32] | None = None,
     ) -> PagedBatch:
         """The batch of sequences with these page tables, which may be longer than is needed."""
         counts = [-(-length // page_size) for length in kv_lens]
@@ -86,6 +90,7 @@ class PagedBatch:
             shared=shared,
             window=window,
             first=first,
+            ahead=ahead,
         )
         lens = np.array([query_lens, kv_lens], np.int32)
         longer = (at for at, count in enumerate(query_lens) if count != 1)
@@ -148,6 +153,7 @@ class PagedBatch:
             kv_last_page_len=self.kv_last_page_len[first:end],
             page_size=self.page_size,
             write_indices=indices,
+            ahead=None if self.ahead is None else self.ahead[self.qo_indptr[first] : qo_indptr[-1]],
         )
 
     def sparing(self, counts: Sequence[int], spare_page: int) -> PagedBatch:
@@ -175,6 +181,7 @@ class LayerKind(NamedTuple):
         mla: multi-head latent attention with its projections absorbed. In place of keys, the one
             KV head keeps a latent of `head_dim`, which serves as key and value; in place of
             values, the rotated part of the key, of `value_dim`.
+        both_ways: whether an image's rows see all of it, as `PagedBatch.ahead` says.
     """
 
     query_heads: int
@@ -185,6 +192,7 @@ class LayerKind(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     mla: bool = False
+    both_ways: bool = False
 
     @property
     def query_dim(self) -> int:
@@ -290,6 +298,9 @@ class AttentionBackend(ABC):
     reads_shared_once = False
     """Whether `PagedBatch.shared` makes a step faster."""
 
+    looks_ahead: AttentionBackend | None = None
+    """Plans the batches with `PagedBatch.ahead`; None: this backend itself."""
+
     max_fixed_rows = 0
     """The most sequences that `plan_fixed` takes; 0 if it cannot serve CUDA graphs."""
 
@@ -305,7 +316,8 @@ class AttentionBackend(ABC):
         Raises:
             ValueError: a sequence has more new tokens than its pages hold, or shares its last page.
         """
-        return self._plan_tables(batch, arrays, None)
+        other = None if batch.ahead is None else self.looks_ahead
+        return (other or self)._plan_tables(batch, arrays, None)
 
     def plan_fixed(self, batch: PagedBatch, *arrays: NDArray[np.integer]) -> AttentionPlan:
         """Plan a batch whose `run` a CUDA graph captures or replays.

@@ -52,6 +52,23 @@ SlotUse = tuple[int, int, Sequence[tuple[int, int]]]
 that it writes, and (n, slot), ascending, for the state after the first n new tokens."""
 
 
+class ImageRows(NamedTuple):
+    """The rows of a step that images give, in place of embeddings, and its positions.
+
+    Attributes:
+        rows: [N] int64, which of the step's rows, ascending; like the others on its device.
+        embeddings: [N, hidden_size], not times `Architecture.embed_scale`.
+        deep: [L, N, hidden_size], added to them behind each of the first L layers (DeepStack); all
+            layers but the last may have some.
+        positions: [3, T] int64, of RoPE with three axes; None: those of the plan.
+    """
+
+    rows: torch.Tensor
+    embeddings: torch.Tensor
+    deep: torch.Tensor
+    positions: torch.Tensor | None = None
+
+
 class TritonKernels(NamedTuple):
     """Triton's kernels that other backends take; None where they do not run, or nothing asks.
 
@@ -110,6 +127,7 @@ class Layers(ABC):
         plan: AttentionPlan,
         states: Sequence[SlotUse] = (),
         pooled: torch.Tensor | None = None,
+        images: ImageRows | None = None,
     ) -> torch.Tensor:
         """Logits [R, vocab_size] of a planned step, whose arrays are token ids, positions, logit
         rows, and of a recurrent model those of `slot_arrays`.
@@ -119,6 +137,7 @@ class Layers(ABC):
                 arrays, they say the same.
             pooled: [P, hidden_size] float32, which takes the last P of the R rows as they are
                 behind the last norm; these have no logits.
+            images: of the step; their tokens are any that a layer's own inputs take.
         """
 
 
@@ -200,7 +219,8 @@ class Backend(ABC):
 
     @abstractmethod
     def rope_positions(self, positions: torch.Tensor) -> list[Any]:
-        """Once per step, for each RoPE: the rows' positions [T] in the form that `rope` needs."""
+        """Once per step, for each RoPE: the rows' positions [T], or [3, T] in a step with images,
+        in the form that `rope` needs."""
 
     @abstractmethod
     def rope(self, heads: Heads, positions: Any) -> Heads:

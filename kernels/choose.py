@@ -81,6 +81,8 @@ def choose_attention(
         raise InvalidRequest(f"kv_cache_dtype='fp8' needs FlashInfer: {reason}")
     if found is None:
         return TorchAttention(device)
+    if kv_dtype != FP8:  # which torch's does not read
+        found.looks_ahead = TorchAttention(device)
     found.compile_in_background()
     _log.info("%s is ready after %.1f s", found.name, time.perf_counter() - start)
     return found

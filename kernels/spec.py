@@ -44,10 +44,20 @@ class Rope:
     Attributes:
         frequencies: [n] float32.
         scale: factor on the cosines and sines.
+        axes: [n] which of three positions (time, height, width) each pair turns by, where a token
+            has three, as in an image (Qwen2-VL's M-RoPE); None if the model has one alone.
     """
 
     frequencies: torch.Tensor
     scale: float = 1.0
+    axes: tuple[int, ...] | None = None
+
+    def angles(self, positions: torch.Tensor) -> torch.Tensor:
+        """[T, n] float32, of positions [T], or [3, T] for `axes`."""
+        if positions.ndim == 1:
+            return positions.float()[:, None] * self.frequencies
+        axes = self.axes or (0,) * len(self.frequencies)
+        return positions.float()[list(axes)].T * self.frequencies
 
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "clamped"]

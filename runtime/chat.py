@@ -15,6 +15,7 @@ from radixcache.errors import EngineStopped, InvalidRequest
 from radixcache.runtime.engine.input_processor import check_params
 from radixcache.runtime.explanation import Explanation
 from radixcache.runtime.llm import LLM
+from radixcache.runtime.multimodal.prompt_images import keys_of
 from radixcache.runtime.outputs import RequestOutput
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.tokens.tokenizer import Message
@@ -128,9 +129,7 @@ class Chat:
         messages = [*self.messages, *_as_messages(text)]
         prompt = self.llm.turns.encode(messages, self.cache_salt, tools=self.tools)
         output = None
-        for output in self.llm.stream(
-            {"prompt_token_ids": prompt.tokens}, params, cache_salt=self.cache_salt
-        ):
+        for output in self.llm.stream(prompt, params, cache_salt=self.cache_salt):
             yield output
         assert output is not None
         answer = output.outputs[0]
@@ -141,7 +140,8 @@ class Chat:
             message = self.llm.read_message(output, self.tools, cache_salt=self.cache_salt)
         self.messages = [*messages, message]
         self.llm.turns.remember(prompt, answer.token_ids)
-        self._tokens = np.concatenate([prompt.tokens, as_tokens(answer.token_ids)])
+        keys = keys_of(prompt.tokens, prompt.images)
+        self._tokens = np.concatenate([keys, as_tokens(answer.token_ids)])
 
 
 def _as_messages(text: str | Sequence[Message]) -> Sequence[Message]:

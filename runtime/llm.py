@@ -40,6 +40,7 @@ from radixcache.runtime.kv_events.publisher import KVEventPublisher
 from radixcache.runtime.kv_offload import session
 from radixcache.runtime.kv_offload.offload import Offload
 from radixcache.runtime.model.host.system_memory import give_back, resident_bytes
+from radixcache.runtime.multimodal.prompt_images import behind, keys_of
 from radixcache.runtime.outputs import (
     EmbeddingOutput,
     RequestOutput,
@@ -88,7 +89,10 @@ class LLM:
         self.explainer, self.kv_events, self.offload = (
             built.explainer, built.kv_events, built.offload,
         )  # fmt: skip
-        self.inputs = InputProcessor(self.tokenizer, self.grammar_backend, self.default_params)
+        self.images = built.images
+        self.inputs = InputProcessor(
+            self.tokenizer, self.grammar_backend, self.default_params, self.images
+        )
         self.pooling_inputs = PoolingInputs(self.engine.model, self.inputs)
         self.prefixes = NamedPrefixes(self.engine)
         after_step = None if self.kv_events is None else self.kv_events.end_step
@@ -265,14 +269,19 @@ class LLM:
         if is_conversation(prompt):
             if prefix is not None:
                 raise InvalidRequest("a prefix goes before text or token ids, not before messages")
-            given = self.turns.encode(prompt, cache_salt, tools=tools).tokens
-        else:
-            given = as_tokens(self.encode(cast(Prompt, prompt), special=prefix is None))
+            prompt = self.turns.encode(prompt, cache_salt, tools=tools)
+        given = self.inputs.encode_one(
+            cast(Prompt, prompt), self.default_params, special=prefix is None
+        )
+        given_tokens, images = as_tokens(given.tokens), given.images
         decode = self.tokenizer.show if self.tokenizer else None
 
         def explain() -> Explanation:
-            tokens = given if prefix is None else self.prefixes.extend(prefix, given, cache_salt)
+            tokens = given_tokens
+            if prefix is not None:
+                tokens = self.prefixes.extend(prefix, tokens, cache_salt)
             self.engine.check_prompt(tokens)
+            tokens = keys_of(tokens, behind(images, len(tokens) - len(given_tokens)))
             hit = self.engine.match(tokens, cache_salt)
             kv = self.engine.cache.match(tokens, cache_salt)
             misses = self.explainer.explain(tokens, hit, cache_salt, kv)
@@ -401,8 +410,7 @@ class LLM:
             ask=add_generation_prompt,
             continue_final=continue_final_message,
         )
-        prompts: list[Prompt] = [{"prompt_token_ids": text.tokens} for text in texts]
-        outputs = self.generate(prompts, sampling_params, cache_salt=cache_salt, use_tqdm=use_tqdm)
+        outputs = self.generate(texts, sampling_params, cache_salt=cache_salt, use_tqdm=use_tqdm)
         self.inputs.remember(texts, outputs)
         return outputs
 
@@ -464,7 +472,7 @@ class LLM:
             raise InvalidRequest(f"this model was made to {task} texts, and generates none")
         requests: list[Request] = []
         try:
-            for text, tokens, params, _ in inputs:
+            for text, tokens, params, _, images in inputs:
                 with naming_prompt(len(requests), len(inputs)):
                     whole = tokens
                     if prefix is not None:
@@ -474,7 +482,7 @@ class LLM:
                     self.prefixes.make_room(len(whole) + most)
                     request = self.engine.add_request(
                         *(whole, params), prompt=text, namespace=cache_salt, client=client,
-                        pools=pools,
+                        pools=pools, images=behind(images, len(whole) - len(tokens)),
                     )  # fmt: skip
                 requests.append(request)
         except BaseException:

@@ -25,6 +25,7 @@ from radixcache.runtime.tokens.stops import StopStrings
 from radixcache.stored_pages import Medium
 
 if TYPE_CHECKING:  # the index benchmark runs the scheduler without torch
+    from radixcache.runtime.multimodal.prompt_images import PromptImages
     from radixcache.runtime.sampling.grammar import Grammar
     from radixcache.runtime.sampling.prompt_logprobs import PromptLogprobs
 
@@ -239,10 +240,15 @@ class Request:
         namespace: Hashable = None,
         client: Hashable = None,
         pools: bool = False,
+        images: PromptImages | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
-        self.prompt_token_ids = prompt_token_ids
+        self.prompt_token_ids = (
+            prompt_token_ids if images is None else images.keys(prompt_token_ids)
+        )
+        """The prompt as the index knows it: ids outside the vocabulary stand for rows of images."""
+        self.images = images
         self.params = params
         self.namespace = namespace
         self.client = client
@@ -291,6 +297,12 @@ class Request:
         """The key under which the logits, or the row, at the end of the prompt are kept."""
         kept = (self.namespace, "row") if self.pools else self.namespace
         return PromptKey(self.prompt_token_ids, kept)
+
+    @property
+    def input_token_ids(self) -> Tokens:
+        """The prompt as it was tokenised: one id stands for all rows of images."""
+        prompt = self.prompt_token_ids
+        return prompt if self.images is None else self.images.tokens(prompt)
 
     @property
     def finished(self) -> bool:
@@ -342,7 +354,7 @@ class Request:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids.tolist(),
+            prompt_token_ids=self.input_token_ids.tolist(),
             outputs=[sequence.output() for sequence in self.sequences],
             num_cached_tokens=self.sequences[0].cached_tokens,
             metrics=RequestMetrics(

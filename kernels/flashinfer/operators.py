@@ -63,6 +63,8 @@ class FlashInferBackend(TorchBackend):
         return (weight - self.architecture.norm_offset).to(self.dtype)
 
     def rope_positions(self, positions: torch.Tensor) -> list[Any]:
+        if positions.ndim == 2:  # of images; the kernel has one position a row
+            return super().rope_positions(positions)
         places = positions.long()
         return [(places, table) for table in self._tables]
 
@@ -102,6 +104,8 @@ class FlashInferBackend(TorchBackend):
 
     def rope(self, heads: Heads, positions: Any) -> Heads:
         (query, *keys), (places, table) = heads, positions
+        if places.ndim == 3:  # cosines
+            return super().rope(heads, positions)
         key = keys[0] if keys else torch.zeros_like(query[:, :1])  # which the kernel turns, too
         self._kernels.apply_rope_with_cos_sin_cache_inplace(
             places, query.flatten(1), key.flatten(1), query.shape[-1], table

@@ -30,6 +30,7 @@ struct Batch {  // as PagedBatch
     const int32_t *qo_indptr, *kv_indptr, *kv_indices, *kv_lens;
     const int32_t* first;  // tokens before each table; kv_lens count them
     const int64_t* slots;
+    const int32_t* ahead;  // [T] keys behind its own that each row sees `both_ways`; or null
 };
 
 // What the tables of a batch say of its sequences and new tokens; `batch` has all but these.
@@ -61,6 +62,10 @@ inline int64_t plan_batch(const Batch& batch, const int32_t* last_page_len, cons
     for (int64_t s = 0; s < count; s++) {
         const int32_t* pages = (write_indices ? write_indices : batch.kv_indices) + batch.kv_indptr[s];
         int64_t end = kv_lens[s] - first[s], rows = batch.qo_indptr[s + 1] - batch.qo_indptr[s];
+        for (int64_t i = 0; i < rows && batch.ahead; i++) {
+            int32_t ahead = batch.ahead[batch.qo_indptr[s] + i];
+            if (ahead < 0 || ahead >= rows - i) return -6;
+        }
         for (int64_t at = end - rows; at < end; at++) *slots++ = pages[at / size] * size + at % size;
     }
     return (int64_t)most + 1;
@@ -70,6 +75,7 @@ struct Heads {  // of a layer; window: INT32_MAX for none; softcap: 0 for none
     int32_t heads, kv_heads, dim, value_dim, window;
     float scale, softcap;
     int32_t rotated = 0;  // MLA: a key is its value and so many numbers, which pages.v has
+    int32_t both_ways = 0;  // rows see as far ahead as the batch says
 
     // Numbers of a token's head in the two kinds of pages.
     int k_dim() const { return dim - rotated; }
@@ -214,6 +220,7 @@ void merge(State seen, const float* next, int width) {
 // Queries [from, to) of a sequence, and blocks [block, end) of the keys that they see.
 struct Part {
     int s, from, to, block, end;
+    int seen;       // keys of the sequence that some of them see
     int apart;      // states per query and head: one for each block of a sequence, or one for all
     size_t offset;  // into the states, a sequence's are [to - from][heads][apart][stride]
 };
@@ -234,9 +241,11 @@ struct Plan {
         int most = std::max(SPAN / group, 1);
         for (int s = 0; s < batch.sequences; s++)
             for (int from = 0; from < queries(s); from += most) {
-                Part part{s, from, std::min(from + most, queries(s)), 0, 0, 1, size};
+                Part part{s, from, std::min(from + most, queries(s)), 0, 0, 0, 1, size};
                 part.block = first_key(s, from) / KEYS;
-                part.end = (position(s, part.to) - 1) / KEYS + 1;
+                for (int i = ahead() ? from : part.to - 1; i < part.to; i++)
+                    part.seen = std::max(part.seen, end_key(s, i));
+                part.end = (part.seen - 1) / KEYS + 1;
                 if (queries(s) <= most) part.apart = part.end - part.block;
                 for (int i = from; i < part.to && part.apart > 1; i++) rows.push_back({part, i});
                 size += (size_t)(part.to - from) * heads.heads * part.apart * stride;
@@ -255,6 +264,10 @@ struct Plan {
     int queries(int s) const { return batch.qo_indptr[s + 1] - batch.qo_indptr[s]; }
     int position(int s, int i) const { return batch.kv_lens[s] - queries(s) + i; }
     int first_key(int s, int i) const { return std::max(0, position(s, i) - heads.window + 1); }
+    int end_key(int s, int i) const {
+        return position(s, i) + 1 + (ahead() ? ahead()[batch.qo_indptr[s] + i] : 0);
+    }
+    const int32_t* ahead() const { return heads.both_ways ? batch.ahead : nullptr; }
 
   private:
     // The longest parts first; parts over the same pages are adjacent.
@@ -264,7 +277,7 @@ struct Plan {
         auto pages = [this](const Part& p) {
             const int32_t* table = batch.kv_indices + batch.kv_indptr[p.s];
             int first = batch.first[p.s], begin = std::max(p.block * KEYS, first);
-            int end = std::min(p.end * KEYS, position(p.s, p.to));
+            int end = std::min(p.end * KEYS, p.seen);
             return std::pair(table + (begin - first) / batch.page_size,
                              table + (end - 1 - first) / batch.page_size + 1);
         };
@@ -376,7 +389,7 @@ struct Attention {
     // Makes query i of sequence s the r-th row that attends over the block.
     void place(int s, int i, int head, int block, int r, Room& room) const {
         room.first[r] = plan.first_key(s, i) - block * KEYS;
-        room.end[r] = plan.position(s, i) + 1 - block * KEYS;
+        room.end[r] = plan.end_key(s, i) - block * KEYS;
         const T* from = query[batch.qo_indptr[s] + i] + head * heads.dim;
         for (int d = 0, n = heads.dim; n > 0; d += W, n -= W)
             store(room.query + r * heads.dim + d, load(from + d, n) * heads.scale, n);
@@ -425,7 +438,7 @@ struct Attention {
         for (int block = begin->block; block < begin->end; block++) {
             int n = 0, count = 0;
             for (const Part* p = begin; p < end; p++)
-                count = std::max(count, std::min(KEYS, plan.position(p->s, p->to) - block * KEYS));
+                count = std::max(count, std::min(KEYS, p->seen - block * KEYS));
             with_format(pages.format, [&](auto* stored_as) {
                 pack<std::remove_pointer_t<decltype(stored_as)>>(begin->s, first / plan.group,
                                                                  block, count, room);

@@ -31,6 +31,7 @@ _CONTRADICTIONS = (
     "a last page or a number of tokens has an impossible length",
     "a sequence has more new tokens than its pages hold",
     "a negative page number",
+    "a row sees keys that the batch does not have",
 )
 """In the order of `plan_batch` in attention.h."""
 
@@ -40,7 +41,10 @@ class _Batch(ctypes.Structure):
         *((name, c_int32) for name in ("sequences", "page_size")),
         *(
             (name, c_void_p)
-            for name in ("qo_indptr", "kv_indptr", "kv_indices", "kv_lens", "first", "slots")
+            for name in (
+                *("qo_indptr", "kv_indptr", "kv_indices", "kv_lens", "first", "slots"),
+                "ahead",
+            )
         ),
     ]
 
@@ -77,7 +81,7 @@ class Heads(ctypes.Structure):
     _fields_ = [
         *((name, c_int32) for name in ("heads", "kv_heads", "dim", "value_dim", "window")),
         *((name, c_float) for name in ("scale", "softcap")),
-        ("rotated", c_int32),
+        *((name, c_int32) for name in ("rotated", "both_ways")),
     ]
 
     @property
@@ -93,12 +97,12 @@ def heads_of(kind: LayerKind) -> Heads:
     Raises:
         ValueError: the numbers of heads, or the window, are impossible.
     """
-    heads, kv_heads, _, value_dim, scale, window, softcap, mla = kind
+    heads, kv_heads, _, value_dim, scale, window, softcap, mla, both_ways = kind
     if kv_heads < 1 or heads % kv_heads or (window is not None and window < 1):
         raise ValueError(f"impossible: {heads} query heads on {kv_heads}, a window of {window}")
     window = min(window or NO_WINDOW, NO_WINDOW)
     rotated, dims = value_dim if mla else 0, (kind.query_dim, kind.out_dim)
-    return Heads(heads, kv_heads, *dims, window, scale, softcap or 0, rotated)
+    return Heads(heads, kv_heads, *dims, window, scale, softcap or 0, rotated, both_ways)
 
 
 class NativeAttention(AttentionBackend):
@@ -151,9 +155,9 @@ class NativePlan(AttentionPlan):
             )
         )
         count, size, num_pages = len(last), batch.page_size, len(indices)
-        before, to = (
+        before, to, ahead = (
             None if table is None else _as_int32(table)
-            for table in (batch.first, batch.write_indices)
+            for table in (batch.first, batch.write_indices, batch.ahead)
         )
         others = len(starts) - 1, len(offsets) - 1, count if before is None else len(before)
         if {*others} != {count}:
@@ -164,10 +168,13 @@ class NativePlan(AttentionPlan):
         if not 0 <= self.num_tokens <= num_pages * size or size > NO_WINDOW:
             raise ValueError(_CONTRADICTIONS[2])
         lens, slots = np.empty((2, count), np.int32), np.empty(self.num_tokens, np.int64)
-        self._held = starts, offsets, indices, lens, slots
+        if ahead is not None and len(ahead) != self.num_tokens:
+            raise ValueError(_CONTRADICTIONS[0])
+        self._held = starts, offsets, indices, lens, slots, ahead
         made = lens[0].ctypes.data, lens[1].ctypes.data, slots.ctypes.data
         tables = (table.ctypes.data for table in (starts, offsets, indices))
-        self._batch = _Batch(count, size, *tables, *made)
+        seen = None if ahead is None else ahead.ctypes.data
+        self._batch = _Batch(count, size, *tables, *made, seen)
         found = plan_function()(
             *(ctypes.addressof(self._batch), last.ctypes.data),
             *(None if table is None else table.ctypes.data for table in (before, to)),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from radixcache.kernels.attention import AttentionPlan, LayerKind, TablesPlan
-from radixcache.kernels.backend import Layers, Pool, SlotUse
+from radixcache.kernels.backend import ImageRows, Layers, Pool, SlotUse
 from radixcache.kernels.huge_pages import use_huge_pages
 from radixcache.kernels.native import model as native
 from radixcache.kernels.native.attention import NativePlan, heads_of
@@ -96,6 +96,7 @@ class NativeLayers(Layers):
                 raise ValueError("a layer has inputs that nothing makes")
             own = self._mlp(mlp, weights, "per_layer.")
             add(own, "", "per_layer_norm", at=number * mlp.inner)
+        self._sublayers[-1] = self._sublayers[-1]._replace(ends=number)
         if layer.layer_scale:
             self._joint.sum_scale = float(weights["layer_scale"])
 
@@ -104,7 +105,11 @@ class NativeLayers(Layers):
         _check_shapes({"last_norm": last_norm}, {"last_norm": (a.hidden_size,)})
         self._joint.before = self._vector(last_norm)
         ropes = [
-            native.RopeTable(self._vector(rope.frequencies), rope.scale, len(rope.frequencies))
+            native.RopeTable(
+                self._vector(rope.frequencies),
+                self._axes(rope.axes),
+                *(rope.scale, len(rope.frequencies)),
+            )
             for rope in a.ropes
         ]
         self._model = native.NativeModel(
@@ -124,6 +129,7 @@ class NativeLayers(Layers):
         plan: AttentionPlan,
         states: Sequence[SlotUse] = (),
         pooled: torch.Tensor | None = None,
+        images: ImageRows | None = None,
     ) -> torch.Tensor:
         full, window = (plan.full, plan.window) if isinstance(plan, TablesPlan) else (plan, plan)
         assert isinstance(full, NativePlan) and isinstance(window, NativePlan)
@@ -133,7 +139,7 @@ class NativeLayers(Layers):
             self._states = [tensors[name] for name in self.architecture.state_shapes]
         rows = full.numbers[:3]
         return self._model.forward(
-            full, window, pool.layers, self._states, states, *rows, pooled=pooled
+            full, window, pool.layers, self._states, states, *rows, pooled=pooled, images=images
         )
 
     # ---- Structures of one layer.
@@ -267,6 +273,11 @@ class NativeLayers(Layers):
         kept = weight.detach().float().contiguous()
         self._held.append(kept)
         return kept.data_ptr()
+
+    def _axes(self, axes: tuple[int, ...] | None) -> int | None:
+        kept = None if axes is None else torch.tensor(axes, dtype=torch.int32)
+        self._held.append(kept)
+        return None if kept is None else kept.data_ptr()
 
     def _product(self, w: Weights, name: str, dtype: torch.dtype | None = None) -> PackedLinear:
         rounded = not name.endswith("router")

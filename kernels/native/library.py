@@ -22,7 +22,7 @@ _KERNELS = {  # in the order of native.cpp
     "attend": "***l*l*l***i",
     "linear": "*l**li",
     "rows": "**l*i",
-    "forward": "********l**li",
+    "forward": "********l**l*i",
 }
 _FUNCTIONS = {
     "pack": "*lill*i",

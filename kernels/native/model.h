@@ -51,6 +51,7 @@ struct Sublayer {
     Joint joint;
     SublayerKind kind;
     int32_t input;         // of an MLP without a gate: where its inputs stand in a row's; or -1
+    int32_t layer_end;     // the number of the layer whose last sublayer this is; or -1
 };
 
 // Of the inputs of all layers, a row of them for each token.
@@ -62,6 +63,7 @@ struct PerLayer {
 
 struct RopeTable {
     const float* frequencies;  // [half]
+    const int32_t* axes;       // [half] of three positions; or null
     float scale;
     int32_t half;
 };
@@ -78,6 +80,20 @@ struct Model {
     Weight embedding, head;
 };
 
+// ImageRows of kernels/backend.py.
+struct Images {
+    const int64_t* rows;
+    const float *embeddings, *deep;
+    const int64_t* positions;  // [3][T]; or null
+    int64_t count, layers;
+
+    // For each of its rows f(the step's row, the image's).
+    template <class F>
+    void each(const F& f) const {
+        for (int64_t i = 0; i < count; i++) f(rows[i], i);
+    }
+};
+
 template <class T>
 struct Step {
     const Model& model;
@@ -85,6 +101,7 @@ struct Step {
     const Batch& window;  // the tables of layers with a window
     const Pages* pages;   // of each layer that has some
     const States& states;
+    const Images* images;  // or null
     int threads;
 
     // float32 logits of `wanted` rows; the last `pooled` of them go as the head would read them.
@@ -113,6 +130,7 @@ struct Step {
         };
         if (width) make_inputs(*model.per_layer, ids, x, inputs, rows);
         rows_of(model.embedding, ids, rows, y, threads);
+        place_images(y);
         std::fill(residual, residual + rows * hidden, 0.0f);
         add(model.first);
         std::list<Plan> plans;
@@ -163,6 +181,11 @@ struct Step {
                                        sublayer.input < 0 ? nullptr : inputs + sublayer.input, width);
             else run_experts(*(const Experts*)mlp, x, x, y, rows, threads, next);
             if (beside) add_beside(*beside, residual, x, y, rows, behind);
+            if (images && sublayer.layer_end >= 0 && sublayer.layer_end < images->layers)
+                images->each([&](int64_t row, int64_t i) {
+                    const float* deep = images->deep + sublayer.layer_end * images->count * hidden;
+                    for (int64_t d = 0; d < hidden; d++) y[row * hidden + d] += deep[i * hidden + d];
+                });
             add(sublayer.joint);
         }
         rows -= pooled;
@@ -186,12 +209,24 @@ struct Step {
         }
     }
 
+    // Puts the embeddings of images in place of those of tokens, which are scaled later.
+    template <class E>
+    void place_images(E* x) const {
+        if (images)
+            images->each([&](int64_t row, int64_t i) {
+                for (int64_t d = 0, n = model.hidden; n > 0; d += W, n -= W)
+                    store(x + row * model.hidden + d,
+                          load(images->embeddings + i * model.hidden + d, n) / model.first.scale, n);
+            });
+    }
+
     // The inputs of all layers; x is room for rows of the embedding.
     void make_inputs(const PerLayer& of, const int64_t* ids, T* x, T* inputs, int64_t rows) const {
         static thread_local Scratch memory;
         int64_t width = of.table.depth, size = of.size, hidden = model.hidden;
         float *context = memory.get(std::min(rows, MLP_ROWS) * width), factor = std::sqrt(size);
         rows_of(model.embedding, ids, rows, x, threads);
+        place_images(x);
         rows_of(of.table, ids, rows, inputs, threads);
         for (int64_t n; rows > 0; rows -= n, x += n * hidden, inputs += n * width) {
             n = std::min(rows, MLP_ROWS);
@@ -241,7 +276,10 @@ struct Step {
             to += 2 * rows * half;
             parallel_rows(rows, 64 * half, threads, [&](int64_t row) {
                 for (int d = 0; d < half; d++) {
-                    float angle = (float)positions[row] * table.frequencies[d];
+                    const int64_t* of = positions;
+                    if (images && images->positions && table.axes)
+                        of = images->positions + table.axes[d] * rows;
+                    float angle = (float)of[row] * table.frequencies[d];
                     cos[row * half + d] = std::cos(angle) * table.scale;
                     sin[row * half + d] = std::sin(angle) * table.scale;
                 }

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from radixcache.kernels.attention import LayerPages
-from radixcache.kernels.backend import SlotUse
+from radixcache.kernels.backend import ImageRows, SlotUse
 from radixcache.kernels.native.attention import NO_WINDOW, Heads, NativePlan, Pages, pages_of
 from radixcache.kernels.native.library import check, kernel
 from radixcache.kernels.native.linear import PackedLinear, Weight
@@ -107,13 +107,13 @@ class PerLayer(ctypes.Structure):
 class RopeTable(ctypes.Structure):
     """`RopeTable` of model.h."""
 
-    _fields_ = [("frequencies", c_void_p), ("scale", c_float), ("half", c_int32)]
+    _fields_ = [*_fields(c_void_p, "frequencies axes"), ("scale", c_float), ("half", c_int32)]
 
 
 class _Sublayer(ctypes.Structure):
     _fields_ = [
         *(*_fields(c_void_p, "layer beside"), ("joint", Joint)),
-        *_fields(c_int32, "kind input"),
+        *_fields(c_int32, "kind input layer_end"),
     ]
 
 
@@ -127,6 +127,13 @@ class _Model(ctypes.Structure):
     ]
 
 
+class _Images(ctypes.Structure):
+    _fields_ = [
+        *_fields(c_void_p, "rows embeddings deep positions"),
+        *_fields(ctypes.c_int64, "count layers"),
+    ]
+
+
 class _States(ctypes.Structure):
     _fields_ = _fields(c_void_p, "read write keep_starts keep_counts keep_slots tensors")
 
@@ -137,13 +144,14 @@ _KINDS = (AttentionLayer, RecurrentLayer, MLP, Experts, LatentLayer)  # in the o
 
 
 class Sublayer(NamedTuple):
-    """A layer's mixer or MLP, the joint behind it, the experts beside it, and where in a row's
-    inputs its own stand, if it has any."""
+    """A layer's mixer or MLP, the joint behind it, the experts beside it, where in a row's inputs
+    its own stand, if it has any, and the number of the layer if it is its last."""
 
     layer: Layer
     joint: Joint
     beside: Beside | None = None
     input: int = -1
+    ends: int = -1
 
 
 class NativeModel:
@@ -192,9 +200,9 @@ class NativeModel:
             _Sublayer(
                 ctypes.addressof(layer),
                 None if beside is None else ctypes.addressof(beside),
-                *(joint, _KINDS.index(type(layer)), at),
+                *(joint, _KINDS.index(type(layer)), at, ends),
             )
-            for layer, joint, beside, at in sublayers
+            for layer, joint, beside, at, ends in sublayers
         ]
         self._sublayers = (_Sublayer * len(made))(*made)
         self._ropes = (RopeTable * len(ropes))(*ropes)
@@ -226,6 +234,7 @@ class NativeModel:
         logit_rows: NDArray[np.int64],
         *,
         pooled: torch.Tensor | None = None,
+        images: ImageRows | None = None,
     ) -> torch.Tensor:
         """[R, vocab_size] float32 logits of a planned step.
 
@@ -238,6 +247,7 @@ class NativeModel:
             token_ids, positions, logit_rows: [T], [T] and [R], contiguous.
             pooled: [P, hidden] float32, which takes the last P of these rows behind the last norm;
                 they have no logits.
+            images: the rows of images.
 
         Raises:
             ValueError: the tensors do not fit together, or to the plan.
@@ -260,14 +270,29 @@ class NativeModel:
         count = 0 if pooled is None else len(pooled)
         if pooled is not None:
             check(pooled, torch.float32, (min(count, rows), self._model.hidden))
+        given = None if images is None else self._check_images(images, tokens)
         logits = torch.empty(rows - count, self._vocab_size)
         kernel("forward", self._dtype)(
             *(ctypes.addressof(self._model), batch, window_batch),
             *(self._page_structs, ctypes.addressof(used)),
             *(token_ids.ctypes.data, positions.ctypes.data, logit_rows.ctypes.data, rows),
             *(logits.data_ptr(), None if pooled is None else pooled.data_ptr(), count),
+            None if given is None else ctypes.addressof(given),
         )
         return logits
+
+    def _check_images(self, images: ImageRows, tokens: int) -> _Images:
+        rows, embeddings, deep, positions = images
+        count, hidden, (layers, *_) = len(rows), self._model.hidden, deep.shape
+        check(rows, torch.int64, (count,))
+        check(embeddings, torch.float32, (count, hidden))
+        check(deep, torch.float32, (layers, count, hidden))
+        if count and not 0 <= int(rows.min()) <= int(rows.max()) < tokens:
+            raise IndexError(f"rows of images in a step of {tokens}")
+        if positions is not None:
+            check(positions, torch.int64, (3, tokens))
+        places = (None if t is None else t.data_ptr() for t in images)
+        return _Images(*places, count, layers)
 
     def _check_pages(self, pages: Sequence[LayerPages]) -> ctypes.Array[Pages]:
         """The structures of all pages, layer by layer; those with a window may have other sizes."""

@@ -41,14 +41,15 @@ int32_t rows(const Weight& weight, const int64_t* ids, int64_t count, T* out, in
 template <class T>
 int32_t forward(const Model& model, const Batch& batch, const Batch& window, const Pages* pages,
                 const States& states, const int64_t* ids, const int64_t* positions, const int64_t* wanted, int64_t count,
-                float* logits, float* pooled_rows, int64_t pooled, int threads) {
+                float* logits, float* pooled_rows, int64_t pooled, const Images* images,
+                int threads) {
     int64_t rows = batch.qo_indptr[batch.sequences];
     for (int64_t i = 0; i < rows; i++)
         if (ids[i] < 0 || ids[i] >= model.embedding.columns) return -1;
     for (int64_t i = 0; i < count; i++)
         if (wanted[i] < 0 || wanted[i] >= rows) return -1;
     return enough_memory([&] {
-        Step<T> step{model, batch, window, pages, states, threads};
+        Step<T> step{model, batch, window, pages, states, images, threads};
         step.run(ids, positions, wanted, count, logits, pooled_rows, pooled);
     });
 }

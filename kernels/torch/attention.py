@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -47,7 +48,9 @@ class _Span(NamedTuple):
     row: int  # first row in the flat batch
     queries: int
     page: int  # first entry of kv_indices
-    keys: int  # tokens from that page's first slot to the last query's own
+    keys: int  # tokens from that page's first slot to the last that a query sees
+    own: int  # the first query's own key among them
+    ahead: NDArray[np.int32] | None = None  # [queries] keys behind its own that each sees
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +87,11 @@ class TorchAttention(AttentionBackend):
         return TorchPlan(self, given, batch)
 
     def tiles(
-        self, batch: PagedBatch, reach: int, dtype: torch.dtype, key_width: int
+        self, batch: PagedBatch, reach: int, dtype: torch.dtype, key_width: int, both_ways: bool
     ) -> list[_Tile]:
         """The tiles of a step for layers that see `reach` keys of `key_width` numbers each."""
-        spans = list(_spans(batch, self._block, reach))
+        ahead = batch.ahead if both_ways else None
+        spans = list(_spans(batch, self._block, reach, ahead))
         groups = [[span] for span in spans if span.queries > 1]
         narrow = [span for span in spans if span.queries == 1]
         groups += _similar(narrow, self._narrow_bytes // (key_width * dtype.itemsize))
@@ -125,13 +129,19 @@ class TorchAttention(AttentionBackend):
         if queries > 1:
             rows = slice(spans[0].row, spans[0].row + queries)
             mask = self._causal_mask(queries, keys, reach, dtype)
+            if (ahead := spans[0].ahead) is not None:
+                own = spans[0].own + np.arange(queries)[:, None]
+                hidden = (np.arange(keys) > own + ahead[:, None]) | (np.arange(keys) <= own - reach)
+                mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
+                mask.masked_fill_(send(hidden, self.device), -torch.inf)
         else:
             numbers = np.array([span.row for span in spans])
             if (np.diff(numbers) == 1).all():
                 rows = slice(spans[0].row, spans[0].row + len(spans))
             else:
                 rows = send(numbers, self.device)
-            hidden = (np.arange(keys) >= lens) | (np.arange(keys) < lens - reach)
+            own = np.array([[span.own] for span in spans])
+            hidden = (np.arange(keys) >= lens) | (np.arange(keys) <= own - reach)
             mask = None
             if hidden.any():
                 mask = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
@@ -173,7 +183,7 @@ class TorchPlan(AttentionPlan):
         self._longest = int(batch.kv_lens.max(initial=1))
         slots = send(batch.slots(), backend.device)
         self._places = slots // batch.page_size, slots % batch.page_size
-        self._tiles: dict[tuple[int, torch.dtype, int], list[_Tile]] = {}
+        self._tiles: dict[tuple[int, torch.dtype, int, bool], list[_Tile]] = {}
 
     def run(self, inputs: LayerInputs) -> torch.Tensor:
         query, key, value, pages, layer, *_ = inputs
@@ -183,7 +193,7 @@ class TorchPlan(AttentionPlan):
                 side[self._places] = encode(new, side.dtype)
         out = query.new_empty((*query.shape[:2], layer.out_dim))
         reach = min(layer.window or self._longest, self._longest)  # longest: sees everything
-        kind = reach, query.dtype, layer.kv_heads * layer.head_dim
+        kind = reach, query.dtype, layer.kv_heads * layer.head_dim, layer.both_ways
         if kind not in self._tiles:
             self._tiles[kind] = self._backend.tiles(self._batch, *kind)
         for tile in self._tiles[kind]:
@@ -231,8 +241,11 @@ def _no_cudnn(device: torch.device) -> AbstractContextManager[None]:
     return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
-def _spans(batch: PagedBatch, block: int, reach: int) -> Iterator[_Span]:
-    """Cut every sequence's new tokens into spans of at most `block` rows that see `reach` keys.
+def _spans(
+    batch: PagedBatch, block: int, reach: int, ahead: NDArray[np.int32] | None = None
+) -> Iterator[_Span]:
+    """Cut every sequence's new tokens into spans of at most `block` rows that see `reach` keys, and
+    so many `ahead`.
 
     The cuts are at multiples of `block` from the sequence's start, wherever the new tokens begin.
     """
@@ -245,7 +258,13 @@ def _spans(batch: PagedBatch, block: int, reach: int) -> Iterator[_Span]:
         while start < length:
             end = min(length, (start // block + 1) * block)
             skipped = max(0, start + 1 - reach) // size  # pages that no query of the span sees
-            yield _Span(row + start, end - start, page + skipped, end - skipped * size)
+            first, seen = skipped * size, end
+            rows = None if ahead is None else ahead[row + start : row + end]
+            if rows is not None:
+                seen = int((np.arange(start, end) + rows).max()) + 1
+            yield _Span(
+                *(row + start, end - start, page + skipped, seen - first, start - first), rows
+            )
             start = end
 
 

@@ -124,7 +124,7 @@ class TorchBackend(Backend):
     def rope_positions(self, positions: torch.Tensor) -> list[Any]:
         found = []
         for rope in self.architecture.ropes:
-            angles = positions.float()[:, None] * rope.frequencies
+            angles = rope.angles(positions)
             cos, sin = ((t * rope.scale).to(self.dtype) for t in (angles.cos(), angles.sin()))
             found.append((torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]))
         return found

@@ -108,7 +108,7 @@ def build_engine(args: EngineArgs) -> Built:
     num_pages, num_states, windows = plan_memory(args, model, kind.full_prompt_hits)
     cache = kind(PagePool(num_pages, page_size))
     if tokenizer is not None:
-        tokenizer = tokenizer.limited(model.max_context)
+        tokenizer = tokenizer.limited(model.max_context, model.vocab_size)
     grammars = GrammarBackend(tokenizer, model.vocab_size, model.eos_token_ids)
     max_num_seqs, mark = args.max_num_seqs, list[int]()
     if tokenizer and (num_states or windows):
@@ -127,7 +127,8 @@ def build_engine(args: EngineArgs) -> Built:
     cost = no_cost if offload is None else offload.loads.cost
     explainer = Explainer(cache, marks=tokenizer.added if tokenizer else (), cost=cost)
     drafts = args.speculate == "auto" and not num_states
-    proposer, on_publish = explain_and_draft(explainer, model.eos_token_ids if drafts else None)
+    ends = model.eos_token_ids if drafts else None
+    proposer, on_publish = explain_and_draft(explainer, ends, model.vocab_size)
     with ExitStack() as undo:
         if offload is not None:
             undo.callback(offload.close)
@@ -211,13 +212,13 @@ def load(args: EngineArgs, judges: tuple[int, ...] | None = None) -> PagedModel:
 
 
 def explain_and_draft(
-    explainer: Explainer, end_tokens: list[int] | None
+    explainer: Explainer, end_tokens: list[int] | None, vocab_size: int = 2**31
 ) -> tuple[DraftProposer | None, OnPublish]:
     """A proposer that drafts from the texts of `explainer` (None without `end_tokens`, the model's
     own), and the function that shows both each text before it is published."""
     proposer = None
     if end_tokens is not None:
-        proposer = DraftProposer(explainer.continuations, end_tokens)
+        proposer = DraftProposer(explainer.continuations, end_tokens, vocab_size)
     return proposer, partial(_before_publish, explainer, proposer)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
+from collections.abc import Sequence as List
 from functools import wraps
 from threading import get_ident
 from typing import Any, NamedTuple, TypeVar, cast
@@ -23,6 +24,9 @@ from radixcache.runtime.engine.scheduling.scheduler import Scheduler
 from radixcache.runtime.model.cuda_graphs import CudaGraphRunner
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.multimodal.features import EncodeImage
+from radixcache.runtime.multimodal.image import PlacedImage
+from radixcache.runtime.multimodal.prompt_images import PromptImages
 from radixcache.runtime.request import PromptKey, Request, Sequence
 from radixcache.runtime.sampling.grammar import GrammarBackend
 from radixcache.runtime.sampling.params import SamplingParams
@@ -98,6 +102,7 @@ class Engine:
         sampler: draws the tokens; by default one with `seed`.
         overlap: launch a step before the tokens of the one before it are read, where the device
             and the model allow that.
+        encode_image: gives the rows of images; None refuses them.
     """
 
     def __init__(
@@ -112,6 +117,7 @@ class Engine:
         grammar_backend: GrammarBackend | None = None,
         sampler: Sampler | None = None,
         overlap: bool = True,
+        encode_image: EncodeImage | None = None,
     ) -> None:
         self.model, self.kv_pool = model, kv_pool
         self.cache = cache
@@ -119,7 +125,7 @@ class Engine:
         with on_device(model.device):
             most = scheduler.max_rows
             graphs = CudaGraphRunner(model, kv_pool, most) if model.max_graph_rows else None
-        self.runner = ModelRunner(model, kv_pool, graphs)
+        self.runner = ModelRunner(model, kv_pool, graphs, encode_image)
         self._decode = decode
         self._encode = encode
         self._grammar_backend = grammar_backend or GrammarBackend(None, model.vocab_size, ())
@@ -212,11 +218,12 @@ class Engine:
         namespace: Hashable = None,
         client: Hashable = None,
         pools: bool = False,
+        images: List[PlacedImage] = (),
     ) -> Request:
         """Queue a request of a client; clients share the engine fairly (see `scheduler`).
 
         With `pools`, it ends with its last token's row, `Request.pooled`, and generates nothing:
-        `params` ask for no token.
+        `params` ask for no token. `images` are those of the prompt, in order.
 
         Raises:
             InvalidRequest: the prompt is empty, it or the parameters have tokens that the model
@@ -228,7 +235,8 @@ class Engine:
         max_tokens = self._max_tokens(tokens, params, namespace)
         ends = self.model.eos_token_ids
         penalties = PenaltyState(params, self.model.vocab_size, ends, self._encode)
-        request = Request(self._next_id, prompt, tokens, params, namespace, client, pools)
+        placed = self._place(images, len(tokens), params) if images else None
+        request = Request(self._next_id, prompt, tokens, params, namespace, client, pools, placed)
         request.penalties = penalties if penalties.any else None
         request.add_sequences(max_tokens, self._decode)
         if params.structured_outputs is not None:
@@ -342,6 +350,20 @@ class Engine:
             lack = "leave no room to answer" if answer else "are more"
             problem = f"its {length} tokens {lack}"
             raise ContextExceeded.of(self.max_model_len, problem)
+
+    def _place(
+        self, images: List[PlacedImage], length: int, params: SamplingParams
+    ) -> PromptImages:
+        if params.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs are for prompts of text alone, without images")
+        model = self.model
+        placed = PromptImages(images, length, axes=model.rope_axes, both_ways=model.both_ways)
+        if placed.longest > (most := self.scheduler.max_num_batched_tokens):
+            raise InvalidRequest(
+                f"an image has {placed.longest:,} tokens, which this model computes in one step: "
+                f"max_num_batched_tokens, {most:,}, must be as many"
+            )
+        return placed
 
     def _max_tokens(self, tokens: Tokens, params: SamplingParams, namespace: Hashable) -> int:
         """How many tokens the request may generate at most."""

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeGuard, cast
 
 import numpy as np
 
-from radixcache.base import Tokens, TokensLike
+from radixcache.base import Tokens, TokensLike, as_tokens
 from radixcache.errors import InvalidRequest
+from radixcache.runtime.multimodal.image import PlacedImage
+from radixcache.runtime.multimodal.image_prompts import ImagePrompts
 from radixcache.runtime.outputs import RequestOutput
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.tokens.conversation import Conversations
@@ -21,13 +23,15 @@ if TYPE_CHECKING:  # imports torch, which a router does without
 
 
 class TokensPrompt(TypedDict, total=False):
-    """A prompt that is tokenised already, or a text, as vLLM has them."""
+    """A prompt that is tokenised already, or a text, as vLLM has them; images are in
+    `multi_modal_data["image"]`, and the text has the model's placeholder for each."""
 
     prompt_token_ids: TokensLike
     prompt: str
+    multi_modal_data: Mapping[str, Any]
 
 
-Prompt = str | TokensPrompt | TokensLike
+Prompt = str | TokensPrompt | TokensLike | TokenisedText
 Prompts = str | TokensPrompt | Tokens | Sequence[Prompt | int]
 """One prompt or several; token ids alone are one."""
 
@@ -40,6 +44,7 @@ class EngineInput(NamedTuple):
     params: SamplingParams
     grammar: CompiledGrammar | None = None
     """Compiled; while this holds it, the engine finds it at once."""
+    images: Sequence[PlacedImage] = ()
 
 
 class InputProcessor:
@@ -47,6 +52,7 @@ class InputProcessor:
 
     Args:
         default_params: used for prompts without parameters.
+        images: what the model makes of images; None if it takes none.
     """
 
     def __init__(
@@ -54,11 +60,14 @@ class InputProcessor:
         tokenizer: Tokenizer | None,
         grammar_backend: GrammarBackend,
         default_params: SamplingParams,
+        images: ImagePrompts | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._grammar_backend = grammar_backend
         self._default_params = default_params
-        self.conversations = Conversations(TokenHistory(tokenizer)) if tokenizer else None
+        self.conversations: Conversations | None = None
+        if tokenizer is not None:
+            self.conversations = Conversations(TokenHistory(tokenizer), images=images)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -77,6 +86,8 @@ class InputProcessor:
     def encode(self, prompt: Prompt, *, special: bool = True) -> TokensLike:
         """See `LLM.encode`."""
         kind = type(prompt).__name__
+        if isinstance(prompt, TokenisedText):
+            return prompt.tokens
         if isinstance(prompt, dict):
             given = {key: value for key, value in prompt.items() if value is not None}
             kind = f"a dict of {', '.join(map(repr, given)) or 'nothing'}"
@@ -97,9 +108,26 @@ class InputProcessor:
         self, prompt: Prompt, params: SamplingParams, special: bool = True
     ) -> EngineInput:
         """The input of one prompt."""
+        if isinstance(prompt, TokenisedText):
+            return EngineInput(None, prompt.tokens, params, images=prompt.images)
         given = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         text = given if isinstance(given, str) else None
+        if text is not None and isinstance(prompt, dict) and prompt.get("multi_modal_data"):
+            return self._with_images(text, prompt["multi_modal_data"], params, special)
         return EngineInput(text, self.encode(prompt, special=special), params)
+
+    def _with_images(
+        self, text: str, media: Mapping[str, Any], params: SamplingParams, special: bool
+    ) -> EngineInput:
+        if not isinstance(media, Mapping) or media.keys() != {"image"}:
+            raise InvalidRequest('multi_modal_data is {"image": an image, or a list of them}')
+        given = media["image"]
+        images = self.turns.prepare(given if isinstance(given, list | tuple) else [given])
+        assert self.turns.images is not None
+        written = self.turns.images.write(text, images)
+        tokens = as_tokens(self.encode(written, special=special))
+        placed = self.turns.images.place(tokens, images)
+        return EngineInput(text, tokens, params, images=placed)
 
     def process(
         self,

@@ -89,7 +89,7 @@ def _count_more(table: torch.Tensor, tokens: list[Tokens]) -> None:
 
 def _on_host(sequence: Sequence, vocab: int) -> NDArray[np.int32]:
     """A row of `_count`."""
-    prompt = sequence.request.prompt_token_ids
+    prompt = sequence.request.input_token_ids
     generated = sequence.tokens[len(prompt) : sequence.num_computed]
     counts = 2 * np.bincount(generated, minlength=vocab).astype(np.int32)
     counts[prompt] |= 1

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from radixcache.base import Tokens
 from radixcache.kernels.attention import PagedBatch, SharedPrefix
+from radixcache.kernels.backend import ImageRows
 from radixcache.kernels.cascade import MIN_SAVED, group_by_prefix
+from radixcache.kernels.upload import send
 from radixcache.lease import PageCopy, WindowTable
 from radixcache.pages import Pages
 from radixcache.runtime.engine.sampler import PendingStep
@@ -19,6 +21,8 @@ from radixcache.runtime.engine.scheduling.chunk import Chunk
 from radixcache.runtime.model.cuda_graphs import CudaGraphRunner
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel, Unread
+from radixcache.runtime.multimodal.features import EncodeImage, ImageFeatures
+from radixcache.runtime.multimodal.prompt_images import Part
 from radixcache.states import SequenceStates
 
 
@@ -29,8 +33,16 @@ class ModelRunner:
         graphs: None where there are no CUDA graphs.
     """
 
-    def __init__(self, model: PagedModel, kv_pool: KVPool, graphs: CudaGraphRunner | None) -> None:
+    def __init__(
+        self,
+        model: PagedModel,
+        kv_pool: KVPool,
+        graphs: CudaGraphRunner | None,
+        encode_image: EncodeImage | None = None,
+    ) -> None:
+        """`encode_image` gives the rows of images, if the model takes some."""
         self._model, self._pool, self.graphs = model, kv_pool, graphs
+        self._encode_image = encode_image
 
     def run(
         self, chunks: list[Chunk], before: PendingStep | None
@@ -64,9 +76,9 @@ class ModelRunner:
                 first = end - chunk.sequence.num_computed  # the row that position 0 would have
                 scored += (chunk.scored_positions + first).tolist()
         rows = np.array(wanted + scored + pooled, np.int64)
-        if not pooled:
-            return chunks, self._compute(chunks, tokens, batch, rows, unread), None
-        place = torch.empty(len(pooled), self._model.hidden_size, device=self._model.device)
+        place = None
+        if pooled:
+            place = torch.empty(len(pooled), self._model.hidden_size, device=self._model.device)
         return chunks, self._compute(chunks, tokens, batch, rows, unread, place), place
 
     def _unread(self, chunks: list[Chunk], before: PendingStep | None) -> Unread | None:
@@ -118,7 +130,7 @@ class ModelRunner:
                 SharedPrefix(starts[first], starts[first + size] - starts[first], num_pages)
                 for first, size, num_pages in shared
             )
-        batch = PagedBatch.of(tables, query_lens, kv_lens, page_size, shared)
+        batch = PagedBatch.of(tables, query_lens, kv_lens, page_size, shared, ahead=_ahead(chunks))
         return chunks, self._with_windows(batch, chunks, counts)
 
     def _with_windows(
@@ -139,6 +151,7 @@ class ModelRunner:
             (batch.kv_lens - first).tolist(),
             self._pool.windows.page_size,
             first=first,
+            ahead=batch.ahead,
         )
         starts = (batch.kv_lens - batch.query_lens).tolist()
         spared = [
@@ -171,11 +184,54 @@ class ModelRunner:
                 states.append(chunk.states)
         if copies or window_copies:
             self._pool.copy(copies, window_copies)
-        if pooled is not None:  # no graph has a place for them
-            rest = self._pool, states, unread, pooled
-            return self._model.forward(tokens, batch, rows, *rest)
-        if self.graphs is not None:
-            logits = self.graphs.run(tokens, batch, rows, unread, states)
+        images, positions = None, None
+        if any(chunk.sequence.request.images is not None for chunk in chunks):
+            images, positions = self._place_images(chunks, tokens)
+        if self.graphs is not None and pooled is None and images is None:
+            logits = self.graphs.run(tokens, batch, rows, unread, states, positions)
             if logits is not None:
                 return logits
-        return self._model.forward(tokens, batch, rows, self._pool, states, unread)
+        rest = self._pool, states, unread, pooled, images, positions
+        return self._model.forward(tokens, batch, rows, *rest)
+
+    def _place_images(
+        self, chunks: list[Chunk], tokens: Tokens
+    ) -> tuple[ImageRows | None, NDArray[np.int64] | None]:
+        """The rows of images in a step, whose `tokens` become 0, and the step's positions if RoPE
+        has others than the batch."""
+        assert self._encode_image is not None
+        device, parts, at = self._model.device, list[tuple[Part, ImageFeatures]](), 0
+        places, rows = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
+        for chunk in chunks:
+            start, end, images = chunk.end - chunk.num_new, chunk.end, chunk.sequence.request.images
+            found = None if images is None else images.positions(start, end)
+            places.append(np.tile(np.arange(start, end), (3, 1)) if found is None else found)
+            for part in images.parts(start, end) if images is not None else ():
+                rows.append(part.rows + at)
+                parts.append((part, self._encode_image(part.image)))
+            at += end - start
+        positions = np.concatenate(places, axis=1) if self._model.rope_axes else None
+        if not parts:
+            return None, None if positions is None else positions[0]
+        numbers = np.concatenate(rows)
+        tokens[numbers] = 0
+        images_of_step = ImageRows(
+            send(numbers, device),
+            torch.cat([features.rows[part.of_image] for part, features in parts]),
+            torch.cat([features.deep[:, part.of_image] for part, features in parts], dim=1),
+            None if positions is None else send(positions, device),
+        )
+        return images_of_step, None if positions is None else positions[0]
+
+
+def _ahead(chunks: list[Chunk]) -> NDArray[np.int32] | None:
+    """`PagedBatch.ahead` of a step."""
+    found, any_ahead = list[NDArray[np.int32]](), False
+    if all(chunk.sequence.request.images is None for chunk in chunks):
+        return None
+    for chunk in chunks:
+        start, end, images = chunk.end - chunk.num_new, chunk.end, chunk.sequence.request.images
+        ahead = None if images is None else images.ahead(start, end)
+        any_ahead |= ahead is not None
+        found.append(np.zeros(end - start, np.int32) if ahead is None else ahead)
+    return np.concatenate(found) if any_ahead else None

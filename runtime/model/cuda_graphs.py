@@ -139,6 +139,7 @@ class CudaGraphRunner:
         logit_rows: NDArray[np.integer],
         unread: Unread | None = None,
         states: Sequence[SequenceStates] = (),
+        positions: NDArray[np.integer] | None = None,
     ) -> torch.Tensor | None:
         """Logits [R, vocab_size], float32, valid until the next call; None if no graph fits.
 
@@ -148,6 +149,7 @@ class CudaGraphRunner:
             logit_rows: [R] rows of the flat batch that give logits.
             unread: those of `token_ids` that only the device knows.
             states: of a recurrent model, for each sequence of `batch`.
+            positions: [T] of RoPE, if they are others than the batch's.
         """
         shape = self._shape(len(token_ids), batch, len(logit_rows))
         if batch.write_indices is not None:  # has more page numbers than there are buffers for
@@ -160,7 +162,7 @@ class CudaGraphRunner:
             return None
         if shape not in self._replays:
             self._capture_shape(shape)
-        return self._run(shape, token_ids, padded, logit_rows, unread, states)
+        return self._run(shape, token_ids, padded, logit_rows, unread, states, positions)
 
     def _shape(self, tokens: int, batch: PagedBatch, rows: int) -> Shape | None:
         """The smallest shape that holds a step."""
@@ -192,10 +194,11 @@ class CudaGraphRunner:
         logit_rows: NDArray[np.integer],
         unread: Unread | None,
         states: Sequence[SequenceStates],
+        positions: NDArray[np.integer] | None,
     ) -> torch.Tensor | None:
         """`run` for a batch that is padded to `shape`."""
         replay = self._replays[shape]
-        plan = replay and self._plan(shape, token_ids, batch, logit_rows, states)
+        plan = replay and self._plan(shape, token_ids, batch, logit_rows, states, positions)
         if replay is None or plan is None:
             return None
         if unread is not None:
@@ -209,6 +212,7 @@ class CudaGraphRunner:
         batch: PagedBatch,
         logit_rows: NDArray[np.integer],
         states: Sequence[SequenceStates],
+        given: NDArray[np.integer] | None = None,
     ) -> AttentionPlan | None:
         """A plan at the addresses that a graph reads; None if it keeps too many states."""
         count, arrays = len(token_ids), []
@@ -217,6 +221,8 @@ class CudaGraphRunner:
         # All padding is one token at one position, so that all of it writes the same K/V.
         positions = batch.positions.copy()
         positions[count:] = 0
+        if given is not None:
+            positions[:count] = given
         ids[:count] = token_ids
         if self._pool.states is not None:
             spare = self._pool.states.num_slots

@@ -15,6 +15,7 @@ import torch
 
 from radixcache.errors import ModelError
 from radixcache.kernels.attention import AttentionBackend, AttentionPlan
+from radixcache.kernels.backend import ImageRows
 from radixcache.kernels.choose import choose_attention, choose_backend
 from radixcache.kernels.quantized import dense_rows
 from radixcache.kernels.spec import Architecture, Unknown, Weight, Weights
@@ -96,6 +97,8 @@ class Decoder(PagedModel):
             max_model_len,
         )
         self.state_shapes, self.hidden_size = architecture.state_shapes, architecture.hidden_size
+        self.rope_axes = any(rope.axes for rope in architecture.ropes)
+        self.both_ways = any(kind.both_ways for kind in architecture.kinds)
         self.plans_slots = architecture.is_recurrent and isinstance(self._layers, LayerLoop)
         embedding, head, per_layer = weights.embedding(), weights.head(), weights.per_layer()
         tokens = torch.arange(_CHECKED_TOKENS, device=device) * 7919 % self.vocab_size
@@ -147,8 +150,9 @@ class Decoder(PagedModel):
         plan: AttentionPlan,
         states: Sequence[SequenceStates],
         pooled: torch.Tensor | None = None,
+        images: ImageRows | None = None,
     ) -> torch.Tensor:
-        return self._layers.run(pool, plan, states, pooled)
+        return self._layers.run(pool, plan, states, pooled, images)
 
     def _check(
         self,

@@ -14,6 +14,7 @@ from radixcache.kernels.backend import (
     Backend,
     ExpertLinear,
     Heads,
+    ImageRows,
     Layers,
     Mixer,
     Pair,
@@ -80,6 +81,7 @@ class Step(NamedTuple):
     Attributes:
         kept: for layers that share K/V.
         inputs: [T, layers, size] of the layers, or None.
+        images: of the step, or None.
         positions: [T] of its rows; `rope_positions` in the backend's form, for each RoPE.
         states: where the sequences of a recurrent model have theirs.
     """
@@ -90,6 +92,7 @@ class Step(NamedTuple):
     states: StepStates | None
     kept: Kept
     inputs: torch.Tensor | None = None
+    images: ImageRows | None = None
 
 
 def layers_of(backend: Backend) -> Layers:
@@ -171,14 +174,20 @@ class LayerLoop(Layers):
         plan: AttentionPlan,
         states: Sequence[SlotUse] = (),
         pooled: torch.Tensor | None = None,
+        images: ImageRows | None = None,
     ) -> torch.Tensor:
         spec, (token_ids, _, logit_rows, *_) = self._spec, plan.arrays
         residual, inputs = F.embedding(token_ids, self._table).to(self._dtype), None
         if spec.per_layer_shapes:
+            if images is not None:
+                unscaled = images.embeddings / spec.embed_scale
+                residual.index_copy_(0, images.rows, unscaled.to(self._dtype))
             inputs = self.layer_inputs(token_ids, residual)
         if spec.embed_scale != 1:
             residual = residual * spec.embed_scale
-        step, pages, last = self.begin(plan), iter(pool.layers), len(self._layers) - 1
+        if images is not None:
+            residual.index_copy_(0, images.rows, images.embeddings.to(self._dtype))
+        step, pages, last = self.begin(plan, images), iter(pool.layers), len(self._layers) - 1
         step = step._replace(inputs=inputs)
         x = self.first_norm(residual)
         for number, layer in enumerate(self._layers):
@@ -195,11 +204,13 @@ class LayerLoop(Layers):
             pooled.copy_(rows)
         return self.softcap_logits(self._lm_head(x)) if len(x) else x.new_empty(0, spec.vocab_size)
 
-    def begin(self, plan: AttentionPlan) -> Step:
+    def begin(self, plan: AttentionPlan, images: ImageRows | None = None) -> Step:
         """What all layers of a planned step share."""
         _, positions, _, *slots = plan.arrays
         states = StepStates.of(slots, self._spec.conv_widths) if slots else None
-        return Step(plan, positions, self._backend.rope_positions(positions), states, {})
+        places = positions if images is None or images.positions is None else images.positions
+        rope_positions = self._backend.rope_positions(places)
+        return Step(plan, positions, rope_positions, states, {}, images=images)
 
     def layer_inputs(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """[T, layers, size], by the tokens and their rows of the embedding."""
@@ -256,6 +267,8 @@ class LayerLoop(Layers):
             y, after = self._mlp(layer, x), layer.norms.get("after_norm")
             if layer.spec.beside is not None:
                 y = self._beside(layer, residual, y)
+            if (images := step.images) is not None and number < len(images.deep):
+                y.index_add_(0, images.rows, images.deep[number].to(self._dtype))
             ends = (next_norm, layer.scale) if per_layer is None else (None, None)
             residual, x = self._add(y, residual, layer.spec, after, *ends)
         if per_layer is not None:

@@ -26,6 +26,7 @@ from radixcache.kernels.attention import (
     PagedBatch,
     fp8_pages,
 )
+from radixcache.kernels.backend import ImageRows
 from radixcache.kernels.choose import choose_attention
 from radixcache.kernels.kv_format import FP8, stored_dim
 from radixcache.kernels.native.library import problem
@@ -90,6 +91,9 @@ class PagedModel(ABC):
 
     state_shapes: StateShapes = MappingProxyType({})
     """The states of a sequence, if the model is recurrent."""
+
+    rope_axes = both_ways = False
+    """Whether images have three positions, and whether their rows see each other both ways."""
 
     plans_slots = False
     """Whether a plan takes `slot_arrays` to the device."""
@@ -233,6 +237,8 @@ class PagedModel(ABC):
         states: Sequence[SequenceStates] = (),
         unread: Unread | None = None,
         pooled: torch.Tensor | None = None,
+        images: ImageRows | None = None,
+        positions: NDArray[np.integer] | None = None,
     ) -> torch.Tensor:
         """Run one step: write the new tokens' KV into `pool` and return logits.
 
@@ -245,16 +251,19 @@ class PagedModel(ABC):
             unread: those of `token_ids` that only the device knows.
             pooled: [P, hidden_size] float32, which takes the last P of `logit_rows` as they are
                 behind the last norm; these have no logits.
+            images: the rows that images give.
+            positions: [T] of RoPE, if they are others than the batch's.
 
         Returns:
             [R - P, vocab_size] float32, on the model's device.
         """
         arrays = (self.plans_slots and slot_arrays(batch, states)) or []
-        plan = self.attention.plan(batch, token_ids, batch.positions, logit_rows, *arrays)
+        positions = batch.positions if positions is None else positions
+        plan = self.attention.plan(batch, token_ids, positions, logit_rows, *arrays)
         if unread is not None:
             unread.write(plan.arrays[0])
         with self._step(batch, pool, states):
-            logits = self._logits(pool, plan, states, pooled)
+            logits = self._logits(pool, plan, states, pooled, images)
         return logits if logits.dtype == torch.float32 else logits.float()
 
     def _step(
@@ -286,5 +295,6 @@ class PagedModel(ABC):
         plan: AttentionPlan,
         states: Sequence[SequenceStates],
         pooled: torch.Tensor | None = None,
+        images: ImageRows | None = None,
     ) -> torch.Tensor:
         """[R - P, vocab_size] of the planned step in any dtype."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256, shake_256
+from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -49,17 +51,43 @@ class Image:
     num_rows: int
     grid: tuple[int, int] | None = None
 
-    def keys(self, vocab_size: int) -> Tokens:
-        """[num_rows] int32: ids outside the vocabulary, which follow from the digest alone."""
-        words = np.frombuffer(shake_256(self.digest).digest(4 * self.num_rows), np.uint32)
-        return (vocab_size + words % (2**31 - vocab_size)).astype(np.int32)
-
 
 class PlacedImage(NamedTuple):
-    """An image in a prompt: its rows stand at the positions `places` [num_rows]."""
+    """An image in a prompt: its rows stand at the positions `places` [num_rows], and the index
+    knows them by `keys` [num_rows] int32, ids outside the vocabulary."""
 
     image: Image
     places: NDArray[np.int64]
+    keys: Tokens
+
+
+class ImageKeys:
+    """Makes the keys of images: words of 31 bits that follow from their digests.
+
+    All of an image's keys hold 31 bits a row, but its first alone may be another image's, too, of
+    which a prefix of one row would then be a hit. So no two of the last `most` images have the same
+    first key: the later one has other words. For any number of threads.
+    """
+
+    def __init__(self, vocab_size: int, most: int = 1 << 17) -> None:
+        self._vocab_size, self._most = vocab_size, most
+        self._first: OrderedDict[int, bytes] = OrderedDict()
+        self._lock = Lock()
+
+    def of(self, image: Image) -> Tokens:
+        """[num_rows] int32, at least `vocab_size`. O(num_rows)."""
+        seed = image.digest
+        while True:
+            words = np.frombuffer(shake_256(seed).digest(4 * image.num_rows), np.uint32)
+            keys = (self._vocab_size + words % (2**31 - self._vocab_size)).astype(np.int32)
+            with self._lock:
+                first = int(keys[0])
+                if self._first.setdefault(first, image.digest) == image.digest:
+                    self._first.move_to_end(first)
+                    if len(self._first) > self._most:
+                        self._first.popitem(last=False)
+                    return keys
+            seed = sha256(seed).digest()
 
 
 def digest_of(*parts: bytes) -> bytes:

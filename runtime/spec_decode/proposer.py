@@ -81,12 +81,16 @@ class DraftProposer:
     Args:
         continue_text: finds the continuations of a whole text.
         end_tokens: the model's end tokens: a draft stops before them.
+        vocab_size: a draft stops before other ids, which stand for images.
 
     Attributes:
         num_drafts, num_draft_tokens, num_accepted_tokens: by source, since the engine was made.
     """
 
-    def __init__(self, continue_text: Continue, end_tokens: list[int]) -> None:
+    def __init__(
+        self, continue_text: Continue, end_tokens: list[int], vocab_size: int = 2**31
+    ) -> None:
+        self._vocab_size = vocab_size
         self._continue, self._end_tokens = continue_text, frozenset(end_tokens)
         self.length = DraftLength()
         self._states: WeakKeyDictionary[Sequence, _State] = WeakKeyDictionary()
@@ -248,9 +252,10 @@ class DraftProposer:
         ends = frozenset() if params.ignore_eos else self._end_tokens
         if params.stop_token_ids:
             ends = ends.union(params.stop_token_ids)
-        if ends.isdisjoint(draft):
+        if ends.isdisjoint(draft) and max(draft, default=0) < self._vocab_size:
             return draft
-        return draft[: next(place for place, token in enumerate(draft) if token in ends)]
+        last = (i for i, t in enumerate(draft) if t in ends or t >= self._vocab_size)
+        return draft[: next(last)]
 
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Learn how many tokens of a sequence's last draft were computed and accepted."""

@@ -5,17 +5,37 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from secrets import token_hex
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from radixcache.base import Tokens
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.tokens.history import TokenHistory, TokenisedText
-from radixcache.runtime.tokens.tool_calls import ParsedMessage, for_template, spelling
+from radixcache.runtime.tokens.tool_calls import (
+    ParsedMessage,
+    for_template,
+    images_of,
+    spelling,
+)
 from radixcache.runtime.tokens.tool_formats import THINK
 from radixcache.runtime.tokens.tool_parser import MessageParser
 
 _Message = Mapping[str, Any]
+
+
+class Images(Protocol):
+    """What a model makes of images in a prompt."""
+
+    def prepare(self, given: Sequence[Any]) -> list[Any]:
+        """The images that were given, as the model reads them; `InvalidRequest` if one is none."""
+
+    def write(self, text: str, images: Sequence[Any]) -> str:
+        """A rendered text with what stands for each image's rows in place of its placeholder."""
+
+    def place(self, tokens: Tokens, images: Sequence[Any]) -> tuple[Any, ...]:
+        """The images with their places in a prompt."""
 
 
 class _Turn(NamedTuple):
@@ -39,10 +59,13 @@ class Conversations:
 
     Args:
         max_bytes: approximate limit on kept texts; the oldest are forgotten.
+        images: of a model that takes some.
     """
 
-    def __init__(self, history: TokenHistory, max_bytes: int = 16 << 20) -> None:
-        self.history = history
+    def __init__(
+        self, history: TokenHistory, max_bytes: int = 16 << 20, images: Images | None = None
+    ) -> None:
+        self.history, self.images = history, images
         self.max_bytes = max_bytes
         self._num_bytes = 0
         self._lock = Lock()
@@ -53,7 +76,26 @@ class Conversations:
         self, messages: Sequence[_Message], cache_salt: str | None = None, **how: Any
     ) -> TokenisedText:
         """The prompt that a conversation makes; `how` as in `Tokenizer.render_chat`."""
-        return self.history.encode(self.render(messages, cache_salt, **how), cache_salt)
+        given = images_of(messages)
+        text = self.render(messages, cache_salt, **how)
+        return self.encode_text(text, given, cache_salt)
+
+    def encode_text(
+        self, text: str, given: Sequence[Any], cache_salt: str | None = None
+    ) -> TokenisedText:
+        """The prompt of a rendered text and its images."""
+        if not given:
+            return self.history.encode(text, cache_salt)
+        images = self.prepare(given)
+        assert self.images is not None
+        prompt = self.history.encode(self.images.write(text, images), cache_salt)
+        return replace(prompt, images=self.images.place(prompt.tokens, images))
+
+    def prepare(self, given: Sequence[Any]) -> list[Any]:
+        """Images as the model reads them; `InvalidRequest` if it takes none, or not these."""
+        if self.images is None:
+            raise InvalidRequest("this model takes no images: send text")
+        return self.images.prepare(given)
 
     def remember(
         self, prompt: TokenisedText, generated: Sequence[int], message: ParsedMessage | None = None

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,7 @@ class TokenisedText:
         cuts: [d, 2] the character and the token at which each delimiter begins; see
             `Tokenizer.delimiters`.
         num_generated: tokens at the end that a model generated.
+        images: those of a prompt, with their places in it; kept texts have none.
         cache_salt: only texts with the same salt reuse these tokens.
     """
 
@@ -44,6 +45,7 @@ class TokenisedText:
     cuts: NDArray[np.int64]
     num_generated: int = 0
     cache_salt: str | None = None
+    images: tuple[Any, ...] = ()
 
     @cached_property  # Python may add to a string's size later
     def num_bytes(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import cached_property, partial
+from itertools import groupby
 from math import inf
 from pathlib import Path
 from threading import Lock
@@ -68,7 +69,7 @@ class Tokenizer:
 
     def __init__(self, tokenizer: Any, max_tokens: float = inf) -> None:
         self._tokenizer = tokenizer
-        self._max_tokens = max_tokens
+        self._max_tokens, self._vocab_size = max_tokens, 2**31
         self._longest = inf  # characters of a token
         self._one_at_a_time: AbstractContextManager[object] = Lock()
         if getattr(tokenizer, "is_fast", False):
@@ -106,10 +107,10 @@ class Tokenizer:
             reason = first_sentence(error)
         raise ModelError(f"the tokenizer of {name_or_path} does not load: {reason}")
 
-    def limited(self, max_tokens: int) -> Tokenizer:
-        """The same, but for its `max_tokens`."""
+    def limited(self, max_tokens: int, vocab_size: int | None = None) -> Tokenizer:
+        """The same, but for its `max_tokens`; ids from `vocab_size` on stand for images."""
         found = copy(self)
-        found._max_tokens = max_tokens
+        found._max_tokens, found._vocab_size = max_tokens, vocab_size or found._vocab_size
         return found
 
     @contextmanager
@@ -179,8 +180,14 @@ class Tokenizer:
         return text
 
     def show(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, special tokens included."""
-        return self.decode(ids, special=True)
+        """Text of `ids`, special tokens included; [image: n tokens] stands for those of an image."""
+        if max(ids, default=0) < self._vocab_size:
+            return self.decode(ids, special=True)
+        runs = ((of_image, [*run]) for of_image, run in groupby(ids, self._vocab_size.__le__))
+        return "".join(
+            f"[image: {len(run):,} tokens]" if of_image else self.decode(run, special=True)
+            for of_image, run in runs
+        )
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token adds to a text, perhaps a part of a character."""

@@ -210,10 +210,12 @@ def flaw_of(value: Any) -> str | None:
 
 
 def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as chat templates take it: `content` is a string, calls' arguments are dicts.
+    """A message as chat templates take it: `content` is a string, or with images a list of parts;
+    calls' arguments are dicts.
 
     Raises:
-        InvalidRequest: content is missing or not text, or arguments are neither text nor object.
+        InvalidRequest: content is missing, or neither text nor image; or arguments are neither text
+            nor object.
     """
     message = {key: value for key, value in message.items() if value is not None}
     if calls := message.get("tool_calls"):
@@ -224,22 +226,52 @@ def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     if not {"role", "content"} <= message.keys():
         raise InvalidRequest("a chat message has a 'role' and a 'content'")
     if not isinstance(message["content"], str):
-        message["content"] = _text_of(message["content"])
+        message["content"] = _content_of(message["content"])
     return message
 
 
-def _text_of(parts: Any) -> str:
-    """Content in parts as one text; images and sounds are refused."""
+def _content_of(parts: Any) -> str | list[dict[str, Any]]:
+    """Content in parts: one text, or with images its parts."""
     if not isinstance(parts, Sequence):
         raise InvalidRequest("the content of a message is a text, or a list of parts")
-    texts = []
+    found = []
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get("text") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(text, str):
-            raise InvalidRequest(f"only text can be in a message, not a part of type {kind!r}")
-        texts.append(text)
-    return "\n".join(texts)
+        if kind in ("image", "image_url"):
+            found.append({"type": "image"})
+        elif kind != "text" or not isinstance(text, str):
+            raise InvalidRequest(f"only text and images can be in a message, not {kind!r}")
+        else:
+            found.append({"type": "text", "text": text})
+    if any(part["type"] == "image" for part in found):
+        return found
+    return "\n".join(part["text"] for part in found)
+
+
+def images_of(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """The images in messages, in order, as they were given."""
+    found = []
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        for part in (
+            content if isinstance(content, Sequence) and not isinstance(content, str) else ()
+        ):
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind == "image":
+                found.append(part.get("image"))
+            elif kind == "image_url":
+                url = part.get("image_url")
+                found.append(url.get("url") if isinstance(url, Mapping) else url)
+    return found
+
+
+def joined(one: str | list[dict[str, Any]], other: str | list[dict[str, Any]]) -> Any:
+    """The contents of two messages in one."""
+    if isinstance(one, str) and isinstance(other, str):
+        return f"{one}\n\n{other}"
+    parts = [[{"type": "text", "text": c}] if isinstance(c, str) else c for c in (one, other)]
+    return [*parts[0], {"type": "text", "text": "\n\n"}, *parts[1]]
 
 
 def check_tools(tools: Any) -> None:

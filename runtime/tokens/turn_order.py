@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from radixcache.runtime.tokens.tool_calls import joined
+
 Message = dict[str, Any]
 
 _ID = "abcdef123"  # nine alphanumerics, as Mistral's templates want it
@@ -70,7 +72,7 @@ class RoleOrder(NamedTuple):
             ):
                 message["role"] = "user"
             if last is not None and self._joins(last, message, first=len(arranged) == 1):
-                last["content"] += f"\n\n{message['content']}"
+                last["content"] = joined(last["content"], message["content"])
             else:
                 arranged.append(message)
         return arranged

@@ -78,6 +78,7 @@ class Admission:
         if reads_more:
             self.release(sequence)
             return False
+        self._leave_images_whole(sequence, lease)
         self._planner.find(sequence, lease)
         missing = len(sequence) - lease.cached_tokens
         is_twin = missing and sequence.is_fresh and sequence.request.prompt_key in ending
@@ -137,6 +138,16 @@ class Admission:
             return -inf if overtaken else -self.match(sequence.tokens, sequence.request.namespace)
 
         return sorted(sequences, key=rank)
+
+    def _leave_images_whole(self, sequence: Sequence, lease: Lease) -> None:
+        """Lower a hit to where its sequence may resume: not within an image that is computed in one
+        step, nor at a saved state there."""
+        if (images := sequence.request.images) is None:
+            return
+        namespace, resumed = sequence.request.namespace, lease.cached_tokens
+        while lease.cached_tokens != (found := images.resume(resumed)):
+            lease.cached_tokens = found
+            resumed = self._planner.depth(sequence.tokens, namespace, found)
 
     def _acquire(self, sequence: Sequence) -> Lease:
         """Lease the sequence's cached prefix: all of a prompt whose logits are kept."""

@@ -311,6 +311,9 @@ class Scheduler:
         assert lease is not None
         count = min(sequence.num_pending, max(1, budget // sequence.token_cost))
         end = sequence.num_computed + count
+        if (images := sequence.request.images) is not None:
+            end = images.cut(sequence.num_computed, end)
+            count = end - sequence.num_computed
         if sequence.in_prefill or not count:
             self.planner.take(sequence, end)
             self.cache.reserve(lease, end)

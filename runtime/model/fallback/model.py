@@ -27,6 +27,7 @@ from radixcache.kernels.attention import (
     LayerKind,
     PagedBatch,
 )
+from radixcache.kernels.backend import ImageRows
 from radixcache.kernels.native.attention import NativeAttention
 from radixcache.kernels.native.library import quiet_torch
 from radixcache.runtime.model.compatibility import (
@@ -164,7 +165,10 @@ class TransformersModel(PagedModel):
         plan: AttentionPlan,
         states: Sequence[SequenceStates],
         pooled: torch.Tensor | None = None,
+        images: ImageRows | None = None,
     ) -> torch.Tensor:
+        assert images is None, "images are for models of the decoder loop"
+
         def serve(
             call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             sinks: torch.Tensor | None,

@@ -135,7 +135,10 @@ def _attention(config: Config, row: Family, ropes: Ropes, number: int, kind: str
     if norms not in (None, "head", "whole"):
         norms = "head" if config.flag(norms) else None
     return Attention(
-        LayerKind(heads, kv_heads, dim, dim, scale, window, softcap),
+        LayerKind(
+            *(heads, kv_heads, dim, dim, scale, window, softcap),
+            both_ways=row.both_ways(config, kind),
+        ),
         rope=ropes.index(kind, dim) if turned else None,
         head_norms=norms,  # type: ignore[arg-type]
         value_norm=row.value_norm,

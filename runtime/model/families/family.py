@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from radixcache.kernels.spec import MLP, Activation, Experts, Layer, Mixer, Unknown
 from radixcache.runtime.model.families.config import Config
@@ -48,6 +48,8 @@ class Family:
         alternating: a checkpoint's experts are [in, out], and gate and up take turns in them.
         spare_layers: a checkpoint may have layers after the last, for the tokens after the next.
         renamed: settings by their names in the config, and what other families call them.
+        axes: how RoPE's frequencies are shared among three axes in images, if they are.
+        both_ways: of `LayerKind`, by config and type.
         ignored: settings, between spaces, that change nothing here, or not alone.
         agreed: settings that no code reads, and what they may say, as the family does just that.
     """
@@ -87,6 +89,8 @@ class Family:
     alternating: bool = False
     spare_layers: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
+    axes: Literal["blocks", "interleaved"] | None = None
+    both_ways: Callable[[Config, str], bool] = lambda config, kind: False
     ignored: str = ""
     agreed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 

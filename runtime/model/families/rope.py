@@ -84,7 +84,7 @@ class Ropes:
             if not 0 < turned <= dim:
                 raise Unknown(f"its RoPE turns {turned} elements of heads of {dim}")
             steps = torch.arange(0, turned, 2, dtype=torch.int64).float() / turned
-            return Rope(1.0 / rope["rope_theta"] ** steps)
+            return Rope(1.0 / rope["rope_theta"] ** steps, axes=self._axes(rope, turned // 2))
         needed: dict[str, Any] = {"rope_parameters": dict(rope), "head_dim": dim}
         for name in ("hidden_size", "num_attention_heads", "max_position_embeddings"):
             needed[name] = self._config.get(name)
@@ -101,7 +101,18 @@ class Ropes:
 
         make = ROPE_INIT_FUNCTIONS[kind]
         frequencies, scale = make(PreTrainedConfig(**needed), torch.device("cpu"), length)
-        return Rope(frequencies.float(), float(scale))
+        axes = self._axes(rope, len(frequencies))
+        return Rope(frequencies.float(), float(scale), axes)
+
+    def _axes(self, rope: Mapping[str, Any], count: int) -> tuple[int, ...] | None:
+        """The axis of each frequency, where images have three; None, too, if they do not fit."""
+        parts = rope.get("mrope_section")
+        if self._family.axes is None or not isinstance(parts, list) or len(parts) != 3:
+            return None
+        if self._family.axes == "blocks":
+            axes = [axis for axis, size in enumerate(parts) for _ in range(size)]
+            return tuple(axes) if len(axes) == count else None
+        return tuple(i % 3 if i < 3 * parts[i % 3] else 0 for i in range(count))
 
 
 def _parameters(config: Config) -> dict[str, Any]:

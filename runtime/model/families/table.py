@@ -92,6 +92,9 @@ _GEMMA4: dict[str, Any] = {
     "nested_rope": True, "partial_rope": True, "offset": 0.0, "adjust": gemma4.adjust,
     "scale": lambda config: 1.0, "heads": gemma4.heads, "value_norm": True,
     "value_is_key": "attention_k_eq_v", "layer_scale": True,
+    "both_ways": lambda config, kind: (
+        kind == "sliding_attention" and config.maybe("use_bidirectional_attention") == "vision"
+    ),
     "ignored": "hidden_act moe_intermediate_size num_experts top_k_experts "
     "vocab_size_per_layer_input",
 }  # fmt: skip
@@ -159,7 +162,9 @@ FAMILIES: dict[str, Family] = {
     "qwen3": _row(_MLP_BIAS, _HEAD_NORMS, types=qwen_windows),
     "gemma": _row(_GEMMA),
     "gemma2": _row(_GEMMA2, softcaps=True),
-    "gemma3_text": _row(_GEMMA2, head_norms="head", nested_rope=True),
+    "gemma3_text": _row(
+        _GEMMA2, head_norms="head", nested_rope=True, both_ways=lambda config, kind: True
+    ),
     "gemma4_text": _row(_GEMMA4),
     "gemma4_unified_text": _row(_GEMMA4),
     "vaultgemma": _row(_GEMMA2, norms=_PRE, softcaps=True),
@@ -182,9 +187,9 @@ FAMILIES: dict[str, Family] = {
     "granite_swa": _row(
         _GRANITE, _MLP_BIAS, types=by_type, sinks=True, turned=_granite_swa_turned
     ),
-    "qwen2_vl_text": Family(bias=True, out_bias=False, types=qwen_windows),
-    "qwen2_5_vl_text": Family(bias=True, out_bias=False, types=qwen_windows),
-    "qwen3_vl_text": Family(head_norms="head"),
+    "qwen2_vl_text": Family(bias=True, out_bias=False, types=qwen_windows, axes="blocks"),
+    "qwen2_5_vl_text": Family(bias=True, out_bias=False, types=qwen_windows, axes="blocks"),
+    "qwen3_vl_text": Family(head_norms="head", axes="interleaved"),
     "smollm3": _row(
         _MLP_BIAS, types=by_type, ignored=f"{_QWEN_UNUSED} no_rope_layer_interval",
         turned=lambda config, number, kind: bool(config.get("no_rope_layers")[number]),
@@ -197,7 +202,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": Family(bias="qkv_bias", out_bias=False, types=qwen_windows, mlp=parts.qwen),
     "qwen3_moe": _row(_HEAD_NORMS, types=all_windows, mlp=parts.qwen, ignored=_QWEN_UNUSED),
     "qwen3_vl_moe_text": Family(
-        head_norms="head", mlp=parts.qwen, agreed={"norm_topk_prob": (True,)}
+        head_norms="head", mlp=parts.qwen, agreed={"norm_topk_prob": (True,)}, axes="interleaved"
     ),
     "mixtral": _row(_NO_BIAS, types=all_windows, mlp=parts.mixtral),
     "olmoe": Family(head_norms="whole", mlp=parts.olmoe),
@@ -255,8 +260,8 @@ FAMILIES: dict[str, Family] = {
         agreed={"moe_norm_min": (1e-12,)},
     ),
     "qwen3_next": _row(_QWEN3_5, mlp=parts.qwen),
-    "qwen3_5_text": _row(_QWEN3_5),
-    "qwen3_5_moe_text": _row(_QWEN3_5, mlp=parts.qwen),
+    "qwen3_5_text": _row(_QWEN3_5, axes="interleaved"),
+    "qwen3_5_moe_text": _row(_QWEN3_5, axes="interleaved", mlp=parts.qwen),
     "lfm2": _row(_LFM, mlp=parts.lfm2_dense),
     "lfm2_moe": _row(_LFM, mlp=parts.lfm2_moe),
     "lfm3": _row(
