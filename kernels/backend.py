@@ -57,9 +57,9 @@ class ImageRows(NamedTuple):
 
     Attributes:
         rows: [N] int64, which of the step's rows, ascending; like the others on its device.
-        embeddings: [N, hidden_size], not times `Architecture.embed_scale`.
-        deep: [L, N, hidden_size], added to them behind each of the first L layers (DeepStack); all
-            layers but the last may have some.
+        embeddings: [N, hidden_size] float32, not times `Architecture.embed_scale`.
+        deep: [L, N, hidden_size] float32, added to them behind each of the first L layers, which
+            are not all (DeepStack).
         positions: [3, T] int64, of RoPE with three axes; None: those of the plan.
     """
 

@@ -59,6 +59,8 @@ class Miss:
         repeated: of `diverged`: for how many tokens from `rejoin` on.
         cost: of `on_host` and `on_disk`: of loading it, and of computing it.
         computed: of these: a request was admitted without them; else none has needed them.
+        image: of `diverged`: the image in which it begins, by its number, the number of all images
+            and its tokens; None if it begins in text.
     """
 
     reason: Reason
@@ -73,6 +75,7 @@ class Miss:
     repeated: int = 0
     cost: LoadCost = UNMEASURED
     computed: bool = False
+    image: tuple[int, int, int] | None = None
 
     def __len__(self) -> int:
         return self.end - self.start
@@ -101,7 +104,11 @@ class Miss:
 
     def _describe_divergence(self, decode: Decode | None) -> str:
         ours = _quote(self.before, self.prompt, self.start, decode)
-        text = f"diverged at token {self.start:,} of {self.num_tokens:,}: the prompt has {ours}"
+        where = f"token {self.start:,} of {self.num_tokens:,}"
+        if self.image is not None:
+            number, count, size = self.image
+            where = f"image {number} of {count}, {_tokens(size)}, at {where}"
+        text = f"diverged at {where}: the prompt has {ours}"
         if self.cached:
             text += f", an earlier text {_quote(self.before, self.cached, self.start, decode)}"
         return text + (

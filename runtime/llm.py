@@ -273,18 +273,18 @@ class LLM:
         given = self.inputs.encode_one(
             cast(Prompt, prompt), self.default_params, special=prefix is None
         )
-        given_tokens, images = as_tokens(given.tokens), given.images
+        text = as_tokens(given.tokens)
         decode = self.tokenizer.show if self.tokenizer else None
 
         def explain() -> Explanation:
-            tokens = given_tokens
-            if prefix is not None:
-                tokens = self.prefixes.extend(prefix, tokens, cache_salt)
+            tokens = text if prefix is None else self.prefixes.extend(prefix, text, cache_salt)
             self.engine.check_prompt(tokens)
-            tokens = keys_of(tokens, behind(images, len(tokens) - len(given_tokens)))
+            images = behind(given.images, len(tokens) - len(text))
+            placed = self.engine.place(images, len(tokens)) if images else None
+            tokens = keys_of(tokens, images)
             hit = self.engine.match(tokens, cache_salt)
             kv = self.engine.cache.match(tokens, cache_salt)
-            misses = self.explainer.explain(tokens, hit, cache_salt, kv)
+            misses = self.explainer.explain(tokens, hit, cache_salt, kv, placed)
             return Explanation(len(tokens), hit, misses, decode)
 
         return self.call(explain)

@@ -153,7 +153,7 @@ def constants(
 ) -> dict[str, Any]:
     """What the kernels of decodes and prefills are compiled for, and numbers that both take."""
     steps = (stride * side.itemsize for side in pages for stride in side.stride()[:3])
-    heads, kv_heads, dim, value_dim, scale, window, softcap, _ = layer
+    heads, kv_heads, dim, value_dim, scale, window, softcap, *_ = layer
     dim_2, value_2 = _power(dim), _power(value_dim)
     return {
         "scale": scale, "window": window or 0, "softcap": softcap or 0.0,

@@ -41,6 +41,7 @@ from radixcache.runtime.model.kv_pool import WindowLayout
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
+from radixcache.runtime.multimodal.images import Images, open_images
 from radixcache.runtime.request import Sequence
 from radixcache.runtime.sampling.defaults import default_params
 from radixcache.runtime.sampling.grammar import GrammarBackend
@@ -73,6 +74,7 @@ class Built(NamedTuple):
     kv_events: KVEventPublisher | None
     default_params: SamplingParams
     offload: Offload | None
+    images: Images
 
 
 def model_path(args: EngineArgs) -> str:
@@ -121,6 +123,7 @@ def build_engine(args: EngineArgs) -> Built:
             "%s recurrent states of %s bytes; %s sequences run at the same time",
             f"{num_states:,}", f"{model.bytes_per_state:,}", max_num_seqs,
         )  # fmt: skip
+    images = open_images(model_path(args), model)
     pool = model.allocate(num_pages, page_size, num_states, windows)
     tiers = args.host_memory, args.kv_dir, args.kv_dir_size
     offload = open_offload(model_path(args), model, cache, pool, *tiers)
@@ -154,12 +157,13 @@ def build_engine(args: EngineArgs) -> Built:
             args.seed,
             partial(tokenizer.encode, special=False) if tokenizer else None,
             grammars,
+            encode_image=images.encode,
         )
         engine.capture_graphs()
         params = default_params(model.generation_config)
         publisher = None if events is None else KVEventPublisher(cache, events)
         undo.pop_all()
-    return Built(engine, tokenizer, grammars, explainer, publisher, params, offload)
+    return Built(engine, tokenizer, grammars, explainer, publisher, params, offload, images)
 
 
 def choose_planner(
@@ -231,7 +235,7 @@ def _before_publish(
     if request.explanation is None and lease is not None:
         hit = lease.num_tokens - sequence.num_recomputed
         request.explanation = explainer.observe(
-            sequence.tokens, hit, request.namespace, kv=lease.num_tokens
+            sequence.tokens, hit, request.namespace, lease.num_tokens, request.images
         )
     tokens = sequence.tokens[:num_tokens]
     explainer.put_off.append(partial(explainer.remember, tokens, request.namespace))

@@ -235,7 +235,9 @@ class Engine:
         max_tokens = self._max_tokens(tokens, params, namespace)
         ends = self.model.eos_token_ids
         penalties = PenaltyState(params, self.model.vocab_size, ends, self._encode)
-        placed = self._place(images, len(tokens), params) if images else None
+        placed = self.place(images, len(tokens)) if images else None
+        if placed is not None and params.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs are for prompts of text alone, without images")
         request = Request(self._next_id, prompt, tokens, params, namespace, client, pools, placed)
         request.penalties = penalties if penalties.any else None
         request.add_sequences(max_tokens, self._decode)
@@ -351,11 +353,12 @@ class Engine:
             problem = f"its {length} tokens {lack}"
             raise ContextExceeded.of(self.max_model_len, problem)
 
-    def _place(
-        self, images: List[PlacedImage], length: int, params: SamplingParams
-    ) -> PromptImages:
-        if params.prompt_logprobs is not None:
-            raise InvalidRequest("prompt_logprobs are for prompts of text alone, without images")
+    def place(self, images: List[PlacedImage], length: int) -> PromptImages:
+        """The images of a prompt of so many tokens, as this model reads them.
+
+        Raises:
+            InvalidRequest: one has more rows than a step, and must be computed in one.
+        """
         model = self.model
         placed = PromptImages(images, length, axes=model.rope_axes, both_ways=model.both_ways)
         if placed.longest > (most := self.scheduler.max_num_batched_tokens):

@@ -49,6 +49,7 @@ from radixcache.below import find_below, parts_below
 from radixcache.ghost import GhostIndex
 from radixcache.nodes import common_length
 from radixcache.runtime.explanation import BELOW, CONTEXT, REASONS, Miss
+from radixcache.runtime.multimodal.prompt_images import PromptImages
 from radixcache.stored_pages import UNMEASURED, LoadCost, Medium
 
 Marks = NDArray[np.bool_]
@@ -110,18 +111,24 @@ class Explainer:
         """What waits for `catch_up`, so that a step is launched before it."""
 
     def explain(
-        self, tokens: TokensLike, hit: int, namespace: Hashable = None, kv: int = 0
+        self,
+        tokens: TokensLike,
+        hit: int,
+        namespace: Hashable = None,
+        kv: int = 0,
+        images: PromptImages | None = None,
     ) -> list[Miss]:
         """Why only the first `hit` tokens of a prompt were found; changes nothing.
 
         Args:
             kv: how many have KV, if these are more, as beyond the last saved state.
+            images: of the prompt.
 
         The stretches follow each other without a gap, from `hit` to the last token, which belongs
         to none. Call it before the rest is published, or remembered. O(len(tokens)).
         """
         misses, rest = self._explain(as_tokens(tokens), hit, namespace, kv)
-        return misses + [find() for find in rest]
+        return misses + [_in_image(find(), images) for find in rest]
 
     def _explain(
         self, tokens: Tokens, hit: int, namespace: Hashable, kv: int = 0
@@ -187,7 +194,12 @@ class Explainer:
         return [miss for miss in misses if len(miss)]
 
     def observe(
-        self, tokens: TokensLike, hit: int, namespace: Hashable = None, kv: int = 0
+        self,
+        tokens: TokensLike,
+        hit: int,
+        namespace: Hashable = None,
+        kv: int = 0,
+        images: PromptImages | None = None,
     ) -> list[Miss]:
         """`explain` for a request that is being admitted. `catch_up` adds the last miss, and counts
         all of them in `missed_tokens`."""
@@ -198,7 +210,7 @@ class Explainer:
         ]
 
         def finish() -> None:
-            misses[len(found) :] = [find() for find in rest]
+            misses[len(found) :] = [_in_image(find(), images) for find in rest]
             for miss in misses:
                 self.missed_tokens[miss.reason] += len(miss)
 
@@ -305,6 +317,11 @@ class _Spelt(NamedTuple):
     texts: NDArray[np.intp]
     places: NDArray[np.intp]
     counts: NDArray[np.intp]
+
+
+def _in_image(miss: Miss, images: PromptImages | None) -> Miss:
+    """A miss that says in which image it begins, if it does."""
+    return miss if images is None else replace(miss, image=images.at(miss.start))
 
 
 def _spell(texts: list[Tokens], marks: Marks) -> _Spelt:

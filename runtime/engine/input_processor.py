@@ -11,7 +11,7 @@ import numpy as np
 from radixcache.base import Tokens, TokensLike, as_tokens
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.multimodal.image import PlacedImage
-from radixcache.runtime.multimodal.image_prompts import ImagePrompts
+from radixcache.runtime.multimodal.images import Images
 from radixcache.runtime.outputs import RequestOutput
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.tokens.conversation import Conversations
@@ -60,7 +60,7 @@ class InputProcessor:
         tokenizer: Tokenizer | None,
         grammar_backend: GrammarBackend,
         default_params: SamplingParams,
-        images: ImagePrompts | None = None,
+        images: Images | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._grammar_backend = grammar_backend

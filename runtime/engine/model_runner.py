@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -184,15 +185,16 @@ class ModelRunner:
                 states.append(chunk.states)
         if copies or window_copies:
             self._pool.copy(copies, window_copies)
-        images, positions = None, None
+        more: dict[str, Any] = {} if pooled is None else {"pooled": pooled}
+        positions = None
         if any(chunk.sequence.request.images is not None for chunk in chunks):
             images, positions = self._place_images(chunks, tokens)
-        if self.graphs is not None and pooled is None and images is None:
+            more |= {"positions": positions} | ({} if images is None else {"images": images})
+        if self.graphs is not None and not more.keys() - {"positions"}:  # others need more room
             logits = self.graphs.run(tokens, batch, rows, unread, states, positions)
             if logits is not None:
                 return logits
-        rest = self._pool, states, unread, pooled, images, positions
-        return self._model.forward(tokens, batch, rows, *rest)
+        return self._model.forward(tokens, batch, rows, self._pool, states, unread, **more)
 
     def _place_images(
         self, chunks: list[Chunk], tokens: Tokens
@@ -217,8 +219,8 @@ class ModelRunner:
         tokens[numbers] = 0
         images_of_step = ImageRows(
             send(numbers, device),
-            torch.cat([features.rows[part.of_image] for part, features in parts]),
-            torch.cat([features.deep[:, part.of_image] for part, features in parts], dim=1),
+            torch.cat([features.rows[part.of_image] for part, features in parts]).float(),
+            torch.cat([features.deep[:, part.of_image] for part, features in parts], 1).float(),
             None if positions is None else send(positions, device),
         )
         return images_of_step, None if positions is None else positions[0]

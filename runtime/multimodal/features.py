@@ -25,3 +25,14 @@ class ImageFeatures(NamedTuple):
 
 EncodeImage = Callable[[Image], ImageFeatures]
 """Gives the features of an image, which may be kept."""
+
+
+class KeptFeatures:
+    def __init__(self, encode):
+        self._encode, self._kept, self.num_encoded = encode, {}, 0
+
+    def of(self, image):
+        if image.digest not in self._kept:
+            self.num_encoded += 1
+            self._kept[image.digest] = self._encode(image)
+        return self._kept[image.digest]

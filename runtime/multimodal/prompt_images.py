@@ -55,6 +55,13 @@ class PromptImages:
             found[image.places] = image.image.token
         return found
 
+    def at(self, position: int) -> tuple[int, int, int] | None:
+        """The image with a row at a position, as `Miss.image` says it."""
+        for number, (image, places, _) in enumerate(self.images, 1):
+            if position in places:
+                return number, len(self.images), image.num_rows
+        return None
+
     def parts(self, start: int, end: int) -> Iterator[Part]:
         """The parts of images within positions [start, end)."""
         for image, places, _ in self.images:

@@ -58,12 +58,12 @@ class Conversations:
     For any number of threads.
 
     Args:
+        images: what the model makes of them; None if it takes none.
         max_bytes: approximate limit on kept texts; the oldest are forgotten.
-        images: of a model that takes some.
     """
 
     def __init__(
-        self, history: TokenHistory, max_bytes: int = 16 << 20, images: Images | None = None
+        self, history: TokenHistory, images: Images | None = None, max_bytes: int = 16 << 20
     ) -> None:
         self.history, self.images = history, images
         self.max_bytes = max_bytes
@@ -140,7 +140,7 @@ class Conversations:
         self, messages: Sequence[_Message], cache_salt: str | None = None, **how: Any
     ) -> str:
         """The text of a conversation, its turns as generated; `how` as in `encode`."""
-        tokenizer = self.history.tokenizer
+        tokenizer, how = self.history.tokenizer, {**how, "with_images": True}
         found = [self._find(message, cache_salt) for message in messages]
         known = {i: turn for i, turn in enumerate(found) if turn}
         if not known:

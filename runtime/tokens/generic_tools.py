@@ -11,6 +11,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from radixcache.runtime.tokens.tool_calls import joined
+
 _HEAD = "You may call functions, each of which is described here by a line of JSON:"
 _TAIL = """To call one, answer with its name and its arguments, and with nothing else:
 <tool_call>
@@ -33,12 +35,13 @@ def describe_tools(
     for message in conversation:
         role, content = message["role"], message["content"]
         if role == "tool":
-            role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
+            role, content = "user", joined("<tool_response>\n", content, "\n</tool_response>")
         for call in message.get("tool_calls", ()):
             content += f"{content and chr(10)}<tool_call>\n{_spell(call)}\n</tool_call>"
         last = messages[-1] if messages else None
         if last is not None and message["role"] == "tool" and last["role"] == "user":
-            last["content"] += f"\n{content}"  # templates want the roles to take turns
+            # Templates want the roles to take turns.
+            last["content"] = joined(last["content"], "\n", content)
         else:
             messages.append({**message, "role": role, "content": content})
             messages[-1].pop("tool_calls", None)

@@ -21,7 +21,7 @@ from radixcache.runtime.checkpoints.model_files import find_file, find_gguf, rea
 from radixcache.runtime.tokens.fast_tokenizer import FastTokenizer, read_folder
 from radixcache.runtime.tokens.generic_tools import describe_tools
 from radixcache.runtime.tokens.spelling import spelling_of, without_prefix
-from radixcache.runtime.tokens.tool_calls import check_tools, for_template
+from radixcache.runtime.tokens.tool_calls import check_tools, for_template, images_of
 from radixcache.runtime.tokens.tool_formats import (
     THINK,
     THOUGHT,
@@ -180,12 +180,12 @@ class Tokenizer:
         return text
 
     def show(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, special tokens included; [image: n tokens] stands for those of an image."""
+        """Text of `ids`, special tokens included; an image is shown as [image]."""
         if max(ids, default=0) < self._vocab_size:
             return self.decode(ids, special=True)
         runs = ((of_image, [*run]) for of_image, run in groupby(ids, self._vocab_size.__le__))
         return "".join(
-            f"[image: {len(run):,} tokens]" if of_image else self.decode(run, special=True)
+            "[image]" if of_image else self.decode(run, special=True)
             for of_image, run in runs
         )
 
@@ -377,6 +377,7 @@ class Tokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         ask: bool = True,
         continue_final: bool = False,
+        with_images: bool = False,
     ) -> str:
         """The text of a conversation, by the model's chat template.
 
@@ -385,12 +386,15 @@ class Tokenizer:
             template_kwargs: more values for the template.
             ask: end by asking for the assistant's next message.
             continue_final: end within the last message instead, so that it goes on.
+            with_images: messages may have images, for which the template writes placeholders.
 
         Raises:
             InvalidRequest: there is no template, or it refuses the messages or the values.
         """
         if not all(isinstance(message, Mapping) for message in messages):
             raise InvalidRequest("a chat message has a 'role' and a 'content'")
+        if not with_images and images_of(messages):
+            raise InvalidRequest("only text can be in these messages, and there are images")
         check_tools(tools)
         conversation = [for_template(message) for message in messages]
         template, values = self.chat_template(bool(tools)), dict(template_kwargs or {})

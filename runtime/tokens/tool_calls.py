@@ -209,6 +209,10 @@ def flaw_of(value: Any) -> str | None:
     return None
 
 
+_IMAGES = ("image", "image_url")
+"""Types of parts; the image is in the field of that name."""
+
+
 def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as chat templates take it: `content` is a string, or with images a list of parts;
     calls' arguments are dicts.
@@ -238,7 +242,7 @@ def _content_of(parts: Any) -> str | list[dict[str, Any]]:
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get("text") if isinstance(part, Mapping) else None
-        if kind in ("image", "image_url"):
+        if kind in _IMAGES:
             found.append({"type": "image"})
         elif kind != "text" or not isinstance(text, str):
             raise InvalidRequest(f"only text and images can be in a message, not {kind!r}")
@@ -251,27 +255,19 @@ def _content_of(parts: Any) -> str | list[dict[str, Any]]:
 
 def images_of(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
     """The images in messages, in order, as they were given."""
-    found = []
-    for message in messages:
-        content = message.get("content") if isinstance(message, Mapping) else None
-        for part in (
-            content if isinstance(content, Sequence) and not isinstance(content, str) else ()
-        ):
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            if kind == "image":
-                found.append(part.get("image"))
-            elif kind == "image_url":
-                url = part.get("image_url")
-                found.append(url.get("url") if isinstance(url, Mapping) else url)
-    return found
+    contents = (message.get("content") for message in messages if isinstance(message, Mapping))
+    lists = (content for content in contents if isinstance(content, list | tuple))
+    parts = [part for content in lists for part in content if isinstance(part, Mapping)]
+    given = [part.get(part["type"]) for part in parts if part.get("type") in _IMAGES]
+    return [one.get("url") if isinstance(one, Mapping) else one for one in given]
 
 
-def joined(one: str | list[dict[str, Any]], other: str | list[dict[str, Any]]) -> Any:
-    """The contents of two messages in one."""
-    if isinstance(one, str) and isinstance(other, str):
-        return f"{one}\n\n{other}"
-    parts = [[{"type": "text", "text": c}] if isinstance(c, str) else c for c in (one, other)]
-    return [*parts[0], {"type": "text", "text": "\n\n"}, *parts[1]]
+def joined(*contents: str | list[dict[str, Any]]) -> Any:
+    """Texts, and contents in parts, as one content: a text if there are no parts."""
+    if all(isinstance(content, str) for content in contents):
+        return "".join(contents)  # type: ignore[arg-type]
+    parts = ([{"type": "text", "text": c}] if isinstance(c, str) else c for c in contents)
+    return [part for content in parts for part in content]
 
 
 def check_tools(tools: Any) -> None:

@@ -72,7 +72,7 @@ class RoleOrder(NamedTuple):
             ):
                 message["role"] = "user"
             if last is not None and self._joins(last, message, first=len(arranged) == 1):
-                last["content"] = joined(last["content"], message["content"])
+                last["content"] = joined(last["content"], "\n\n", message["content"])
             else:
                 arranged.append(message)
         return arranged

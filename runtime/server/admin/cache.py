@@ -164,7 +164,7 @@ async def flush_cache(context: ContextDep) -> dict[str, bool]:
 def _node(node: CachedNode, tokenizer: Tokenizer | None) -> CacheNode:
     fields = {
         "id": node.id if node.id == ROOT else _name(node.id),
-        "text": tokenizer.decode(node.tokens, special=True) if tokenizer else "",
+        "text": tokenizer.show(node.tokens) if tokenizer else "",
         "children": [_node(child, tokenizer) for child in node.children],
     }
     return CacheNode(**{**vars(node), **fields})

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from radixcache.base import TokensLike
+from radixcache.runtime.engine.input_processor import Prompt
 from radixcache.runtime.server.api.chat_turn import encode, turn_of
 from radixcache.runtime.server.api.extension import describe_misses
 from radixcache.runtime.server.api.openai_completions import encode_prompts
@@ -23,9 +23,9 @@ async def explain(body: ExplainRequest, request: Request, context: ContextDep) -
     """How much of a prompt is cached, and why the rest is not; computes and changes nothing."""
     model = context.check_model(body.model)
     salt = body.cache_salt
-    tokens = await _encode(body, request, context)
+    prompt = await _encode(body, request, context)
     found = await context.jobs.call(
-        lambda: context.llm.explain({"prompt_token_ids": tokens}, cache_salt=salt)
+        lambda: context.llm.explain(prompt, cache_salt=salt)
     )
     return {
         "model": model,
@@ -35,11 +35,11 @@ async def explain(body: ExplainRequest, request: Request, context: ContextDep) -
     }
 
 
-async def _encode(body: ExplainRequest, request: Request, context: ServingContext) -> TokensLike:
-    """The prompt's tokens, as in the request that the body describes."""
+async def _encode(body: ExplainRequest, request: Request, context: ServingContext) -> Prompt:
+    """The prompt, tokenised, as in the request that the body describes."""
     client, wanted = client_of(request, body.cache_salt), body.request
     if isinstance(wanted, CompletionRequest):
         (tokens,) = await encode_prompts(wanted, context, request)
-        return tokens
+        return {"prompt_token_ids": tokens}
     turn = turn_of(wanted, context.chat_defaults, context.tokenizer)
-    return (await encode(context, turn, client)).tokens
+    return await encode(context, turn, client)

@@ -34,7 +34,7 @@ def search(
         while path and path[-1] != parent:
             path.pop()
         path.append(at)
-        here = before + tokenizer.decode(nodes[at].tokens.tolist(), special=True).casefold()
+        here = before + tokenizer.show(nodes[at].tokens.tolist()).casefold()
         if wanted in here:
             total += 1
             if total <= MAX_HITS:

@@ -59,7 +59,7 @@ async def begin(context: ServingContext, turn: Turn, client: Hashable) -> Answer
     params = turn.params
     if turn.tools or params.structured_outputs:  # on threads: schemas may be long
         params = await _guided(context, turn, prompt.text, client)
-    job = await submit(context, [prompt.tokens], params, client, turn.cache_salt, turn.stream)
+    job = await submit(context, [prompt], params, client, turn.cache_salt, turn.stream)
     return Answers(context, turn, prompt, job)
 
 

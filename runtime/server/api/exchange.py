@@ -16,13 +16,13 @@ from starlette.types import Receive, Scope, Send
 
 from radixcache.base import TokensLike
 from radixcache.errors import PinError
-from radixcache.runtime.engine.input_processor import EngineInput
 from radixcache.runtime.engine.named_prefixes import NamedPrefix
 from radixcache.runtime.outputs import RequestOutput
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.server.http.errors import ApiError, as_api_error
 from radixcache.runtime.server.jobs import Job
 from radixcache.runtime.server.serving import ServingContext
+from radixcache.runtime.tokens.history import TokenisedText
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ async def find_prefix(context: ServingContext, name: str, cache_salt: str | None
 
 async def submit(
     context: ServingContext,
-    prompts: Sequence[TokensLike],
+    prompts: Sequence[TokensLike | TokenisedText],
     params: SamplingParams,
     client: Hashable,
     cache_salt: str | None,
@@ -63,7 +63,7 @@ async def submit(
         _ = context.tokenizer  # refuses
     structured = params.structured_outputs
     grammar = structured and await context.grammars.compile(structured, client)
-    inputs = [EngineInput(None, tokens, params) for tokens in prompts]
+    inputs = [context.llm.inputs.encode_one(prompt, params) for prompt in prompts]
     job = await context.jobs.submit(
         lambda: context.llm.add(inputs, cache_salt, client=client),
         len(prompts) * params.n,

@@ -1,0 +1,116 @@
+"""What one model makes of images: their text and keys in prompts, and their rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from radixcache.base import Tokens
+from radixcache.errors import InvalidRequest
+from radixcache.runtime.checkpoints.model_files import find_file, find_gguf
+from radixcache.runtime.model.decoder import Decoder
+from radixcache.runtime.model.paged_model import PagedModel
+from radixcache.runtime.multimodal.families import ImageFamily, image_family
+from radixcache.runtime.multimodal.features import ImageFeatures, KeptFeatures
+from radixcache.runtime.multimodal.image import Image, ImageKeys, ImageSource, PlacedImage
+from radixcache.runtime.multimodal.image_input import check_number, check_total, image_source
+from radixcache.runtime.multimodal.processor import ImageProcessor
+from radixcache.runtime.multimodal.tower import VisionTower
+
+
+class Images:
+    """Of one model that reads images; for any number of threads."""
+
+    def __init__(
+        self, name_or_path: str, family: ImageFamily, model: PagedModel, config: bytes
+    ) -> None:
+        """`config` is the checkpoint's, by which images of different models have other keys."""
+        self._processor = ImageProcessor(name_or_path, family, config, model.max_context)
+        tower = VisionTower(name_or_path, model.device, model.dtype)
+        self.features = KeptFeatures(lambda image: as_features(tower.rows(self._processor.inputs(image))))
+        self._keys = ImageKeys(model.vocab_size)
+
+    def prepare(self, given: Sequence[object]) -> list[Image]:
+        """The images that were given, as the model reads them.
+
+        Raises:
+            InvalidRequest: one is no image, or too large, or there are too many.
+        """
+        check_number(len(given))
+        sources = [one if isinstance(one, ImageSource) else image_source(one) for one in given]
+        check_total(sources)
+        return [self._processor.prepare(source) for source in sources]
+
+    def write(self, text: str, images: Sequence[Image]) -> str:
+        """A rendered text with the images' texts in place of placeholders.
+
+        Raises:
+            InvalidRequest: there is not one placeholder for each image.
+        """
+        placeholder = self._processor.placeholder
+        first, *rest = text.split(placeholder)
+        if len(rest) != len(images):
+            raise InvalidRequest(
+                f"{len(images)} image{'s' * (len(images) != 1)} for {len(rest)} placeholders "
+                f"{placeholder!r} in the prompt"
+            )
+        pieces = (image.text + piece for image, piece in zip(images, rest, strict=True))
+        return "".join([first, *pieces])
+
+    def place(self, tokens: Tokens, images: Sequence[Image]) -> tuple[PlacedImage, ...]:
+        """The images with their places in a prompt whose text `write` gave.
+
+        Raises:
+            InvalidRequest: the text has tokens of rows beside those of the images.
+        """
+        places = np.flatnonzero(tokens == self._processor.token)
+        ends = np.cumsum([image.num_rows for image in images])
+        if len(places) != ends[-1]:
+            raise InvalidRequest("the text has tokens that stand for rows of images")
+        parts = np.split(places, ends[:-1])
+        return tuple(
+            PlacedImage(image, of_image, self._keys.of(image))
+            for image, of_image in zip(images, parts, strict=True)
+        )
+
+    def encode(self, image: Image) -> ImageFeatures:
+        """The rows of an image, which are kept for a while."""
+        return self.features.of(image)
+
+
+class NoImages(Images):
+    """Of a model that reads none, for a reason."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def prepare(self, given: Sequence[object]) -> list[Image]:
+        raise InvalidRequest(self._reason)
+
+
+def open_images(name_or_path: str, model: PagedModel) -> Images:
+    """What a model makes of images; nothing of it is read before the first one."""
+    config = None if find_gguf(name_or_path) else find_file(name_or_path, "config.json")
+    settings: dict[str, Any] = json.loads(Path(config).read_text(encoding="utf-8")) if config else {}
+    try:
+        if "vision_config" not in settings:
+            raise InvalidRequest("this model takes no images: send text")
+        family = image_family(settings)
+        if not isinstance(model, Decoder):
+            raise InvalidRequest("images are for models of our own loop; this is another")
+        deep = settings["vision_config"].get("deepstack_visual_indexes") or ()
+        if family.deep and len(deep) >= len(model.architecture.layers):
+            raise InvalidRequest("this model's text has too few layers for images")
+        if family.axes and not model.rope_axes:
+            raise InvalidRequest("this model's RoPE lacks sections for images: send text")
+    except InvalidRequest as error:
+        return NoImages(str(error))
+    return Images(name_or_path, family, model, json.dumps(settings, sort_keys=True).encode())
+
+
+def as_features(r):
+    return ImageFeatures(r.rows, r.rows.new_empty(0, *r.rows.shape) if r.deep is None else r.deep)
