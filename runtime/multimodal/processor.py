@@ -158,8 +158,9 @@ class ImageProcessor:
             "tokenizer": AutoTokenizer.from_pretrained,
         }
         settings, _ = self._read(kind.get_processor_dict)
-        read = [self._read(parts[name]) if name in parts else None for name in kind.get_attributes()]
-        return self._read(lambda *_, **__: kind.from_args_and_dict(read, settings))
+        names = kind.get_attributes()
+        found = [self._read(parts[name]) if name in parts else None for name in names]
+        return self._read(lambda *_, **__: kind.from_args_and_dict(found, settings))
 
     @cached_property
     def _token(self) -> int:
@@ -190,12 +191,12 @@ def _class_of(named: str) -> Any:
     """
     folder, _, name = named.partition(".")
     package = f"transformers.models.{folder}"
-    needed, twin = f"{package}.image_processing_{folder}", f"{package}.image_processing_pil_{folder}"
+    needed = f"{package}.image_processing_{folder}"
     try:
         try:
             module = import_module(f"{package}.processing_{folder}")
         except ImportError:  # torchvision, for a function that the processor by PIL has, too
-            sys.modules[needed] = import_module(twin)
+            sys.modules[needed] = import_module(f"{package}.image_processing_pil_{folder}")
             try:
                 module = import_module(f"{package}.processing_{folder}")
             finally:

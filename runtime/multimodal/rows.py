@@ -1,0 +1,86 @@
+"""Keeps the rows of images that were read, so that an image in many prompts is encoded once."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Lock
+from time import perf_counter
+
+from radixcache.errors import ModelError
+from radixcache.runtime.multimodal.image import Image
+from radixcache.runtime.multimodal.tower import Rows
+
+KEPT_BYTES = 256 << 20
+"""Rows that are kept by default: 50 images of 1280 rows of 2048 in bfloat16."""
+
+
+class ImageRows:
+    """Rows by the digest of their image, least recently used first to go. Any thread may call.
+
+    Attributes:
+        num_encoded: images that were encoded.
+        num_hits: calls that found rows, kept or on their way.
+        seconds: the time that encoding took.
+    """
+
+    def __init__(self, encode: Callable[[Image], Rows], max_bytes: int = KEPT_BYTES) -> None:
+        """`encode` is called for one image at a time."""
+        self._encode, self._max_bytes = encode, max_bytes
+        self._kept: OrderedDict[bytes, Rows] = OrderedDict()
+        self._coming: dict[bytes, Future[Rows]] = {}
+        self._lock, self._encoding = Lock(), Lock()
+        self._num_bytes = 0
+        self.num_encoded, self.num_hits, self.seconds = 0, 0, 0.0
+
+    def get(self, image: Image) -> Rows:
+        """The rows of an image; a second call for it waits while the first encodes.
+
+        Raises:
+            Exception: what `encode` raises, in all calls that wait for it.
+            ModelError: it gives more or fewer rows than the prompt has places for.
+        """
+        with self._lock:
+            if (kept := self._kept.get(image.digest)) is not None:
+                self._kept.move_to_end(image.digest)
+                self.num_hits += 1
+                return kept
+            coming = self._coming.get(image.digest)
+            if coming is None:
+                mine = self._coming[image.digest] = Future[Rows]()
+            else:
+                self.num_hits += 1
+        if coming is not None:
+            return coming.result()
+        try:
+            found = self._encoded(image)
+        except BaseException as error:
+            with self._lock:
+                del self._coming[image.digest]
+            mine.set_exception(error)
+            raise
+        with self._lock:
+            self._keep(image.digest, found)
+            del self._coming[image.digest]
+        mine.set_result(found)
+        return found
+
+    def _encoded(self, image: Image) -> Rows:
+        with self._encoding:
+            start = perf_counter()
+            found = self._encode(image)
+            self.num_encoded += 1
+            self.seconds += perf_counter() - start
+        if (count := len(found.rows)) != image.num_rows:
+            raise ModelError(f"an image of {image.num_rows} rows was encoded as {count}")
+        return found
+
+    def _keep(self, digest: bytes, rows: Rows) -> None:
+        if rows.nbytes > self._max_bytes:
+            return
+        self._kept[digest] = rows
+        self._num_bytes += rows.nbytes
+        while self._num_bytes > self._max_bytes:
+            _, gone = self._kept.popitem(last=False)
+            self._num_bytes -= gone.nbytes
