@@ -1,1 +1,1 @@
-"""Images in a prompt: what stands for them in the index, and what the model reads in their place."""
+"""Images in a prompt: what stands for them in the index, and what the model reads instead."""

@@ -91,7 +91,7 @@ class VisionTower:
         config = call_transformers(self._name_or_path, AutoConfig.from_pretrained)
         kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
 
-        class Tower(kind):  # type: ignore[misc]
+        class Tower(kind):
             _keys_to_ignore_on_load_missing = [_OF_TEXT]  # noqa: RUF012
 
         _empty_text(config)
