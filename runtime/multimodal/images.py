@@ -31,7 +31,7 @@ class Images:
         """`config` is the checkpoint's, by which images of different models have other keys."""
         self._processor = ImageProcessor(name_or_path, family, config, model.max_context)
         tower = VisionTower(name_or_path, model.device, model.dtype)
-        self.features = KeptFeatures(lambda image: as_features(tower.rows(self._processor.inputs(image))))
+        self.features = KeptFeatures(lambda image: tower.encode(self._processor.inputs(image)))
         self._keys = ImageKeys(model.vocab_size)
 
     def prepare(self, given: Sequence[object]) -> list[Image]:
@@ -79,7 +79,7 @@ class Images:
 
     def encode(self, image: Image) -> ImageFeatures:
         """The rows of an image, which are kept for a while."""
-        return self.features.of(image)
+        return self.features.get(image)
 
 
 class NoImages(Images):
@@ -94,8 +94,8 @@ class NoImages(Images):
 
 def open_images(name_or_path: str, model: PagedModel) -> Images:
     """What a model makes of images; nothing of it is read before the first one."""
-    config = None if find_gguf(name_or_path) else find_file(name_or_path, "config.json")
-    settings: dict[str, Any] = json.loads(Path(config).read_text(encoding="utf-8")) if config else {}
+    file = None if find_gguf(name_or_path) else find_file(name_or_path, "config.json")
+    settings = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
     try:
         if "vision_config" not in settings:
             raise InvalidRequest("this model takes no images: send text")
@@ -110,7 +110,3 @@ def open_images(name_or_path: str, model: PagedModel) -> Images:
     except InvalidRequest as error:
         return NoImages(str(error))
     return Images(name_or_path, family, model, json.dumps(settings, sort_keys=True).encode())
-
-
-def as_features(r):
-    return ImageFeatures(r.rows, r.rows.new_empty(0, *r.rows.shape) if r.deep is None else r.deep)

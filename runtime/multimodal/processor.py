@@ -116,7 +116,7 @@ class ImageProcessor:
             self._check(named, self._expected(height, width))
             found = processor(
                 images=[picture], text=[processor.image_token], return_tensors="pt",
-                return_text_replacement_offsets=True,
+                return_text_replacement_offsets=True, padding=False,
                 input_data_format="channels_last",  # of an image one or three pixels high, too
             )  # fmt: skip
         except InvalidRequest:
@@ -158,8 +158,9 @@ class ImageProcessor:
             "tokenizer": AutoTokenizer.from_pretrained,
         }
         settings, _ = self._read(kind.get_processor_dict)
-        read = [self._read(parts[name]) if name in parts else None for name in kind.get_attributes()]
-        return self._read(lambda *_, **__: kind.from_args_and_dict(read, settings))
+        names = kind.get_attributes()
+        found = [self._read(parts[name]) if name in parts else None for name in names]
+        return self._read(lambda *_, **__: kind.from_args_and_dict(found, settings))
 
     @cached_property
     def _token(self) -> int:
@@ -177,9 +178,20 @@ class ImageProcessor:
         return str(row)
 
     def _read(self, read: Callable[..., Any]) -> Any:
-        from radixcache.runtime.model.fallback.loading import call_transformers
+        try:
+            return read(self._name_or_path, trust_remote_code=False)
+        except ImportError as error:
+            raise _lacking(error) from None
+        except Exception as error:
+            reason = first_sentence(error)
+            raise ModelError(
+                f"the image processor of {self._name_or_path} does not load: {reason}"
+            ) from None
 
-        return call_transformers(self._name_or_path, read)
+
+def _lacking(error: ImportError) -> MissingDependency:
+    needed = first_sentence(error)
+    return MissingDependency(f"images of this model need a package that is not here: {needed}")
 
 
 def _class_of(named: str) -> Any:
@@ -190,19 +202,18 @@ def _class_of(named: str) -> Any:
     """
     folder, _, name = named.partition(".")
     package = f"transformers.models.{folder}"
-    needed, twin = f"{package}.image_processing_{folder}", f"{package}.image_processing_pil_{folder}"
+    needed = f"{package}.image_processing_{folder}"
     try:
         try:
             module = import_module(f"{package}.processing_{folder}")
         except ImportError:  # torchvision, for a function that the processor by PIL has, too
-            sys.modules[needed] = import_module(twin)
+            sys.modules[needed] = import_module(f"{package}.image_processing_pil_{folder}")
             try:
                 module = import_module(f"{package}.processing_{folder}")
             finally:
                 del sys.modules[needed]
     except ImportError as error:
-        reason = first_sentence(error)
-        raise MissingDependency(f"images of this model need a package: {reason}") from None
+        raise _lacking(error) from None
 
     class Images(getattr(module, name)):  # type: ignore[misc]
         def check_argument_for_proper_class(self, argument_name: str, argument: object) -> None:

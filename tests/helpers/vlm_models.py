@@ -92,6 +92,7 @@ _TILE_SPECIALS = (
     ("", "<end_of_utterance>"),
     *(("", f"<row_{row}_col_{col}>") for row in (1, 2) for col in (1, 2)),
 )  # fmt: skip
+_PINS = [[56, 112], [112, 56], [112, 112]]
 _GLM_ROPE = {**_TURNED, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
 
 
@@ -141,6 +142,103 @@ FAMILIES: dict[str, _Vlm] = {
          "eoi_token_index": "<end_of_image>", "mm_tokens_per_image": 4},
         {"processor_class": "Gemma3Processor", "image_seq_length": 4},
     ),
+    "gemma4": _Vlm(
+        "gemma4_text",
+        (("image_token", "<|image|>"), ("boi_token", "<|image>"), ("eoi_token", "<image|>"),
+         ("audio_token", "<|audio|>"), ("boa_token", "<|audio>"), ("eoa_token", "<audio|>"),
+         ("", "<|video|>")),
+        "\n\n<|image|>\n\n",
+        {**_WINDOWS, "pad_token_id": 0, "use_bidirectional_attention": "vision",
+         "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+         "hidden_size_per_layer_input": 0},
+        {**_BLOCKS, "num_key_value_heads": 2, "head_dim": 16, "patch_size": 8,
+         "pooling_kernel_size": 2, "position_embedding_size": 64},
+        {},
+        {"image_token_id": "<|image|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>",
+         "audio_token_id": "<|audio|>", "boa_token_id": "<|audio>", "eoa_token_index": "<audio|>",
+         "video_token_id": "<|video|>", "audio_config": None},
+        {"processor_class": "Gemma4Processor", "image_seq_length": 70, "image_processor": {
+            "image_processor_type": "Gemma4ImageProcessor", "patch_size": 8,
+            "pooling_kernel_size": 2, "max_soft_tokens": 70}},
+    ),
+    "internvl": _Vlm(
+        "qwen2",
+        (("start_image_token", "<img>"), ("end_image_token", "</img>"),
+         ("context_image_token", "<IMG_CONTEXT>"), ("video_token", "<video>")),
+        "<IMG_CONTEXT>\n", {},
+        {**_BLOCKS, "model_type": "internvl_vision", "image_size": [56, 56],
+         "patch_size": [14, 14]},
+        {"image_processor_type": "GotOcr2ImageProcessorFast", "crop_to_patches": False,
+         "min_patches": 1, "max_patches": 4, "size": {"height": 56, "width": 56}},
+        {"image_token_id": "<IMG_CONTEXT>", "downsample_ratio": 0.5, "image_seq_length": 4},
+        {"processor_class": "InternVLProcessor", "image_seq_length": 4},
+    ),
+    "idefics3": _Vlm(
+        "llama", _TILE_SPECIALS, "<image>", {},
+        {**_BLOCKS, "image_size": 56, "patch_size": 14},
+        {"image_processor_type": "Idefics3ImageProcessor", **_TILES},
+        {"image_token_id": "<image>", "scale_factor": 2},
+        {"processor_class": "Idefics3Processor", "image_seq_len": 4},
+    ),
+    "smolvlm": _Vlm(
+        "llama", _TILE_SPECIALS, "<image>", {},
+        {**_BLOCKS, "image_size": 56, "patch_size": 14},
+        {"image_processor_type": "SmolVLMImageProcessor", **_TILES},
+        {"image_token_id": "<image>", "scale_factor": 2},
+        {"processor_class": "SmolVLMProcessor", "image_seq_len": 4},
+    ),
+    "llava": _Vlm(
+        "llama", _IMAGE, "<image>\n", {}, _CLIP,
+        {"image_processor_type": "CLIPImageProcessor", **_CROPPED},
+        {"image_token_index": "<image>"},
+        {"processor_class": "LlavaProcessor", "patch_size": 14, "image_token": "<image>",
+         "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+    ),
+    "llava_next": _Vlm(
+        "mistral", _IMAGE, "<image>\n", {"sliding_window": None}, _CLIP,
+        {"image_processor_type": "LlavaNextImageProcessor", **_CROPPED,
+         "image_grid_pinpoints": _PINS},
+        {"image_token_index": "<image>", "image_grid_pinpoints": _PINS},
+        {"processor_class": "LlavaNextProcessor", "patch_size": 14, "image_token": "<image>",
+         "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+    ),
+    "llava_onevision": _Vlm(
+        "qwen2", (*_IMAGE, ("", "<video>")), "<image>\n", {},
+        {**_SIGLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
+        {"image_processor_type": "LlavaOnevisionImageProcessor", **_HALVES,
+         "size": {"height": 56, "width": 56}, "image_grid_pinpoints": _PINS},
+        {"image_token_index": "<image>", "video_token_index": "<video>",
+         "image_grid_pinpoints": _PINS, "vision_feature_select_strategy": "full"},
+        {"processor_class": "LlavaOnevisionProcessor", "image_token": "<image>",
+         "num_image_tokens": 16, "vision_feature_select_strategy": "full"},
+    ),
+    "lfm2_vl": _Vlm(
+        "lfm2",
+        (*_IMAGE, ("image_start_token", "<|image_start|>"), ("image_end_token", "<|image_end|>"),
+         ("image_thumbnail", "<|img_thumbnail|>")),
+        "<image>",
+        {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3},
+        {**_BLOCKS, "model_type": "siglip2_vision_model", "patch_size": 8, "num_patches": 16,
+         "vision_use_head": False},
+        {"image_processor_type": "Lfm2VlImageProcessorFast", "encoder_patch_size": 8,
+         "tile_size": 64, "max_image_tokens": 16, "min_image_tokens": 4, "max_num_patches": 64,
+         "do_image_splitting": False},
+        {"image_token_id": "<image>", "projector_hidden_size": 48},
+        {"processor_class": "Lfm2VlProcessor"},
+    ),
+    "glm4v": _Vlm(
+        "glm4v_text",
+        (("", "<|begin_of_image|>"), ("", "<|image|>"), ("", "<|end_of_image|>"),
+         ("", "<|video|>"), ("", "<|begin_of_video|>"), ("", "<|end_of_video|>")),
+        "<|begin_of_image|><|image|><|end_of_image|>", {"rope_parameters": _GLM_ROPE},
+        {**_QWEN_VIT, "image_size": 64},
+        {**_QWEN_IMAGES, "image_processor_type": "Glm4vImageProcessor",
+         "size": {"shortest_edge": 2048, "longest_edge": 18432}},
+        {"image_token_id": "<|image|>", "image_start_token_id": "<|begin_of_image|>",
+         "image_end_token_id": "<|end_of_image|>", "video_token_id": "<|video|>",
+         "video_start_token_id": "<|begin_of_video|>", "video_end_token_id": "<|end_of_video|>"},
+        {"processor_class": "Glm4vProcessor"},
+    ),
 }  # fmt: skip
 
 
@@ -168,7 +266,8 @@ def write_vlm(folder: Path, family: str, seed: int = 0, **text: Any) -> Path:
         ("preprocessor_config", vlm.image_processor),
         ("processor_config", vlm.processor),
     ):
-        (folder / f"{name}.json").write_text(json.dumps(content))
+        if content:
+            (folder / f"{name}.json").write_text(json.dumps(content))
     return folder
 
 
