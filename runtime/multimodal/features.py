@@ -1,5 +1,4 @@
-"""The rows that a vision tower makes of images; kept, so that one in many prompts is encoded once.
-"""
+"""The rows that a vision tower makes of an image, kept so that it is encoded once."""
 
 from __future__ import annotations
 
