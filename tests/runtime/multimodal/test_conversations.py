@@ -1,0 +1,175 @@
+"""Conversations about images: the tokens of transformers' whole model, and of no cache, whatever is
+cached, cut into chunks or preempted; another image never hits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+from radixcache import LLM, SamplingParams
+from tests.helpers.vlm_models import VOCAB_SIZE, write_vlm
+
+NEW = 6
+GREEDY = SamplingParams(
+    temperature=0, max_tokens=NEW, ignore_eos=True, allowed_token_ids=[*range(256)]
+)
+NO_TEXT = [*range(256, VOCAB_SIZE)]
+"""Tokens that are no bytes: a conversation that goes on would keep those without text."""
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "mistral3": {
+        "rope_parameters": {
+            **ROPE, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 32,
+        }
+    },
+}  # fmt: skip
+FAMILIES = ("qwen3_vl", "qwen3_5", "mistral3", "gemma3", "qwen2_5_vl")
+
+Conversation = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("images")
+
+
+@cache
+def model(folder: Path, family: str) -> Path:
+    return write_vlm(folder / family, family, **SETTINGS.get(family, {}))
+
+
+@contextmanager
+def engine(path: Path, **settings: Any) -> Iterator[LLM]:
+    settings = {"page_size": 4, "kv_cache_memory_bytes": "4MB", **settings}
+    with LLM(path, **settings) as llm:
+        yield llm
+        llm.call(llm.engine.check)
+
+
+class Whole:
+    """transformers' whole model, which computes each prompt anew."""
+
+    def __init__(self, path: Path, llm: LLM) -> None:
+        self.model = AutoModelForImageTextToText.from_pretrained(path, attn_implementation="eager")
+        self.llm, self.processor = llm, llm.images._processor._processor
+        self._known: dict[Any, list[int]] = {}
+
+    def answer(self, messages: Conversation) -> tuple[list[int], list[int]]:
+        """The prompt's tokens and those of the answer."""
+        assert self.llm.tokenizer is not None
+        images = [p["image"] for m in messages for p in m["content"] if p["type"] == "image"]
+        text = self.llm.tokenizer.render_chat(messages, with_images=True)
+        given = self.processor(
+            text=[text], images=images or None, return_tensors="pt", add_special_tokens=False
+        )
+        prompt = given["input_ids"][0].tolist()
+        key = tuple(prompt), tuple(image.tobytes() for image in images)
+        if key not in self._known:
+            with torch.inference_mode():
+                found = self.model.generate(
+                    **given, max_new_tokens=NEW, do_sample=False, eos_token_id=None,
+                    suppress_tokens=NO_TEXT,
+                )  # fmt: skip
+            self._known[key] = found[0, len(prompt) :].tolist()
+        return prompt, self._known[key]
+
+
+def picture(rng: np.random.Generator, width: int, height: int) -> Image.Image:
+    return Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def altered(rng: random.Random, image: Image.Image) -> Image.Image:
+    """The image, or one that differs by a pixel, or by a row or column of them."""
+    kind, (width, height) = rng.randrange(4), image.size
+    if kind == 0:
+        return image
+    if kind == 1:
+        return image.resize((width + 1, height))
+    if kind == 2:
+        return image.resize((width, height - 1))
+    copy = image.copy()
+    copy.putpixel((rng.randrange(width), rng.randrange(height)), (255, 0, rng.randrange(256)))
+    return copy
+
+
+def say(rng: random.Random, images: list[Image.Image]) -> dict[str, Any]:
+    """A user's message of texts and images in any order."""
+    texts = [{"type": "text", "text": rng.choice(["Look: ", "What is it?", " and ", "Why "])}]
+    content = [{"type": "image", "image": altered(rng, i)} for i in images] + texts
+    rng.shuffle(content)
+    return {"role": "user", "content": content}
+
+
+def converse(path: Path, seed: int, count: int, whole: Whole | None, **settings: Any) -> None:
+    """Several conversations at once, over a few images, each turn compared."""
+    rng, numbers = random.Random(seed), np.random.default_rng(seed)
+    sizes = [(64, 48), (40, 80), (56, 56), (96, 33)]
+    pool = [picture(numbers, *size) for size in sizes]
+    with engine(path, **settings) as llm, engine(path, cache="none") as plain:
+        reference = whole or Whole(path, plain)
+        conversations: list[Conversation] = [[] for _ in range(count)]
+        for _ in range(3):
+            for conversation in conversations:
+                number = rng.choice([0, 1, 1, 2]) if conversation else rng.randint(1, 3)
+                conversation.append(say(rng, rng.choices(pool, k=number)))
+            if rng.random() < 0.3:  # the same text about other images
+                twin = [dict(message) for message in rng.choice(conversations)]
+                twin[0] = {**twin[0], "content": [
+                    {**p, "image": rng.choice(pool)} if p["type"] == "image" else p
+                    for p in twin[0]["content"]
+                ]}  # fmt: skip
+                conversations.append(twin)
+            outputs = llm.chat(conversations, GREEDY, use_tqdm=False)
+            others = plain.chat(conversations, GREEDY, use_tqdm=False)
+            for conversation, output, other in zip(conversations, outputs, others, strict=True):
+                prompt, expected = reference.answer(conversation)
+                assert output.prompt_token_ids == prompt
+                assert output.outputs[0].token_ids == other.outputs[0].token_ids == expected
+                # Not the model's, which would be tokenised otherwise than it was generated.
+                answer = [{"type": "text", "text": rng.choice(["Yes.", "No, a cat"])}]
+                conversation.append({"role": "assistant", "content": answer})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_conversations_get_the_tokens_of_the_whole_model(folder: Path, family: str) -> None:
+    path = model(folder, family)
+    converse(path, 1, 3, None)
+    converse(path, 2, 3, None, max_num_batched_tokens=16, kv_cache_memory_bytes="400KB")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_next_turn_about_an_image_computes_its_new_tokens_alone(
+    folder: Path, family: str
+) -> None:
+    image = picture(np.random.default_rng(3), 64, 48)
+    with engine(model(folder, family)) as llm:
+        first = say(random.Random(0), [])
+        first["content"].insert(0, {"type": "image", "image": image})
+        (output,) = llm.chat([first], GREEDY, use_tqdm=False)
+        answer = {"role": "assistant", "content": output.outputs[0].text}
+        (again,) = llm.chat([first, answer, say(random.Random(1), [])], GREEDY, use_tqdm=False)
+        whole = len(output.prompt_token_ids)
+        mark = len("[assistant]")  # before which a recurrent state is saved
+        behind = mark if llm.engine.model.state_shapes else 1
+        assert again.num_cached_tokens >= whole - behind
+        assert llm.images.features.num_encoded == 1
+        other = image.copy()
+        other.putpixel((9, 9), (1, 2, 3))
+        first["content"][0]["image"] = other
+        (third,) = llm.chat([first], GREEDY, use_tqdm=False)
+        rows = third.prompt_token_ids.index(llm.images._processor.token)
+        assert third.num_cached_tokens <= rows < whole / 2
+        (salted,) = llm.chat([first], GREEDY, use_tqdm=False, cache_salt="another")
+        assert salted.num_cached_tokens == 0
+        assert salted.outputs[0].token_ids == third.outputs[0].token_ids
+        assert llm.images.features.num_encoded == 2
