@@ -150,7 +150,8 @@ class ImageProcessor:
     @cached_property
     def _processor(self) -> Any:
         """transformers' processor, whose parts for videos and sound are None."""
-        from transformers import AutoImageProcessor, AutoTokenizer
+        from transformers import AutoTokenizer
+        from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
         kind = _class_of(self._family.processor)
         parts: dict[str, Callable[..., Any]] = {
