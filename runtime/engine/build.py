@@ -144,6 +144,7 @@ def build_engine(args: EngineArgs) -> Built:
             loads=NO_LOADS if offload is None else offload.loads,
             logits_cache=choose_logits_cache(cache, model.vocab_size, num_states),
             proposer=proposer,
+            encode_image=images.encode,
             on_publish=on_publish,
             catch_up=explainer.catch_up,
             step_seconds=STEP_SECONDS,

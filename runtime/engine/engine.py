@@ -24,8 +24,7 @@ from radixcache.runtime.engine.scheduling.scheduler import Scheduler
 from radixcache.runtime.model.cuda_graphs import CudaGraphRunner
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
-from radixcache.runtime.multimodal.features import EncodeImage
-from radixcache.runtime.multimodal.image import PlacedImage
+from radixcache.runtime.multimodal.image import EncodeImage, PlacedImage
 from radixcache.runtime.multimodal.prompt_images import PromptImages
 from radixcache.runtime.request import PromptKey, Request, Sequence
 from radixcache.runtime.sampling.grammar import GrammarBackend
@@ -407,6 +406,7 @@ class Engine:
         if not chunks:
             if before is None:
                 self.scheduler.admission.loads.wait()
+                self.scheduler.admission.images.wait()
             return None
         hits = [chunk for chunk in chunks if not chunk.num_tokens]
         chunks = [chunk for chunk in chunks if chunk.num_tokens]

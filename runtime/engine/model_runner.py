@@ -22,7 +22,8 @@ from radixcache.runtime.engine.scheduling.chunk import Chunk
 from radixcache.runtime.model.cuda_graphs import CudaGraphRunner
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel, Unread
-from radixcache.runtime.multimodal.features import EncodeImage, ImageFeatures
+from radixcache.runtime.multimodal.features import ImageFeatures
+from radixcache.runtime.multimodal.image import EncodeImage
 from radixcache.runtime.multimodal.prompt_images import Part
 from radixcache.states import SequenceStates
 
@@ -208,9 +209,12 @@ class ModelRunner:
             start, end, images = chunk.end - chunk.num_new, chunk.end, chunk.sequence.request.images
             found = None if images is None else images.positions(start, end)
             places.append(np.tile(np.arange(start, end), (3, 1)) if found is None else found)
-            for part in images.parts(start, end) if images is not None else ():
-                rows.append(part.rows + at)
-                parts.append((part, self._encode_image(part.image)))
+            if images is not None:
+                for part in images.parts(start, end):
+                    rows.append(part.rows + at)
+                    features = images.features.get(part.image.digest)
+                    parts.append((part, features or self._encode_image(part.image)))
+                images.drop_features(end)
             at += end - start
         positions = np.concatenate(places, axis=1) if self._model.rope_axes else None
         if not parts:

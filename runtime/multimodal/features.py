@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from concurrent.futures import Future
 from threading import Lock
 from time import perf_counter
@@ -12,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from radixcache.errors import ModelError
-from radixcache.runtime.multimodal.image import Image
+from radixcache.runtime.multimodal.image import EncodeImage, Image
 
 KEPT_BYTES = 256 << 20
 """Rows that are kept by default: 50 images of 1280 rows of 2048 in bfloat16."""
@@ -34,9 +33,6 @@ class ImageFeatures(NamedTuple):
     def nbytes(self) -> int:
         """The memory that they take."""
         return self.rows.nbytes + self.deep.nbytes
-
-
-EncodeImage = Callable[[Image], ImageFeatures]
 
 
 class KeptFeatures:

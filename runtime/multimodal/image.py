@@ -17,6 +17,8 @@ from radixcache.base import Tokens
 if TYPE_CHECKING:
     from PIL.Image import Image as PILImage
 
+    from radixcache.runtime.multimodal.features import ImageFeatures  # imports torch
+
 
 @dataclass(frozen=True)
 class ImageSource:
@@ -50,6 +52,9 @@ class Image:
     token: int
     num_rows: int
     grid: tuple[int, int] | None = None
+
+
+EncodeImage = Callable[[Image], "ImageFeatures"]
 
 
 class PlacedImage(NamedTuple):

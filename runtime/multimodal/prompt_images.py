@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,8 @@ class PromptImages:
         self, images: Sequence[PlacedImage], length: int, *, axes: bool, both_ways: bool
     ) -> None:
         self.images = images
+        self.features: dict[bytes, Any] = {}
+        """Features by digest, from when the prompt waits for them until its rows are computed."""
         places = np.concatenate([image.places for image in images])
         apart = np.flatnonzero(np.diff(places) != 1) + 1
         runs = [(int(run[0]), int(run[-1]) + 1) for run in np.split(places, apart)]
@@ -61,6 +63,12 @@ class PromptImages:
             if position in places:
                 return number, len(self.images), image.num_rows
         return None
+
+    def drop_features(self, end: int) -> None:
+        """The first `end` tokens are computed: no rows are needed of images among them."""
+        for image, places, _ in self.images if self.features else ():
+            if places[-1] < end:
+                self.features.pop(image.digest, None)
 
     def parts(self, start: int, end: int) -> Iterator[Part]:
         """The parts of images within positions [start, end)."""

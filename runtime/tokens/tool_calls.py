@@ -245,7 +245,9 @@ def _content_of(parts: Any) -> str | list[dict[str, Any]]:
         if kind in _IMAGES:
             found.append({"type": "image"})
         elif kind != "text" or not isinstance(text, str):
-            raise InvalidRequest(f"only text and images can be in a message, not {kind!r}")
+            raise InvalidRequest(
+                f"only text and images can be in a message, not a part of type {kind!r}"
+            )
         else:
             found.append({"type": "text", "text": text})
     if any(part["type"] == "image" for part in found):

@@ -13,6 +13,7 @@ from radixcache.lease import Lease
 from radixcache.runtime.engine.logits_cache import PromptLogitsCache
 from radixcache.runtime.engine.scheduling.chunk import Chunk
 from radixcache.runtime.engine.scheduling.fairness import FairShares
+from radixcache.runtime.engine.scheduling.image_encoding import ImageEncoding
 from radixcache.runtime.engine.scheduling.prefills import may_begin
 from radixcache.runtime.engine.scheduling.saved_state_planner import Planner
 from radixcache.runtime.engine.scheduling.step_budget import StepBudget
@@ -34,7 +35,7 @@ class Admission:
 
     Args:
         budget: of the step that is being scheduled.
-        planner, loads, logits_cache, policy: those of the scheduler.
+        planner, loads, logits_cache, policy, images: those of the scheduler.
     """
 
     def __init__(
@@ -45,7 +46,9 @@ class Admission:
         loads: PageLoader,
         logits_cache: PromptLogitsCache | None,
         policy: Policy,
+        images: ImageEncoding,
     ) -> None:
+        self.images = images
         self.shares = FairShares()
         self._cache, self._budget, self._planner, self.loads = cache, budget, planner, loads
         self.logits_cache, self._policy = logits_cache, policy
@@ -68,7 +71,7 @@ class Admission:
             prompts: the running sequences in prefill.
             ending: the prompts whose logits will be kept after this step.
         """
-        if self.loads.waits(sequence):
+        if self.loads.waits(sequence) or self.images.waits(sequence, self.match):
             return False
         if not (self.loads.has_read(sequence) or self.may_begin(sequence, prompts)):
             return False

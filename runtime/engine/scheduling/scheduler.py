@@ -17,13 +17,15 @@ from collections.abc import Callable, Collection
 from itertools import islice
 
 from radixcache.base import PrefixCache
-from radixcache.errors import OutOfPages
+from radixcache.errors import InvalidRequest, OutOfPages
 from radixcache.runtime.engine.logits_cache import PromptLogitsCache
 from radixcache.runtime.engine.scheduling.admission import LOOK_AHEAD, Admission, Policy
 from radixcache.runtime.engine.scheduling.chunk import Chunk
+from radixcache.runtime.engine.scheduling.image_encoding import ImageEncoding
 from radixcache.runtime.engine.scheduling.saved_state_planner import NO_SAVED_STATES, Planner
 from radixcache.runtime.engine.scheduling.step_budget import StepBudget
 from radixcache.runtime.kv_offload.page_loader import NO_LOADS, PageLoader
+from radixcache.runtime.multimodal.image import EncodeImage
 from radixcache.runtime.request import PromptKey, Request, Sequence
 from radixcache.runtime.spec_decode.proposer import MAX_DRAFT, NO_TOKENS, DraftProposer
 
@@ -50,6 +52,7 @@ class Scheduler:
         logits_cache: keeps the logits at the ends of prompts; without it, the last token of each
             prompt is computed.
         proposer: drafts tokens; not for a recurrent model, whose state would then hold them.
+        encode_image: gives the features of images, on a thread, for prompts that wait.
         on_publish: called before the first n tokens of a sequence are published.
         catch_up: does what `on_publish` has put off until the step is launched.
         step_seconds: what a step should take at most, by what `StepBudget` measures.
@@ -66,6 +69,7 @@ class Scheduler:
         loads: PageLoader = NO_LOADS,
         logits_cache: PromptLogitsCache | None = None,
         proposer: DraftProposer | None = None,
+        encode_image: EncodeImage | None = None,
         on_publish: OnPublish = lambda sequence, num_tokens: None,
         catch_up: Callable[[], None] = lambda: None,
         step_seconds: float | None = None,
@@ -98,7 +102,10 @@ class Scheduler:
         self._ahead = DECODE_AHEAD
         """Tokens to reserve at a time; fewer once a reservation failed, until a sequence leaves."""
         self._failed = list[Request]()
-        self.admission = Admission(cache, self.budget, planner, loads, logits_cache, policy)
+        self.admission = Admission(
+            *(cache, self.budget, planner, loads, logits_cache, policy),
+            ImageEncoding(encode_image),
+        )
         self._shares = self.admission.shares
         cache.coming = lambda: ((s.tokens, s.request.namespace) for s in self.waiting)
 
@@ -282,6 +289,8 @@ class Scheduler:
             ending |= self.admission.ending([chunk])
             budget.spend(chunk.cost, hit)
             prompts += [sequence] * sequence.in_prefill
+        for sequence, error in self.admission.images.take_failed().items():
+            self.fail(sequence, str(error), invalid=isinstance(error, InvalidRequest))
 
     def _coming(self) -> set[PromptKey]:
         """The texts whose rows are about to come from sequences that run."""

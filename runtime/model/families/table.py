@@ -178,7 +178,7 @@ FAMILIES: dict[str, Family] = {
     "exaone_moe": _row(_EXAONE, mlp=parts.deepseek),
     "glm": _row(_GLM, pairs=True),
     "glm4": _row(_GLM, pairs=True, norms=_GLM4),
-    "glm4v_text": _row(_GLM, pairs=True, norms=_GLM4, bias=True),
+    "glm4v_text": _row(_GLM, pairs=True, norms=_GLM4, bias=True, axes="blocks"),
     "cohere": _row(_COHERE),
     "cohere2": _row(
         _COHERE, types=by_type, turned=lambda config, number, kind: kind == "sliding_attention"
@@ -241,7 +241,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "youtu": _row(_LATENT, ignored="embedding_initializer_range"),
     "glm4v_moe_text": _row(
-        _GLM, mlp=parts.deepseek, spare_layers=True, ignored="num_nextn_predict_layers"
+        _GLM, mlp=parts.deepseek, spare_layers=True, ignored="num_nextn_predict_layers",
+        axes="blocks",
     ),
     "dots1": Family(
         head_norms="head", types=by_type, mlp=parts.deepseek,

@@ -64,7 +64,7 @@ void compare_steps(void* const* theirs) {
     Joint joint{nullptr, norm.data(), 1, 1, false};
     Sublayer layers[] = {{&attention, nullptr, joint, ATTENTION, -1},
                          {&mlp, nullptr, joint, DENSE, -1}};
-    RopeTable rope{turns.data(), 1, 16};
+    RopeTable rope{turns.data(), nullptr, 1, 16};
     Model model{layers, &rope, nullptr, 2, 1, 0, HIDDEN, 5 * DIM, 3 * DIM, INNER, false, 1e-5f,
                 1, 0, joint, table.weight, table.weight};
     auto step = [&](void* const* kernels) {
@@ -75,7 +75,7 @@ void compare_steps(void* const* theirs) {
         std::vector<float> logits(wanted.size() * WORDS);
         auto run = in<T>(kernels, forward<T>);
         run(model, batch, batch, &kept, States{}, ids.data(), positions.data(), wanted.data(),
-            wanted.size(), logits.data(), nullptr, 0, 2);
+            wanted.size(), logits.data(), nullptr, 0, nullptr, 2);
         check(*std::max_element(logits.begin(), logits.end()) > 0, "logits are numbers");
         return logits;
     };

@@ -90,6 +90,8 @@ def test_each_architecture_is_tried_and_on_the_page() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_file_is_described_as_its_checkpoint_and_has_its_weights(family, tmp_path) -> None:
     described, file = made(family, tmp_path)
+    ropes = tuple(replace(rope, axes=None) for rope in described.ropes)  # of images, of no files
+    described = replace(described, ropes=ropes)
     assert not [*differences(described, describe_gguf(file, settings_of(file)))]
     read = GGUFSource(file, described, CPU, torch.float32)
     with open_checkpoint(tmp_path, CPU, torch.float32) as checkpoint:
