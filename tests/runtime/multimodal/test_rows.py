@@ -1,0 +1,125 @@
+"""Rows are made once for an image, and kept within bounds."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, Event
+from time import sleep
+from typing import NoReturn
+
+import pytest
+import torch
+
+from radixcache.errors import ModelError
+from radixcache.runtime.multimodal.image import Image, ImageSource
+from radixcache.runtime.multimodal.rows import ImageRows
+from radixcache.runtime.multimodal.tower import Rows
+
+
+def undecoded() -> NoReturn:
+    raise AssertionError
+
+
+def image(number: int, num_rows: int = 2) -> Image:
+    source = ImageSource(b"", undecoded)
+    return Image(source, number.to_bytes(32, "big"), "..", 0, num_rows)
+
+
+def encoded(image: Image) -> Rows:
+    """Rows of 64 bytes each."""
+    return Rows(torch.full((image.num_rows, 16), float(image.digest[-1])))
+
+
+class Waiting:
+    """Encodes once it is told to."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.begun, self.go, self.error = Event(), Event(), error
+
+    def __call__(self, image: Image) -> Rows:
+        self.begun.set()
+        assert self.go.wait(30)
+        if self.error:
+            raise self.error
+        return encoded(image)
+
+
+def wait_for_hits(rows: ImageRows, number: int):
+    for _ in range(3000):
+        if rows.num_hits == number:
+            return
+        sleep(0.01)
+    pytest.fail(f"{rows.num_hits} calls wait")
+
+
+def test_an_image_is_encoded_once():
+    rows = ImageRows(encoded)
+    first = rows.get(image(1))
+    assert rows.get(image(1)) is first and bool((first.rows == 1).all())
+    assert (rows.num_encoded, rows.num_hits) == (1, 1) and rows.seconds > 0
+
+
+def test_the_least_recently_used_go_first():
+    rows = ImageRows(encoded, max_bytes=3 * 2 * 64)
+    for number in (1, 2, 3, 1, 4):  # 4 takes the place of 2
+        rows.get(image(number))
+    assert (rows.num_encoded, rows.num_hits) == (4, 1)
+    for number in (1, 3, 4):
+        rows.get(image(number))
+    assert rows.num_encoded == 4
+    rows.get(image(2))
+    assert rows.num_encoded == 5
+
+
+def test_rows_count_with_those_of_inner_layers_and_may_be_too_many_to_keep():
+    def deep(image: Image) -> Rows:
+        rows = encoded(image).rows
+        return Rows(rows, torch.stack([rows] * 3))
+
+    rows = ImageRows(deep, max_bytes=4 * 2 * 64)
+    rows.get(image(1))
+    rows.get(image(2, num_rows=3))  # is too much, and leaves what is kept
+    assert rows.get(image(1)).nbytes == 4 * 2 * 64
+    assert (rows.num_encoded, rows.num_hits) == (2, 1)
+    rows.get(image(3))
+    rows.get(image(1))
+    assert rows.num_encoded == 4
+
+
+def test_a_second_thread_waits_for_the_first():
+    encode = Waiting()
+    rows, together = ImageRows(encode), Barrier(5)
+
+    def ask() -> Rows:
+        together.wait(30)
+        return rows.get(image(7))
+
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(ask) for _ in range(4)]
+        together.wait(30)
+        assert encode.begun.wait(30)
+        wait_for_hits(rows, 3)
+        encode.go.set()
+        found = {id(each.result(30)) for each in asked}
+    assert len(found) == 1 and (rows.num_encoded, rows.num_hits) == (1, 3)
+
+
+def test_an_error_reaches_all_who_wait_and_leaves_nothing():
+    encode = Waiting(ModelError("no weights"))
+    rows = ImageRows(encode)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(rows.get, image(7))
+        assert encode.begun.wait(30)
+        second = threads.submit(rows.get, image(7))
+        wait_for_hits(rows, 1)
+        encode.go.set()
+        assert first.exception(30) is second.exception(30) is encode.error
+    encode.error = None
+    assert bool((rows.get(image(7)).rows == 7).all())
+    assert rows.num_encoded == 1
+
+
+def test_rows_must_be_as_many_as_their_places():
+    rows = ImageRows(lambda each: encoded(image(1, num_rows=3)))
+    with pytest.raises(ModelError, match="an image of 2 rows was encoded as 3"):
+        rows.get(image(1))
