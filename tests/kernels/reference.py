@@ -137,6 +137,19 @@ def random_step(
     return step, options
 
 
+def with_images(seed: int, step: Step) -> Step:
+    """The step with images among its new tokens, whose rows see each other."""
+    rng, ahead, end = np.random.default_rng(seed), np.zeros(len(step.query), np.int32), 0
+    for queries in step.query_lens:
+        start, end = end, end + queries
+        while start < end:
+            last = min(end, start + int(rng.integers(1, 400)))
+            if rng.random() < 0.5:
+                ahead[start:last] = np.arange(last - start)[::-1]
+            start = last
+    return replace(step, batch=replace(step.batch, ahead=ahead))
+
+
 def slots_of(table: list[int], positions: np.ndarray, page_size: int) -> tuple[Any, Any]:
     """Page and slot of the tokens at these positions."""
     return np.array(table)[positions // page_size], positions % page_size
@@ -158,7 +171,7 @@ def appended(step: Step) -> tuple[np.ndarray, np.ndarray]:
 
 def naive_attention(
     step: Step, *, scale: float, window: int | None = None, softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, both_ways: bool = False,
 ) -> np.ndarray:  # fmt: skip
     """[T, heads, dim] float64, one sequence and head at a time. Does not touch `step`."""
     heads, group = step.query.shape[1], step.query.shape[1] // step.key.shape[1]
@@ -168,7 +181,8 @@ def naive_attention(
         start, end, positions = end, end + queries, np.arange(length)
         pages, slots = slots_of(table, positions, step.batch.page_size)
         own = positions[length - queries :, None]
-        sees = (positions <= own) & (positions > own - (window or length))
+        ahead = step.batch.ahead[start:end, None] if both_ways else 0
+        sees = (positions <= own + ahead) & (positions > own - (window or length))
         somebody_sees = sees.any(0, keepdims=True).T  # else there may be NaN
         for head in range(heads):
             if head % group == 0:
@@ -240,7 +254,9 @@ def behind_windows(step: Step, window: int) -> Step:
     tables = [table[n // size :] for table, n in zip(step.tables, first, strict=True)]
     kept = [n - start for n, start in zip(step.kv_lens, first, strict=True)]
     short = replace(
-        make_batch(tables, step.query_lens, kept, size), first=np.array(first, np.int32)
+        make_batch(tables, step.query_lens, kept, size),
+        first=np.array(first, np.int32),
+        ahead=step.batch.ahead,
     )
     sides = [step.k_pages.clone(), step.v_pages.clone()]
     for side in sides:

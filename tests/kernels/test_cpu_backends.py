@@ -21,6 +21,7 @@ from tests.kernels.reference import (
     make_step,
     random_step,
     run,
+    with_images,
 )
 
 BACKENDS = [TorchAttention, NativeAttention]
@@ -52,6 +53,21 @@ def test_a_table_of_one_window_gives_the_same(backend, seed) -> None:
     if isinstance(backend, NativeAttention):
         assert torch.equal(short, whole), "other bits"
     assert error(step, short, **options) < TOLERANCE[step.query.dtype]
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_rows_of_an_image_see_each_other_both_ways(backend, seed) -> None:
+    step, options = random_step(seed, dtypes=(torch.float32,))
+    step = with_images(seed, step)
+    plain = run(step, backend, **options)
+    assert error(step, plain, **options) < 2e-5  # layers of another kind
+    options["both_ways"] = True
+    found = run(step, backend, **options)
+    assert error(step, found, **options) < 2e-5
+    assert torch.equal(found, plain) is not step.batch.ahead.any()
+    if options["window"] is not None:
+        short = run(behind_windows(step, options["window"]), backend, **options)
+        assert error(step, short, **options) < 2e-5
 
 
 def test_one_plan_serves_layers_of_different_windows_and_pages(backend) -> None:
