@@ -22,7 +22,13 @@ from radixcache.runtime.multimodal.tower import VisionTower
 
 
 class Images:
-    """Of one model that reads images; for any number of threads."""
+    """Of one model that reads images; for any number of threads.
+
+    Attributes:
+        features: the rows that are kept; None of a model that reads none.
+    """
+
+    features: KeptFeatures | None
 
     def __init__(
         self, name_or_path: str, family: ImageFamily, model: PagedModel, config: bytes
@@ -78,6 +84,7 @@ class Images:
 
     def encode(self, image: Image) -> ImageFeatures:
         """The rows of an image, which are kept for a while."""
+        assert self.features is not None
         return self.features.get(image)
 
 
@@ -85,7 +92,7 @@ class NoImages(Images):
     """Of a model that reads none, for a reason."""
 
     def __init__(self, reason: str) -> None:
-        self._reason = reason
+        self._reason, self.features = reason, None
 
     def prepare(self, given: Sequence[object]) -> list[Image]:
         raise InvalidRequest(self._reason)
