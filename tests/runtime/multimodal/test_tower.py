@@ -40,8 +40,11 @@ def whole_rows(path: Path, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tenso
     given = {name: tensor for name, tensor in inputs.items() if name in known}
     with torch.inference_mode():
         found = model.get_image_features(**given, return_dict=True)
-    rows = torch.cat([*found.pooler_output]).reshape(-1, HIDDEN)
-    return rows, getattr(found, "deepstack_features", None)
+    return flat(found.pooler_output), getattr(found, "deepstack_features", None)
+
+
+def flat(parts: Any) -> torch.Tensor:
+    return torch.cat([part.reshape(-1, HIDDEN) for part in parts])
 
 
 def check(path: Path, reference: Path | None = None, **shape: int) -> Rows:
@@ -49,11 +52,12 @@ def check(path: Path, reference: Path | None = None, **shape: int) -> Rows:
     inputs = inputs_of(path, **shape)
     found = tower_of(path).rows(inputs)
     expected, deep = whole_rows(reference or path, inputs)
-    assert (size := float(expected.std())) > 0.1
+    size = float(expected.std())
+    assert size > 0.1
     torch.testing.assert_close(found.rows, expected, atol=3e-5 * size, rtol=1e-4)
     assert (found.deep is None) == (not deep)
     for ours, theirs in zip([] if found.deep is None else found.deep, deep or [], strict=True):
-        torch.testing.assert_close(ours, torch.cat([*theirs]), atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(ours, flat(theirs), atol=2e-5, rtol=1e-4)
     return found
 
 
