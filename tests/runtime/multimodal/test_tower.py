@@ -15,7 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from radixcache.errors import InvalidRequest, ModelError
+from radixcache.kernels.native.library import problem
 from radixcache.runtime.model.checkpoint import Checkpoint
+from radixcache.runtime.model.fallback.patches.linear import NativeLinear
 from radixcache.runtime.multimodal.tower import Rows, VisionTower
 from tests.helpers.vlm_models import FAMILIES, HIDDEN
 from tests.runtime.multimodal.pictures import picture, processor_of, source_of
@@ -145,6 +147,8 @@ def test_the_number_of_threads_changes_no_bit(vlm: Vlm, family: str):
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(*found)
+    packed = [isinstance(each, NativeLinear) for each in tower_of(vlm(family))._model.modules()]
+    assert sum(packed) > 9 or problem()  # libraries' own sums may depend on them, in large layers
 
 
 def test_a_weight_that_is_missing_is_named(vlm: Vlm, tmp_path: Path):
