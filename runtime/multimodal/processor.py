@@ -6,11 +6,11 @@ import json
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
-from threading import Lock
-from typing import TYPE_CHECKING, Any
+from threading import RLock
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from radixcache.errors import (
     ContextExceeded,
@@ -34,11 +34,7 @@ _OF_TEXT = "input_ids attention_mask token_type_ids mm_token_type_ids text_repla
 class ImageProcessor:
     """A model's processor, for one image at a time: its crops and tiles are its own.
 
-    To make one imports transformers and reads the tokenizer. Any thread may call it.
-
-    Attributes:
-        placeholder: what the model's chat template writes for an image.
-        token: the id that stands for a row in prompts.
+    transformers and the tokenizer are read when they are first needed. Any thread may call.
     """
 
     def __init__(
@@ -48,34 +44,46 @@ class ImageProcessor:
         Args:
             fingerprint: stands for the model in digests.
             max_rows: the model's context; an image of more rows is refused.
+        """
+        self._name_or_path, self._family = name_or_path, family
+        self._fingerprint, self._max_rows = fingerprint, max_rows
+        self._known: OrderedDict[bytes, Callable[[ImageSource], Image]] = OrderedDict()
+        self._lock = RLock()  # no two threads may call a tokenizer
+
+    @property
+    def placeholder(self) -> str:
+        """What the model's chat template writes for an image.
 
         Raises:
             ModelError: the checkpoint's processor cannot be read.
             MissingDependency: it needs a package that is not installed.
         """
-        self._family, self._max_rows = family, max_rows
+        with self._lock:
+            return self._loaded.placeholder
+
+    @property
+    def token(self) -> int:
+        """The id that stands for a row in prompts; raises as `placeholder` does."""
+        with self._lock:
+            return self._loaded.token
+
+    @cached_property
+    def _loaded(self) -> _Loaded:
         try:
-            self._processor, self.token = _read(name_or_path, family.processor)
+            return _load(self._name_or_path, self._family.processor)
         except ImportError as error:
             needed = first_sentence(error)
             raise MissingDependency(f"images of this model need a package: {needed}") from None
         except Exception as error:
-            named = f"the image processor of {name_or_path}"
+            named = f"the image processor of {self._name_or_path}"
             raise ModelError(f"{named} does not load: {first_sentence(error)}") from None
-        self.placeholder: str = self._processor.image_token
-        self._row = str(self._processor.tokenizer.convert_ids_to_tokens(self.token))
-        settings = json.dumps(
-            self._processor.image_processor.to_dict(), sort_keys=True, default=str
-        )
-        self._digested = (fingerprint, settings.encode())
-        self._known: OrderedDict[bytes, Callable[[ImageSource], Image]] = OrderedDict()
-        self._lock = Lock()  # no two threads may call a tokenizer
 
     def prepare(self, source: ImageSource) -> Image:
         """The image as the model reads it; a source that comes again is not decoded again.
 
         Raises:
             InvalidRequest: the processor refuses it, or it has more rows than the context.
+            ModelError, MissingDependency: as `placeholder`.
         """
         with self._lock:
             if source.identity not in self._known:
@@ -93,31 +101,32 @@ class ImageProcessor:
     def _look_at(self, source: ImageSource) -> Callable[[ImageSource], Image]:
         """All of an image but its source, which would keep the bytes of a file."""
         text, inputs = self._process(source)
-        parts, grid = [*self._digested, text.encode()], None
+        parts, grid = [self._fingerprint, self._loaded.settings, text.encode()], None
         for name, tensor in sorted(inputs.items()):
             parts += [f"{name} {tensor.dtype} {[*tensor.shape]}".encode(), tensor.numpy().tobytes()]
         if self._family.axes:
-            merged = inputs["image_grid_thw"][0, 1:] // self._processor.image_processor.merge_size
-            grid = (int(merged[0]), int(merged[1]))
+            merge = self._loaded.processor.image_processor.merge_size
+            _, height, width = (inputs["image_grid_thw"][0] // merge).tolist()
+            grid = height, width
         return partial(
-            Image, digest=digest_of(*parts), text=text, token=self.token,
-            num_rows=text.count(self._row), grid=grid,
+            Image, digest=digest_of(*parts), text=text, token=self._loaded.token,
+            num_rows=text.count(self._loaded.row), grid=grid,
         )  # fmt: skip
 
     def _process(self, source: ImageSource) -> tuple[str, dict[str, torch.Tensor]]:
         """The text of an image, and its tensors."""
-        picture = source.open()
+        loaded, picture = self._loaded, source.open()
         width, height = picture.size
         named = f"an image of {width} x {height} pixels"
         try:
             self._check(named, self._expected(height, width))
-            found = self._processor(
-                images=[picture], text=[self.placeholder], return_tensors="pt", padding=False,
+            found = loaded.processor(
+                images=[picture], text=[loaded.placeholder], return_tensors="pt", padding=False,
                 return_text_replacement_offsets=True,
                 input_data_format="channels_last",  # of an image one or three pixels high, too
             )  # fmt: skip
             text: str = found["text_replacement_offsets"][0][0]["replacement"]
-            self._check(named, text.count(self._row))
+            self._check(named, text.count(loaded.row))
         except InvalidRequest:
             raise
         except Exception as error:  # what a size makes of a processor is its own affair
@@ -128,7 +137,7 @@ class ImageProcessor:
     def _expected(self, height: int, width: int) -> int:
         """How many tokens an image of a size is, about: 1 where its processor cannot say."""
         try:
-            told = self._processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
+            told = self._loaded.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
             return int(told["num_image_tokens"][0])
         except (AttributeError, KeyError, TypeError, NotImplementedError):  # it is no public method
             return 1
@@ -140,21 +149,31 @@ class ImageProcessor:
             raise InvalidRequest(f"the model does not read {named}: it is too small")
 
 
-def _read(name_or_path: str | Path, named: str) -> tuple[Any, int]:
-    """transformers' processor, whose parts for videos and sound are None, and the id of a row."""
+class _Loaded(NamedTuple):
+    """transformers' processor, whose parts for videos and sound are None, and what it says."""
+
+    processor: Any
+    placeholder: str
+    token: int
+    row: str
+    settings: bytes
+
+
+def _load(name_or_path: str | Path, named: str) -> _Loaded:
     from transformers import AutoConfig, AutoTokenizer
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     kind = _class_of(*named.split("."))
     local: dict[str, Any] = {"trust_remote_code": False}
-    parts: dict[str, Any] = dict.fromkeys(kind.get_attributes())
-    parts["image_processor"] = AutoImageProcessor.from_pretrained(
-        name_or_path, backend="pil", **local
-    )
-    parts["tokenizer"] = AutoTokenizer.from_pretrained(name_or_path, **local)
+    images = AutoImageProcessor.from_pretrained(name_or_path, backend="pil", **local)
+    tokenizer = AutoTokenizer.from_pretrained(name_or_path, **local)
+    parts = {**dict.fromkeys(kind.get_attributes()), "image_processor": images}
     settings, _ = kind.get_processor_dict(name_or_path)
-    config = AutoConfig.from_pretrained(name_or_path, **local)
-    return kind.from_args_and_dict([*parts.values()], settings), config.image_token_id
+    processor = kind.from_args_and_dict([*(parts | {"tokenizer": tokenizer}).values()], settings)
+    token = AutoConfig.from_pretrained(name_or_path, **local).image_token_id
+    row = str(tokenizer.convert_ids_to_tokens(token))
+    said = json.dumps(images.to_dict(), sort_keys=True, default=str)
+    return _Loaded(processor, processor.image_token, token, row, said.encode())
 
 
 def _class_of(folder: str, name: str) -> Any:

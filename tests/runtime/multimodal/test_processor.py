@@ -24,6 +24,7 @@ from transformers.processing_utils import ProcessorMixin
 from radixcache.errors import ContextExceeded, InvalidRequest, ModelError
 from radixcache.runtime.multimodal import processor as module
 from radixcache.runtime.multimodal.image import ImageSource
+from radixcache.runtime.multimodal.processor import ImageProcessor
 from tests.helpers.vlm_models import FAMILIES, FIRST_SPECIAL
 from tests.runtime.multimodal.pictures import family_of, picture, processor_of, source_of
 
@@ -165,7 +166,7 @@ def test_an_image_of_more_rows_than_the_context_is_not_resized(
     source = source_of(picture(96, 96))
     rows = processor_of(vlm(family)).prepare(source).num_rows
     ours = processor_of(vlm(family), max_rows=rows - 1)
-    monkeypatch.setattr(ours._processor.image_processor, "preprocess", refuse)
+    monkeypatch.setattr(ours._loaded.processor.image_processor, "preprocess", refuse)
     with pytest.raises(ContextExceeded, match=f"maximum context length is {rows - 1} tokens"):
         ours.prepare(source)
 
@@ -209,4 +210,5 @@ def test_a_model_without_a_processor_says_so(vlm: Vlm, tmp_path: Path):
     path = shutil.copytree(vlm("llava"), tmp_path / "llava")
     (path / "preprocessor_config.json").unlink()
     with pytest.raises(ModelError, match=r"the image processor of .* does not load: "):
-        processor_of(path)
+        _ = processor_of(path).placeholder
+    ImageProcessor(tmp_path / "nowhere", family_of(path), b"", 1)  # which reads nothing yet
