@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from radixcache.errors import (
     ContextExceeded,
@@ -25,18 +25,16 @@ from radixcache.runtime.multimodal.image import Image, ImageSource, digest_of
 if TYPE_CHECKING:
     import torch
 
-_MOST_KEPT = 256
+_MOST_KNOWN = 256
 """Sources of which it is kept what they are to the model: some KiB each, and no pixels."""
 
-_OF_TEXT = frozenset(
-    "input_ids attention_mask token_type_ids mm_token_type_ids text_replacement_offsets".split()
-)
+_OF_TEXT = "input_ids attention_mask token_type_ids mm_token_type_ids text_replacement_offsets"
 
 
 class ImageProcessor:
     """A model's processor, for one image at a time: its crops and tiles are its own.
 
-    transformers and the processor's files are read when they are first needed. Any thread may call.
+    transformers and the tokenizer are read when they are first needed. Any thread may call.
     """
 
     def __init__(
@@ -50,28 +48,38 @@ class ImageProcessor:
         self._name_or_path, self._family = name_or_path, family
         self._fingerprint, self._max_rows = fingerprint, max_rows
         self._known: OrderedDict[bytes, Callable[[ImageSource], Image]] = OrderedDict()
-        self._lock = RLock()  # tokenizers are not to be called by two threads
+        self._lock = RLock()  # no two threads may call a tokenizer
 
     @property
     def placeholder(self) -> str:
         """What the model's chat template writes for an image.
 
         Raises:
-            ModelError: the model's processor cannot be read.
+            ModelError: the checkpoint's processor cannot be read.
             MissingDependency: it needs a package that is not installed.
         """
         with self._lock:
-            placeholder: str = self._processor.image_token
-            return placeholder
+            return self._loaded.placeholder
 
     @property
     def token(self) -> int:
         """The id that stands for a row in prompts; raises as `placeholder` does."""
         with self._lock:
-            return self._token
+            return self._loaded.token
+
+    @cached_property
+    def _loaded(self) -> _Loaded:
+        try:
+            return _load(self._name_or_path, self._family.processor)
+        except ImportError as error:
+            needed = first_sentence(error)
+            raise MissingDependency(f"images of this model need a package: {needed}") from None
+        except Exception as error:
+            named = f"the image processor of {self._name_or_path}"
+            raise ModelError(f"{named} does not load: {first_sentence(error)}") from None
 
     def prepare(self, source: ImageSource) -> Image:
-        """The image as the model reads it; what `source` is decoded for only once.
+        """The image as the model reads it; a source that comes again is not decoded again.
 
         Raises:
             InvalidRequest: the processor refuses it, or it has more rows than the context.
@@ -80,144 +88,109 @@ class ImageProcessor:
         with self._lock:
             if source.identity not in self._known:
                 self._known[source.identity] = self._look_at(source)
-                if len(self._known) > _MOST_KEPT:
+                if len(self._known) > _MOST_KNOWN:
                     self._known.popitem(last=False)
             self._known.move_to_end(source.identity)
             return self._known[source.identity](source)
 
     def inputs(self, image: Image) -> dict[str, torch.Tensor]:
-        """What the model's tower takes for an image: pixels, and sizes of them; raises as
-        `prepare` does."""
+        """What the model's tower takes for an image: pixels, and sizes of them."""
         with self._lock:
             return self._process(image.source)[1]
 
     def _look_at(self, source: ImageSource) -> Callable[[ImageSource], Image]:
         """All of an image but its source, which would keep the bytes of a file."""
         text, inputs = self._process(source)
-        processor, grid = self._processor, None
-        if self._family.axes:
-            merged = inputs["image_grid_thw"][0, 1:] // processor.image_processor.merge_size
-            grid = (int(merged[0]), int(merged[1]))
-        settings = json.dumps(processor.image_processor.to_dict(), sort_keys=True, default=str)
-        parts = [self._fingerprint, settings.encode(), text.encode()]
+        parts, grid = [self._fingerprint, self._loaded.settings, text.encode()], None
         for name, tensor in sorted(inputs.items()):
             parts += [f"{name} {tensor.dtype} {[*tensor.shape]}".encode(), tensor.numpy().tobytes()]
+        if self._family.axes:
+            merge = self._loaded.processor.image_processor.merge_size
+            _, height, width = (inputs["image_grid_thw"][0] // merge).tolist()
+            grid = height, width
         return partial(
-            Image, digest=digest_of(*parts), text=text, token=self._token,
-            num_rows=text.count(self._row), grid=grid,
+            Image, digest=digest_of(*parts), text=text, token=self._loaded.token,
+            num_rows=text.count(self._loaded.row), grid=grid,
         )  # fmt: skip
 
     def _process(self, source: ImageSource) -> tuple[str, dict[str, torch.Tensor]]:
         """The text of an image, and its tensors."""
-        processor, picture = self._processor, source.open()
+        loaded, picture = self._loaded, source.open()
         width, height = picture.size
         named = f"an image of {width} x {height} pixels"
         try:
             self._check(named, self._expected(height, width))
-            found = processor(
-                images=[picture], text=[processor.image_token], return_tensors="pt",
-                return_text_replacement_offsets=True, padding=False,
+            found = loaded.processor(
+                images=[picture], text=[loaded.placeholder], return_tensors="pt", padding=False,
+                return_text_replacement_offsets=True,
                 input_data_format="channels_last",  # of an image one or three pixels high, too
             )  # fmt: skip
+            text: str = found["text_replacement_offsets"][0][0]["replacement"]
+            self._check(named, text.count(loaded.row))
         except InvalidRequest:
             raise
         except Exception as error:  # what a size makes of a processor is its own affair
             reason = first_sentence(error)
             raise InvalidRequest(f"the model does not read {named}: {reason}") from None
-        text: str = found["text_replacement_offsets"][0][0]["replacement"]
-        self._check(named, text.count(self._row))
-        return text, {name: found[name] for name in found if name not in _OF_TEXT}
+        return text, {name: found[name] for name in found if name not in _OF_TEXT.split()}
 
     def _expected(self, height: int, width: int) -> int:
-        """How many rows an image of a size has, about: 1 where its processor cannot say.
-
-        Raises:
-            ValueError: the processor refuses the size.
-        """
+        """How many tokens an image of a size is, about: 1 where its processor cannot say."""
         try:
-            told = self._processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
+            told = self._loaded.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
             return int(told["num_image_tokens"][0])
         except (AttributeError, KeyError, TypeError, NotImplementedError):  # it is no public method
             return 1
 
     def _check(self, named: str, num_rows: int) -> None:
-        """Refuse an image by the number of its rows."""
         if num_rows > self._max_rows:
             raise ContextExceeded.of(self._max_rows, f"{named} is {num_rows} tokens")
         if num_rows < 1:
             raise InvalidRequest(f"the model does not read {named}: it is too small")
 
-    @cached_property
-    def _processor(self) -> Any:
-        """transformers' processor, whose parts for videos and sound are None."""
-        from transformers import AutoTokenizer
-        from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-        kind = _class_of(self._family.processor)
-        parts: dict[str, Callable[..., Any]] = {
-            "image_processor": partial(AutoImageProcessor.from_pretrained, backend="pil"),
-            "tokenizer": AutoTokenizer.from_pretrained,
-        }
-        settings, _ = self._read(kind.get_processor_dict)
-        names = kind.get_attributes()
-        found = [self._read(parts[name]) if name in parts else None for name in names]
-        return self._read(lambda *_, **__: kind.from_args_and_dict(found, settings))
+class _Loaded(NamedTuple):
+    """transformers' processor, whose parts for videos and sound are None, and what it says."""
 
-    @cached_property
-    def _token(self) -> int:
-        from transformers import AutoConfig
-
-        token: int = self._read(AutoConfig.from_pretrained).image_token_id
-        return token
-
-    @cached_property
-    def _row(self) -> str:
-        """The token of a row, as it stands in texts."""
-        row = self._processor.tokenizer.convert_ids_to_tokens(self._token)
-        if not row:
-            raise ModelError(f"the tokenizer of {self._name_or_path} has no token {self._token}")
-        return str(row)
-
-    def _read(self, read: Callable[..., Any]) -> Any:
-        try:
-            return read(self._name_or_path, trust_remote_code=False)
-        except ImportError as error:
-            raise _lacking(error) from None
-        except Exception as error:
-            reason = first_sentence(error)
-            raise ModelError(
-                f"the image processor of {self._name_or_path} does not load: {reason}"
-            ) from None
+    processor: Any
+    placeholder: str
+    token: int
+    row: str
+    settings: bytes
 
 
-def _lacking(error: ImportError) -> MissingDependency:
-    needed = first_sentence(error)
-    return MissingDependency(f"images of this model need a package that is not here: {needed}")
+def _load(name_or_path: str | Path, named: str) -> _Loaded:
+    from transformers import AutoConfig, AutoTokenizer
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+    kind = _class_of(*named.split("."))
+    local: dict[str, Any] = {"trust_remote_code": False}
+    images = AutoImageProcessor.from_pretrained(name_or_path, backend="pil", **local)
+    tokenizer = AutoTokenizer.from_pretrained(name_or_path, **local)
+    parts = {**dict.fromkeys(kind.get_attributes()), "image_processor": images}
+    settings, _ = kind.get_processor_dict(name_or_path)
+    processor = kind.from_args_and_dict([*(parts | {"tokenizer": tokenizer}).values()], settings)
+    token = AutoConfig.from_pretrained(name_or_path, **local).image_token_id
+    row = str(tokenizer.convert_ids_to_tokens(token))
+    said = json.dumps(images.to_dict(), sort_keys=True, default=str)
+    return _Loaded(processor, processor.image_token, token, row, said.encode())
 
 
-def _class_of(named: str) -> Any:
-    """The class of a processor, that may be made without a part for videos.
-
-    Raises:
-        MissingDependency: it needs a package that is not installed.
-    """
-    folder, _, name = named.partition(".")
+def _class_of(folder: str, name: str) -> Any:
+    """The class of a processor, which takes None for a part."""
     package = f"transformers.models.{folder}"
-    needed = f"{package}.image_processing_{folder}"
     try:
+        module = import_module(f"{package}.processing_{folder}")
+    except ImportError:  # torchvision, for a function that the image processor by PIL has, too
+        needed = f"{package}.image_processing_{folder}"
+        sys.modules[needed] = import_module(f"{package}.image_processing_pil_{folder}")
         try:
             module = import_module(f"{package}.processing_{folder}")
-        except ImportError:  # torchvision, for a function that the processor by PIL has, too
-            sys.modules[needed] = import_module(f"{package}.image_processing_pil_{folder}")
-            try:
-                module = import_module(f"{package}.processing_{folder}")
-            finally:
-                del sys.modules[needed]
-    except ImportError as error:
-        raise _lacking(error) from None
+        finally:
+            del sys.modules[needed]
 
     class Images(getattr(module, name)):  # type: ignore[misc]
         def check_argument_for_proper_class(self, argument_name: str, argument: object) -> None:
-            """A part for videos may be None."""
+            """Videos would need torchvision."""
 
     return Images

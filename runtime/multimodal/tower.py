@@ -29,9 +29,9 @@ _OF_TEXT = (
 class VisionTower:
     """The tower and projector of a checkpoint, read when they are first needed.
 
-    On a CPU they compute in float32, by the linear layers of our own kernels where those run: sums
-    do not depend on the number of threads, and weights that were stored in bfloat16 stay so. To
-    read them takes six bytes a weight, 2.4 GB for the 0.4 billion of SigLIP.
+    On a CPU they compute in float32, by the linear layers of our own kernels where those run: their
+    sums do not depend on the number of threads, and weights that were stored in bfloat16 stay so.
+    To read them takes six bytes a weight, 2.4 GB for the 0.4 billion of SigLIP.
     """
 
     def __init__(self, name_or_path: str | Path, device: torch.device, dtype: torch.dtype) -> None:

@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from threading import Lock
+from time import sleep
 from typing import Any
 
 import pytest
@@ -103,15 +105,21 @@ def test_the_digest_follows_from_the_model_and_its_processor_too(vlm: Vlm, tmp_p
     source, path = source_of(picture(48, 80)), vlm("gemma3")
     other = shutil.copytree(path, tmp_path / "other")
     settings = json.loads((other / "preprocessor_config.json").read_text())
-    settings["resample"] = 0
+    settings["do_convert_rgb"] = True  # which it is: the pixels stay
     (other / "preprocessor_config.json").write_text(json.dumps(settings))
     makers = [
         processor_of(path, fingerprint=b"a"), processor_of(path, fingerprint=b"b"),
         processor_of(other, fingerprint=b"a"),
     ]  # fmt: skip
-    assert len({maker.prepare(source).digest for maker in makers}) == 3
+    images = [maker.prepare(source) for maker in makers]
+    assert len({image.digest for image in images}) == 3
+    assert (
+        makers[0]
+        .inputs(images[0])["pixel_values"]
+        .equal(makers[2].inputs(images[2])["pixel_values"])
+    )
     again = processor_of(shutil.copytree(path, tmp_path / "moved"), fingerprint=b"a")
-    assert again.prepare(source).digest == makers[0].prepare(source).digest
+    assert again.prepare(source).digest == images[0].digest
 
 
 def counted(source: ImageSource, opened: list[bytes]) -> ImageSource:
@@ -125,7 +133,7 @@ def counted(source: ImageSource, opened: list[bytes]) -> ImageSource:
 
 
 def test_a_source_is_decoded_once_while_it_is_known(vlm: Vlm, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "_MOST_KEPT", 2)
+    monkeypatch.setattr(module, "_MOST_KNOWN", 2)
     ours, opened = processor_of(vlm("gemma3")), list[bytes]()
     first, second, third = (counted(source_of(picture(8, 9, n)), opened) for n in range(3))
     one = ours.prepare(first)
@@ -158,7 +166,7 @@ def test_an_image_of_more_rows_than_the_context_is_not_resized(
     source = source_of(picture(96, 96))
     rows = processor_of(vlm(family)).prepare(source).num_rows
     ours = processor_of(vlm(family), max_rows=rows - 1)
-    monkeypatch.setattr(ours._processor.image_processor, "preprocess", refuse)
+    monkeypatch.setattr(ours._loaded.processor.image_processor, "preprocess", refuse)
     with pytest.raises(ContextExceeded, match=f"maximum context length is {rows - 1} tokens"):
         ours.prepare(source)
 
@@ -181,13 +189,21 @@ def test_inputs_are_those_of_the_image(vlm: Vlm):
     assert all(bool((inputs[name] == expected[name]).all()) for name in inputs)
 
 
-def test_threads_share_a_processor(vlm: Vlm):
-    ours, drawn = processor_of(vlm("internvl")), [picture(40, 60, seed) for seed in range(8)]
+def test_threads_take_turns(vlm: Vlm, monkeypatch: pytest.MonkeyPatch):
+    ours, busy, drawn = processor_of(vlm("gemma3")), Lock(), [picture(8, 9, n) for n in range(8)]
+    process = ours._process
+
+    def alone(source: ImageSource) -> Any:
+        assert busy.acquire(blocking=False)
+        sleep(0.01)
+        busy.release()
+        return process(source)
+
+    monkeypatch.setattr(ours, "_process", alone)
     with ThreadPoolExecutor(8) as threads:
-        found = [*threads.map(lambda each: ours.prepare(source_of(each)).digest, drawn)]
-    assert found == [
-        processor_of(vlm("internvl")).prepare(source_of(each)).digest for each in drawn
-    ]
+        images = [*threads.map(lambda each: ours.prepare(source_of(each)), drawn)]
+        assert all(threads.map(ours.inputs, images))
+    assert len({image.digest for image in images}) == 8
 
 
 def test_a_model_without_a_processor_says_so(vlm: Vlm, tmp_path: Path):
