@@ -65,9 +65,10 @@ async def count_tokens(body: CountRequest, request: Request, context: ContextDep
     """Count the tokens of a message's prompt."""
     context.check_model(body.model)
     turn = await on_thread(turn_of, body, context.chat_defaults, context.tokenizer)
+    client = client_of(request, body.cache_salt)
+    messages = await context.images.read(turn.messages, client)
     tokens = await context.tokenizing.run(
-        lambda t: t.encode(t.render_chat(turn.messages, **turn.rendering), special=False),
-        client_of(request, body.cache_salt),
+        lambda t: t.encode(t.render_chat(messages, **turn.rendering), special=False), client
     )
     return {"input_tokens": len(tokens)}
 
