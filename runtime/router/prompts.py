@@ -93,7 +93,8 @@ def _without_images(message: Message) -> Message:
     content = message["content"]
     if isinstance(content, str):
         return message
-    return {**message, "content": "\n".join(part.get("text", "") for part in content)}
+    texts = (part["text"] for part in content if part["type"] == "text")
+    return {**message, "content": "\n".join(texts)}
 
 
 def load_prompts(model: str | Path | None) -> Prompts:

@@ -115,7 +115,7 @@ class ImagePool(_Pool):
         deadline, images = time.monotonic() + FETCH_SECONDS, list[ImageSource]()
 
         def read(part: Part) -> Part:
-            if not is_image(part):
+            if part["type"] != "image_url":
                 return part
             url = part["image_url"]["url"]
             if url[:5].lower() == "data:":

@@ -26,7 +26,6 @@ from radixcache.runtime.server.protocol.fields import (
     ToolName,
     TopP,
     Unsupported,
-    join_texts,
 )
 from radixcache.runtime.server.protocol.images import Detail, content_of, with_images
 from radixcache.runtime.server.protocol.response_format import FormatOptions, sampled
@@ -116,7 +115,8 @@ class Item(OneOf):
         """The item as a message, or as a part of the assistant's message."""
         match self.type:
             case "reasoning":
-                text = content_of(self.content, "assistant") or join_texts(self.summary)
+                text = content_of(self.content, "assistant")
+                text = text or content_of(self.summary, "assistant")
                 return {"role": "assistant", "reasoning_content": text}
             case "function_call" | "custom_tool_call" | "local_shell_call":
                 name = in_namespace(self.namespace, self.name or SHELL)
@@ -131,8 +131,11 @@ class Item(OneOf):
                 call_id, content = self.call_id or self.id, content_of(self.output, "tool")
                 return {"role": "tool", "tool_call_id": call_id, "content": content}
             case _:  # few chat templates have the role "developer"
-                role = "system" if self.role == "developer" else self.role
-                return {"role": role, "content": content_of(self.content, str(role))}
+                content = content_of(self.content, str(self.role))
+                return {
+                    "role": "system" if self.role == "developer" else self.role,
+                    "content": content,
+                }
 
 
 class CustomFormat(StrictModel):
