@@ -13,12 +13,10 @@ from radixcache.runtime.engine.input_processor import InputProcessor
 from radixcache.runtime.multimodal.image import ImageSource
 from radixcache.runtime.multimodal.image_input import (
     MAX_BYTES,
-    Part,
     check_number,
     check_total,
     image_of_url,
     image_source,
-    is_image,
 )
 from radixcache.runtime.sampling.grammar_compiler import MAX_COMPILERS
 from radixcache.runtime.sampling.structured_outputs import StructuredOutputsParams
@@ -107,15 +105,15 @@ class ImagePool(_Pool):
         """The messages with an `ImageSource` for each image's URL; `InvalidRequest` if one is
         unusable, or the images exceed a prompt's bounds."""
         contents = [message["content"] for message in messages]
-        count = sum(sum(map(is_image, one)) for one in contents if not isinstance(one, str))
-        check_number(count)
+        parts = [part for one in contents if isinstance(one, list) for part in one]
+        check_number(count := sum(map(_is_url, parts)))
         return await self._run(client, self._read, messages) if count else messages
 
     def _read(self, messages: list[Message]) -> list[Message]:
         deadline, images = time.monotonic() + FETCH_SECONDS, list[ImageSource]()
 
-        def read(part: Part) -> Part:
-            if part["type"] != "image_url":
+        def read(part: dict[str, Any]) -> dict[str, Any]:
+            if not _is_url(part):
                 return part
             url = part["image_url"]["url"]
             if url[:5].lower() == "data:":
@@ -130,6 +128,10 @@ class ImagePool(_Pool):
             for message in messages
             for content in [message["content"]]
         ]
+
+
+def _is_url(part: dict[str, Any]) -> bool:
+    return bool(part["type"] == "image_url")
 
 
 class GrammarPool(_Pool):

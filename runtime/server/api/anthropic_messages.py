@@ -67,10 +67,9 @@ async def count_tokens(body: CountRequest, request: Request, context: ContextDep
     turn = await on_thread(turn_of, body, context.chat_defaults, context.tokenizer)
     client = client_of(request, body.cache_salt)
     messages = await context.images.read(turn.messages, client)
-    tokens = await context.tokenizing.run(
-        lambda t: t.encode(t.render_chat(messages, **turn.rendering), special=False), client
-    )
-    return {"input_tokens": len(tokens)}
+    how = turn.rendering
+    prompt = await context.tokenizing.encode_chat(messages, body.cache_salt, client, **how)
+    return {"input_tokens": len(prompt.tokens)}
 
 
 def _length(

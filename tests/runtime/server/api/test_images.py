@@ -18,6 +18,7 @@ from radixcache import LLM
 from radixcache.runtime.multimodal.image import ImageSource
 from radixcache.runtime.multimodal.image_input import image_of_url
 from radixcache.runtime.server import pools
+from radixcache.runtime.server.api import response_store
 from radixcache.runtime.server.api.response_store import ResponseStore, StoredResponse
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.helpers.pictures import FORMATS, data_url, file_of, picture, png_of
@@ -194,6 +195,13 @@ def test_a_response_without_room_is_not_kept_and_takes_no_other_with_it(scripted
     kept = store.keep("large", large)
     assert kept is not None and kept.exception() is not None
     assert store.find("small", None) and store.find("large", None) is None
+
+
+def test_an_answer_says_that_it_is_not_kept(scripted: LiveServer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(response_store, "_OBJECTS", 1 << 30)
+    answer = scripted.post(RESPONSES, body(RESPONSES, user("Hi"))).json()
+    assert answer["status"] == "completed" and answer["store"] is False
+    assert scripted.get(f"/v1/responses/{answer['id']}").status_code == 404
 
 
 # URLs.
