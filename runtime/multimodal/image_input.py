@@ -106,7 +106,7 @@ def _pillow() -> Any:
     try:
         from PIL import Image
     except ImportError:
-        reason = 'images need Pillow: pip install "radixcache[images]"'
+        reason = "images need Pillow: in a checkout, pip install '.[images]'"
         raise MissingDependency(reason) from None
     return Image
 

@@ -239,7 +239,7 @@ def test_hostile_files_take_no_memory():
 def test_without_pillow_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     for call in (lambda: image_source(PNG), lambda: image_of_url(data_url(PNG))):
-        with pytest.raises(MissingDependency, match=r'pip install "radixcache\[images\]"'):
+        with pytest.raises(MissingDependency, match=r"pip install '\.\[images\]'"):
             call()
 
 

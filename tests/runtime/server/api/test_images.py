@@ -20,7 +20,8 @@ from radixcache.runtime.multimodal.image_input import image_of_url
 from radixcache.runtime.server import pools
 from radixcache.runtime.server.api import response_store
 from radixcache.runtime.server.api.response_store import ResponseStore, StoredResponse
-from radixcache.runtime.tokens.tokenizer import Tokenizer
+from radixcache.runtime.tokens.conversation import Conversations
+from radixcache.runtime.tokens.history import TokenisedText
 from tests.helpers.pictures import FORMATS, data_url, file_of, picture, png_of
 from tests.runtime.server.api.apis import user
 from tests.runtime.server.live import LiveServer, assert_error, live
@@ -77,7 +78,7 @@ def result(path: str, url: str) -> list[dict[str, Any]]:
 
 
 class Rendered:
-    """The messages that came to be rendered, images included."""
+    """The messages that came to be tokenised, images included."""
 
     def __init__(self) -> None:
         self.conversations: list[list[dict[str, Any]]] = []
@@ -90,18 +91,18 @@ class Rendered:
 
 @pytest.fixture
 def rendered(monkeypatch: pytest.MonkeyPatch) -> Rendered:
-    """A text model's template is given the texts alone."""
-    found, render, decode = Rendered(), Tokenizer.render_chat, image_of_url
+    """A text model is given the texts alone."""
+    found, encode, decode = Rendered(), Conversations.encode, image_of_url
 
-    def render_texts(self: Tokenizer, messages: Any, **how: Any) -> str:
+    def encode_texts(self: Conversations, messages: Any, *args: Any, **how: Any) -> TokenisedText:
         found.conversations.append([*messages])
-        return render(self, [*map(without_images, messages)], **how)
+        return encode(self, [*map(without_images, messages)], *args, **how)
 
     def decode_here(url: str) -> Any:
         found.threads.add(threading.current_thread().name.partition("_")[0])
         return decode(url)
 
-    monkeypatch.setattr(Tokenizer, "render_chat", render_texts)
+    monkeypatch.setattr(Conversations, "encode", encode_texts)
     monkeypatch.setattr(pools, "image_of_url", decode_here)
     return found
 
