@@ -85,6 +85,8 @@ class Access:
             self._held[client] += more
             most = MAX_LARGE * limit
             if self._held[client] > most // 2 or self._held.total() > most:
+                self._held[client] -= size  # at once: its answer may wait for the body's rest
+                size = 0
                 raise ApiError(503, "too many large bodies are being answered: try again")
 
         try:

@@ -88,19 +88,9 @@ class Block(OneOf):
     def image(self) -> str | None:
         return self.source.url if self.source else None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _no_document(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("type") == "document":
-            raise ValueError("a document is not supported: send its text, or images of its pages")
-        return data
-
     @model_validator(mode="after")
     def _text_or_image(self) -> Block:
-        if self.source is not None and self.type != "image":
-            raise ValueError("only an image has a source")
-        check_part(self)
-        return self
+        return check_part(self)
 
 
 class TextBlock(Block):

@@ -3,7 +3,7 @@ do; they are read later, on a thread."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, model_validator
 
@@ -17,6 +17,8 @@ from radixcache.runtime.server.protocol.fields import (
 )
 from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import for_template
+
+P = TypeVar("P")
 
 
 def _check_detail(detail: str) -> str:
@@ -56,10 +58,12 @@ class Source(OneOf):
         return self
 
 
-def check_part(part: Any) -> None:
+def check_part(part: P) -> P:
     """Refuse a part that would be two; `image` is its image's URL, `text` its text, else None."""
-    if part.text is not None and part.image is not None:
+    given: Any = part
+    if given.image is not None and (given.text is not None or "image" not in given.type):
         raise ValueError("a part is a text or an image, not both")
+    return part
 
 
 def content_of(

@@ -45,8 +45,7 @@ class TextPart(OneOf):
     @model_validator(mode="after")
     def _refusal_as_text(self) -> TextPart:
         self.text = self.refusal if self.type == "refusal" else self.text
-        check_part(self)
-        return self
+        return check_part(self)
 
     @property
     def image(self) -> str | None:

@@ -309,9 +309,9 @@ FLAWED: list[tuple[str, Any, str]] = [
     (
         MESSAGES,
         {"type": "document", "source": SOURCE},
-        "a document is not supported: send its text",
+        "type: Input should be 'text'",
     ),
-    (MESSAGES, {"type": "text", "text": "x", "source": SOURCE}, "only an image has a source"),
+    (MESSAGES, {"type": "text", "text": "x", "source": SOURCE}, "not both"),
     (MESSAGES, {**image(MESSAGES), "text": "x"}, "not both"),
     (MESSAGES, image(CHAT), OTHER),
 ]
