@@ -4,7 +4,7 @@ header, and it is decoded when its pixels are needed."""
 from __future__ import annotations
 
 from base64 import b64decode
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from io import BytesIO
@@ -28,9 +28,6 @@ MAX_IMAGES, MAX_ALL_PIXELS, MAX_ALL_BYTES = 64, 64_000_000, 64_000_000
 
 _PIECE = 1 << 20
 """Characters of base64 that are decoded before other threads get their turn; a multiple of 4."""
-
-Part = dict[str, Any]
-"""{"type": "text", "text": str} or {"type": "image", "image": ImageSource}."""
 
 
 @dataclass(frozen=True)
@@ -88,60 +85,6 @@ def image_of_url(url: str) -> GivenImage:
     return _of_file(file)
 
 
-def parts_of(content: object) -> str | list[Part]:
-    """The content of a message: a text if there is no image, parts joined by line breaks; else its
-    parts. Takes its own results, too.
-
-    Raises:
-        InvalidRequest: it is neither text nor parts, or an image is unusable.
-        MissingDependency: as `image_source`.
-    """
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence):
-        raise InvalidRequest("the content of a message is a text, or a list of parts")
-    check_number(sum(map(is_image, content)))
-    parts = [*map(_part_of, content)]
-    if any(part["type"] == "image" for part in parts):
-        return parts
-    return "\n".join(part["text"] for part in parts)
-
-
-def is_image(part: object) -> bool:
-    """Whether a part of a message's content is an image."""
-    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
-
-
-def _part_of(part: object) -> Part:
-    match part:
-        case {"type": "text", "text": str(text)}:
-            return {"type": "text", "text": text}
-        case {"type": "image", "image": ImageSource() as source}:
-            return {"type": "image", "image": source}
-        case {"type": "image", "image": given}:
-            return {"type": "image", "image": image_source(given)}
-        case {"type": "image_url", "image_url": {"url": str(url)}}:
-            return {"type": "image", "image": image_of_url(url)}
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind in ("text", "image", "image_url"):
-        raise InvalidRequest(f"a part of type {kind!r} lacks its {kind!r}")
-    raise InvalidRequest(f"text and images can be in a message, not a part of type {kind!r}")
-
-
-def images_of(messages: Sequence[Mapping[str, Any]]) -> list[ImageSource]:
-    """The images of messages, whose content is as `parts_of` gives it, in order.
-
-    Raises:
-        InvalidRequest: they are too many, or too large altogether.
-    """
-    contents = (message.get("content") for message in messages)
-    parts = [part for one in contents if isinstance(one, list) for part in one if is_image(part)]
-    images = [part["image"] for part in parts]
-    check_number(len(images))
-    check_total(images)
-    return images
-
-
 def check_total(images: Sequence[ImageSource]) -> None:
     """Refuse a prompt with these images if they are too large altogether."""
     given = [image for image in images if isinstance(image, GivenImage)]
@@ -163,7 +106,7 @@ def _pillow() -> Any:
     try:
         from PIL import Image
     except ImportError:
-        reason = 'images need Pillow: pip install "radixcache[images]"'
+        reason = "images need Pillow: in a checkout, pip install '.[images]'"
         raise MissingDependency(reason) from None
     return Image
 

@@ -28,7 +28,7 @@ from radixcache.runtime.server.protocol.openai import (
     PrefixRequest,
 )
 from radixcache.runtime.server.protocol.responses import ResponsesRequest
-from radixcache.runtime.tokens.tokenizer import Tokenizer
+from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
 
 Body = Mapping[str, Any]
 
@@ -84,8 +84,17 @@ def _encode(body: Any, tokenizer: Tokenizer) -> list[int]:
         special = wanted.prefix is None and wanted.add_special_tokens is not False
         return prompt if isinstance(prompt, list) else tokenizer.encode(prompt, special=special)
     turn = turn_of(wanted, SamplingParams(), tokenizer)
-    text = tokenizer.render_chat(turn.messages, **turn.rendering)
+    text = tokenizer.render_chat([*map(_without_images, turn.messages)], **turn.rendering)
     return tokenizer.encode(text, special=False)
+
+
+def _without_images(message: Message) -> Message:
+    """Only replicas read images: what comes before the first one decides."""
+    content = message["content"]
+    if isinstance(content, str):
+        return message
+    texts = (part["text"] for part in content if part["type"] == "text")
+    return {**message, "content": "\n".join(texts)}
 
 
 def load_prompts(model: str | Path | None) -> Prompts:

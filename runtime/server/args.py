@@ -103,6 +103,13 @@ class ServerArgs:
         rule=_ORIGIN,
         parse=_split,
     )
+    allowed_media_domains: Sequence[str] = setting(
+        (),
+        "hosts from which images are fetched that requests name by URL (none)",
+        metavar="NAME",
+        rule=_HOST_NAME,
+        parse=_split,
+    )
     served_model_name: Sequence[str] = setting(
         (), "model names in the API, the first in answers (--model's)", metavar="NAME", rule=_TEXT,
         parse=_split,
@@ -115,7 +122,7 @@ class ServerArgs:
     )
     request_timeout: float = setting(600.0, "seconds per request", metavar="S", rule=_SECONDS)
     max_body_size: int = setting(
-        16 << 20, "bytes of a request's body (16 MiB)", metavar="N", rule=at_least(1)
+        96 << 20, "bytes of a request's body (96 MiB)", metavar="N", rule=at_least(1)
     )
     enable_pooling: bool = setting(
         False, "let a language model embed and score, too: /v1/embeddings, /v1/rerank, /v1/score"

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable
+import time
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 from radixcache.runtime.engine.input_processor import InputProcessor
+from radixcache.runtime.multimodal.image import ImageSource
+from radixcache.runtime.multimodal.image_input import (
+    MAX_BYTES,
+    check_number,
+    check_total,
+    image_of_url,
+    image_source,
+)
 from radixcache.runtime.sampling.grammar_compiler import MAX_COMPILERS
 from radixcache.runtime.sampling.structured_outputs import StructuredOutputsParams
 from radixcache.runtime.server.http.errors import ApiError
+from radixcache.runtime.server.http.fetch import fetch
 from radixcache.runtime.tokens.history import TokenisedText
 from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
 from radixcache.runtime.tokens.tool_calls import ParsedMessage
@@ -23,6 +33,9 @@ T = TypeVar("T")
 
 TOKENIZER_THREADS = 4
 """Clients whose texts are tokenised at the same time."""
+
+IMAGE_THREADS, FETCH_SECONDS = 4, 10.0
+"""Clients whose images are read at the same time; how long all URLs of a prompt may take."""
 
 MAX_COMPILING = 32
 """Structures that are compiled or wait for it; half of them may be of one client."""
@@ -75,6 +88,50 @@ class TokenizerPool(_Pool):
         done = loop.run_in_executor(self._threads, remember, prompt, generated, message)
         self._remembering.add(done)
         done.add_done_callback(self._remembering.discard)
+
+
+class ImagePool(_Pool):
+    """Reads the images of conversations: decodes base64, and fetches URLs.
+
+    Args:
+        domains: the hosts from which images are fetched.
+    """
+
+    def __init__(self, domains: Iterable[str]) -> None:
+        super().__init__(IMAGE_THREADS, "images")
+        self._domains = frozenset(domain.lower() for domain in domains)
+
+    async def read(self, messages: list[Message], client: Hashable) -> list[Message]:
+        """The messages with an `ImageSource` for each image's URL; `InvalidRequest` if one is
+        unusable, or the images exceed a prompt's bounds."""
+        contents = [message["content"] for message in messages]
+        parts = [part for one in contents if isinstance(one, list) for part in one]
+        check_number(count := sum(map(_is_url, parts)))
+        return await self._run(client, self._read, messages) if count else messages
+
+    def _read(self, messages: list[Message]) -> list[Message]:
+        deadline, images = time.monotonic() + FETCH_SECONDS, list[ImageSource]()
+
+        def read(part: dict[str, Any]) -> dict[str, Any]:
+            if not _is_url(part):
+                return part
+            url = part["image_url"]["url"]
+            if url[:5].lower() == "data:":
+                images.append(image_of_url(url))
+            else:
+                images.append(image_source(fetch(url, self._domains, MAX_BYTES, deadline)))
+            check_total(images)  # before more is read
+            return {"type": "image", "image": images[-1]}
+
+        return [
+            {**message, "content": content if isinstance(content, str) else [*map(read, content)]}
+            for message in messages
+            for content in [message["content"]]
+        ]
+
+
+def _is_url(part: dict[str, Any]) -> bool:
+    return bool(part["type"] == "image_url")
 
 
 class GrammarPool(_Pool):

@@ -15,7 +15,7 @@ from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.jobs import RequestTracker
 from radixcache.runtime.server.observe.metrics import Metrics
-from radixcache.runtime.server.pools import GrammarPool, TokenizerPool
+from radixcache.runtime.server.pools import GrammarPool, ImagePool, TokenizerPool
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # imports torch
@@ -29,7 +29,7 @@ class ServingContext:
     Attributes:
         names: under which the model is served.
         created: when, in seconds since 1970.
-        tokenizing, grammars: threads, since long texts and schemas take a while.
+        tokenizing, images, grammars: threads, since large texts, images and schemas take a while.
         completion_defaults, chat_defaults: parameters of requests that do not say otherwise.
     """
 
@@ -48,6 +48,7 @@ class ServingContext:
         capacity, share = slots + queue, slots + (queue + 1) // 2
         self.jobs = RequestTracker(llm.worker, self.metrics, self.tracing, capacity, share)
         self.tokenizing = TokenizerPool(llm.inputs)
+        self.images = ImagePool(options.allowed_media_domains)
         self.grammars = GrammarPool(llm.grammar_backend)
         self.max_model_len: int = llm.engine.max_model_len
         # A plain completion has OpenAI's 16 tokens if the model does not say, an answer no limit.
@@ -59,6 +60,7 @@ class ServingContext:
     async def close(self) -> None:
         await self.jobs.close()
         self.tokenizing.close()
+        self.images.close()
         self.grammars.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)

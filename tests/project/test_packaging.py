@@ -23,6 +23,7 @@ NOT_AT_HAND = {"flashinfer", "triton", "ray", "vllm", "sglang"}
 """Installed where there is a GPU, a cluster, or an engine that a plugin is for."""
 
 DISTRIBUTION = {
+    "PIL": "pillow",
     "flashinfer": "flashinfer-python",
     "opentelemetry": "opentelemetry-sdk",  # one of three, whose modules are below one name
     "triton": "torch",  # which brings it

@@ -65,11 +65,11 @@ async def count_tokens(body: CountRequest, request: Request, context: ContextDep
     """Count the tokens of a message's prompt."""
     context.check_model(body.model)
     turn = await on_thread(turn_of, body, context.chat_defaults, context.tokenizer)
-    tokens = await context.tokenizing.run(
-        lambda t: t.encode(t.render_chat(turn.messages, **turn.rendering), special=False),
-        client_of(request, body.cache_salt),
-    )
-    return {"input_tokens": len(tokens)}
+    client = client_of(request, body.cache_salt)
+    messages = await context.images.read(turn.messages, client)
+    how = turn.rendering
+    prompt = await context.tokenizing.encode_chat(messages, body.cache_salt, client, **how)
+    return {"input_tokens": len(prompt.tokens)}
 
 
 def _length(

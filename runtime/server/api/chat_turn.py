@@ -77,6 +77,7 @@ async def encode(context: ServingContext, turn: Turn, client: Hashable) -> Token
             )
         messages = [*before, *messages]
     _check_results(messages)
+    messages = await context.images.read(messages, client)
     return await context.tokenizing.encode_chat(messages, turn.cache_salt, client, **turn.rendering)
 
 

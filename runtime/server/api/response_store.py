@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from fastapi import Depends, Request
 
+from radixcache.errors import Busy
 from radixcache.runtime.kv_offload.notes import RESPONSE, ResponseNote
 from radixcache.runtime.tokens.tokenizer import Message
 
@@ -58,9 +59,14 @@ class ResponseStore:
         """Remember a response under an id that cannot be guessed. O(its text).
 
         Returns:
-            A future that is done once the response is on disk; None if it stays in memory.
+            A future that is done once the response is on disk; None if it stays in memory. It has
+            failed for a response that has no room even alone.
         """
         text, saved = json.dumps(ResponseNote(entry.conversation, entry.response)), None
+        if len(text) + _OBJECTS > self.max_bytes:  # its images stand in messages and in items
+            failed: Future[object] = Future()
+            failed.set_exception(Busy("a response of so many bytes is not kept"))
+            return failed
         if self._disk is not None and entry.cache_salt is None:
             saved = self._disk.note(f"{RESPONSE}{name}", text)
         self._put(name, entry, text)

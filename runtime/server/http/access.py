@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import re
+from collections import Counter
+from collections.abc import Callable, Hashable
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -21,6 +23,10 @@ OPEN_PATHS = {"/health", *static.FILES}
 
 BODY_SECONDS = 60.0
 """A request's body must come within this, counted from its head."""
+
+FREE_BYTES, MAX_LARGE = 1 << 20, 4
+"""Bytes of any body that find room; how many of the largest bodies find it besides, of which one
+client may have half."""
 
 _TOO_LARGE, _CLOSE = "the request's body is larger than {} bytes", {"Connection": "close"}
 _ADMINISTRATES = "radixcache.administrates"
@@ -47,6 +53,8 @@ class Access:
     def __init__(self, app: ASGIApp, options: ServerArgs) -> None:
         self._app = app
         self._options = options
+        self._held = Counter[Hashable]()
+        """Bytes of large bodies by client, until their requests end: what they say is kept."""
         names = filter(None, [options.host, *options.allowed_hosts])
         self._names = {name.lower() for name in names if not _is_address(name)}
 
@@ -69,7 +77,23 @@ class Access:
         except ApiError as error:
             await error.response_at(scope["path"])(scope, receive, send)
             return
-        await self._app(scope, _bounded(receive, limit), send)
+        client, size = (scope.get("client") or [None])[0], 0
+
+        def hold(more: int) -> None:
+            nonlocal size
+            size += more
+            self._held[client] += more
+            most = MAX_LARGE * limit
+            if self._held[client] > most // 2 or self._held.total() > most:
+                self._held[client] -= size  # at once: its answer may wait for the body's rest
+                size = 0
+                raise ApiError(503, "too many large bodies are being answered: try again")
+
+        try:
+            await self._app(scope, _bounded(receive, limit, hold), send)
+        finally:
+            self._held[client] -= size
+            self._held += Counter()  # drops zeros
 
     def _admit(self, scope: Scope, headers: Headers) -> bool:
         """Whether the request may administrate; `ApiError` if it is not admitted."""
@@ -101,8 +125,9 @@ class Access:
         return client is not None and _is_local(client[0]) and _is_local(name) and not forwarded
 
 
-def _bounded(receive: Receive, limit: int) -> Receive:
-    """Receives a body of at most `limit` bytes, within `BODY_SECONDS` from now."""
+def _bounded(receive: Receive, limit: int, hold: Callable[[int], None]) -> Receive:
+    """Receives a body of at most `limit` bytes, within `BODY_SECONDS` from now. `hold` is told of
+    bytes behind the first `FREE_BYTES`."""
     loop, size, is_whole = asyncio.get_running_loop(), 0, False
     deadline = loop.time() + BODY_SECONDS
 
@@ -118,9 +143,11 @@ def _bounded(receive: Receive, limit: int) -> Receive:
         except asyncio.CancelledError:  # the server shuts down
             raise ApiError(503, "the server is shutting down") from None
         is_whole = not message.get("more_body", False)
-        size += len(message.get("body", b""))
+        before, size = size, size + len(message.get("body", b""))
         if size > limit:
             raise ApiError(413, _TOO_LARGE.format(limit))
+        if size > FREE_BYTES:
+            hold(size - max(before, FREE_BYTES))
         return message
 
     return receive_bounded

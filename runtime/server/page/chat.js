@@ -6,6 +6,7 @@ import { showDefaults, takeFiles } from "./composer.js";
 import { attach, detach, end, forget, keep, kept, newId, onKept, path, reach, versions } from "./conversations.js";
 import { $, button, make } from "./dom.js";
 import { showList } from "./list.js";
+import { contentOf, setWaiting, waiting } from "./pictures.js";
 import { SILENT, errorText } from "./server.js";
 import { newTurn, sendsOnEnter, showUsage } from "./turn.js";
 
@@ -67,26 +68,32 @@ function update() {
 /** Keep a conversation that has begun, unless it was deleted. */
 function store(chat) {
   if (!live.has(chat)) return;
-  chat.title = chat.turns.length ? chat.title || chat.turns[0].content.trim().split("\n")[0].slice(0, 80) : "";
+  const first = chat.turns[0]?.content.trim().split("\n")[0].slice(0, 80);
+  chat.title = chat.turns.length ? chat.title || first || "A picture" : "";
   if (!chat.turns.length) forget(chat.id);
   else if (!keep(chat)) chat.trouble ||= "the browser has no room to keep this conversation";
   if (chat === current) history.replaceState(chat.id, "");
 }
 
-function send(text, before = end(current)) {
+function send(text, before = end(current), pictures = waiting()) {
   const content = text.trim();
   const chat = current;
-  if (!content || chat.running || loading) return;
+  if (!(content || pictures.length) || chat.running || loading) return;
   $("question").value = "";
+  setWaiting([]);
   $("system").open = false;
-  const asked = add(chat, { role: "user", content }, before);
-  ask(chat, () => { detach(chat, asked); chat.draft ||= content; });
+  const asked = add(chat, { role: "user", content, pictures }, before);
+  ask(chat, () => {
+    detach(chat, asked);
+    chat.draft ||= content;
+    if (chat === current) setWaiting(pictures);
+  });
 }
 
 /** Ask something else in the place of a question, if nothing is being answered; whether it is asked. */
 function edit(chat, turn, content) {
   if (chat.running || loading) return false;
-  send(content, turn.before); // what came before is cached, up to the word that differs
+  send(content, turn.before, turn.pictures ?? []); // what came before is cached, up to the word that differs
   $("question").focus();
   return true;
 }
@@ -115,7 +122,7 @@ function goOn(chat, answer) {
 /** Let an answer come, which has `tokens` already; `undo` if nothing does. */
 async function run(chat, turns, answer, undo, tokens = 0) {
   const had = size(answer);
-  const messages = turns.map(({ role, content }) => ({ role, content }));
+  const messages = turns.map((turn) => ({ role: turn.role, content: contentOf(turn) }));
   if (chat.system.trim()) messages.unshift({ role: "system", content: chat.system });
   let frame = 0;
   const draw = () => { frame = 0; if (chat.running) follow(answer.draw); };

@@ -1,6 +1,7 @@
 // How answers are sampled: what is filled in is sent, for the server to judge, and all else is its own.
 
 import { $ } from "./dom.js";
+import { addPicture, isPicture } from "./pictures.js";
 
 const LIMIT = 1024; // tokens of an answer, where neither the server nor whoever asks has a limit
 const fields = [...$("sampling").querySelectorAll("input")];
@@ -30,7 +31,7 @@ function summarise() {
 $("sampling").addEventListener("input", summarise);
 summarise(); // browsers fill in what was there before a reload
 
-// Text files that are dropped on the chat, or pasted into the question, become part of it.
+// Text files that are chosen, dropped on the chat or pasted into the question become part of it; pictures go with it.
 
 const MOST = 1 << 20; // bytes
 
@@ -39,7 +40,8 @@ export function takeFiles(place, field, trouble) {
   const has = (data) => data?.types.includes("Files");
   const take = async (files) => {
     try {
-      const texts = await Promise.all([...files].map(read));
+      const texts = await Promise.all([...files].filter((file) => !isPicture(file)).map(read));
+      for (const file of [...files].filter(isPicture)) await addPicture(file);
       // First, so that other questions about them find them cached.
       field.value = [...texts, field.value].join("\n\n");
       trouble("");
@@ -48,6 +50,11 @@ export function takeFiles(place, field, trouble) {
     }
     field.focus();
   };
+  $("attach").addEventListener("click", () => $("files").click());
+  $("files").addEventListener("change", async () => {
+    await take($("files").files);
+    $("files").value = ""; // so that the same one can be chosen again
+  });
   for (const type of ["dragover", "drop"]) { // elsewhere the browser would leave the page for the file
     addEventListener(type, (event) => has(event.dataTransfer) && event.preventDefault());
   }

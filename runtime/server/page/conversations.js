@@ -32,10 +32,11 @@ export function keep(conversation) {
   const changed = Date.now();
   const { title, system } = conversation;
   const turns = conversation.turns
-    .filter((turn) => turn.content || turn.reasoning || turn.calls || turn.reply) // else it has yet to come
+    .filter((turn) => turn.role === "user" || turn.content || turn.reasoning || turn.calls || turn.reply) // else it has yet to come
     .map((turn, _, all) => {
       const { role, content, reasoning, calls, reply, before } = turn;
-      return { role, content, reasoning, calls, reply, before: all.indexOf(before), shown: before.next === turn };
+      const lost = (turn.lost ?? 0) + (turn.pictures?.length ?? 0); // pictures would take all the room
+      return { role, content, reasoning, calls, reply, lost, before: all.indexOf(before), shown: before.next === turn };
     });
   if (!write([{ id, title, system, changed, turns }, ...others.filter((other) => other.id !== id)])) return false;
   Object.assign(conversation, { id, changed });

@@ -2,6 +2,7 @@
 
 import { $, button, count, format, make, milliseconds, percent } from "./dom.js";
 import { markdown } from "./markdown.js";
+import { preview } from "./pictures.js";
 
 /**
  * A message, {role, content, reasoning, calls, reply}, and its `article`. An answer can `begin` to come,
@@ -21,7 +22,8 @@ export function newTurn(given, actions) {
 }
 
 function question(turn, { edit, again }) {
-  turn.text = make("div", { className: "text" }, turn.content);
+  const lost = turn.lost ? [make("small", {}, `${count(turn.lost, "picture")}, not kept`)] : [];
+  turn.text = make("div", { className: "text" }, ...(turn.pictures ?? []).map(preview), turn.content, ...lost);
   turn.article = make(
     "article", { className: "user", ariaLabel: "You" }, turn.text, turn.versions,
     button("Edit", () => rewrite(turn, edit), { className: "edit" }), button("Answer", again, { className: "again" }),

@@ -28,15 +28,15 @@ from radixcache.runtime.server.protocol.fields import (
     TopP,
     Unsupported,
     check_stop,
-    join_texts,
 )
+from radixcache.runtime.server.protocol.images import Source, check_part, content_of, with_images
 from radixcache.runtime.server.protocol.response_format import FormatOptions, sampled
 from radixcache.runtime.server.protocol.responses import merge_system
 from radixcache.runtime.server.protocol.tools import OneOfTools
 from radixcache.runtime.server.protocol.turn import Thinking, Turn, TurnRequest, call_of
 from radixcache.runtime.server.protocol.unsupported import OTHERS_IN_MESSAGES
 from radixcache.runtime.tokens.tokenizer import Message
-from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
+from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice
 
 JSON = dict[str, Any]
 
@@ -68,9 +68,10 @@ class Block(OneOf):
         "tool_use": ("id", "name", "input"),
         "tool_result": ("tool_use_id",),
         "tool_reference": ("tool_name",),
+        "image": ("source",),
     }
 
-    type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+    type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result", "image"]
     text: Text | None = None
     thinking: Text | None = None
     id: Text | None = None
@@ -81,6 +82,15 @@ class Block(OneOf):
     content: Text | List[ResultBlock] | None = None
     is_error: Flag | None = None
     cache_control: CacheControl | None = None
+    source: Source | None = None
+
+    @property
+    def image(self) -> str | None:
+        return self.source.url if self.source else None
+
+    @model_validator(mode="after")
+    def _text_or_image(self) -> Block:
+        return check_part(self)
 
 
 class TextBlock(Block):
@@ -88,9 +98,9 @@ class TextBlock(Block):
 
 
 class ResultBlock(Block):
-    """A text, or a tool that a search has found, whose description is put here."""
+    """A text, an image, or a tool that a search has found, whose description is put here."""
 
-    type: Literal["text", "tool_reference"]  # type: ignore[assignment]
+    type: Literal["text", "image", "tool_reference"]  # type: ignore[assignment]
 
 
 class TurnOptions(StrictModel):
@@ -116,18 +126,18 @@ class ChatTurn(StrictModel):
             {
                 "role": "tool",
                 "tool_call_id": block.tool_use_id,
-                "content": ("Error: " if block.is_error else "") + join_texts(block.content),
+                "content": content_of(block.content, "tool", "Error: " * bool(block.is_error)),
             }
             for block in blocks
             if block.type == "tool_result"
         ]
-        texts = [block.text for block in blocks if block.text is not None]
-        message: Message = {"role": self.role, "content": "\n".join(texts)}
+        said = [block for block in blocks if block.text is not None or block.image]
+        message: Message = {"role": self.role, "content": content_of(said, self.role)}
         if thoughts := [block for block in blocks if block.type.endswith("thinking")]:
             message["reasoning_content"] = "\n".join(block.thinking or "" for block in thoughts)
         if calls := [block for block in blocks if block.type == "tool_use"]:
             message["tool_calls"] = [call_of(call.id, call.name, call.input) for call in calls]
-        return results if results and not texts else [*results, message]
+        return results if results and not said else [*results, message]
 
 
 class ClientTool(OneOfTools):
@@ -286,7 +296,7 @@ class CountRequest(TurnRequest, StrictModel):
         wanted = asked.get(self.thinking.type) if self.thinking else None
         thinking = Thinking(effort, wanted, "output_config.effort" if effort else "thinking")
         how = {"thinking": thinking, "continue_final": goes_on, "ask": not goes_on}
-        return Turn.of(self, [*map(for_template, self._with_system(new))], defaults, **how)
+        return Turn.of(self, [*map(with_images, self._with_system(new))], defaults, **how)
 
     @property
     def choice(self) -> ToolChoice:

@@ -153,9 +153,9 @@ class Unsupported(NamedTuple):
 NO_MEDIA = dict.fromkeys(
     "image_url input_audio audio_url video_url file source detail file_id file_data "
     "file_url".split(),
-    Unsupported("models here read and write text"),
+    Unsupported("send text, or an image as this API writes it"),
 )
-"""Fields of a message's parts that are no text, in any API."""
+"""Fields of a message's parts that are neither text nor, in some API, an image."""
 
 
 class StrictModel(Body):

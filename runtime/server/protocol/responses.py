@@ -26,8 +26,8 @@ from radixcache.runtime.server.protocol.fields import (
     ToolName,
     TopP,
     Unsupported,
-    join_texts,
 )
+from radixcache.runtime.server.protocol.images import Detail, content_of, with_images
 from radixcache.runtime.server.protocol.response_format import FormatOptions, sampled
 from radixcache.runtime.server.protocol.tools import OneOfTools, TextPart
 from radixcache.runtime.server.protocol.turn import Thinking, Turn, TurnRequest, call_of
@@ -51,15 +51,24 @@ _ASKS = "input", "instructions", "previous_response_id"
 _TEXTS = "input_text", "output_text", "reasoning_text", "summary_text", "text"
 
 
-class ItemText(TextPart):
-    """A text within an item: input, answer, refusal or reasoning."""
+class ItemPart(TextPart):
+    """A text within an item: input, answer, refusal or reasoning; or an image of the input."""
 
     harmless: ClassVar = TextPart.harmless | {"parsed"}
-    needs: ClassVar = {**dict.fromkeys(_TEXTS, ("text",)), "refusal": ("refusal",)}
+    needs: ClassVar = {
+        **dict.fromkeys(_TEXTS, ("text",)), "refusal": ("refusal",), "input_image": ("image_url",)
+    }  # fmt: skip
 
     type: Literal[  # type: ignore[assignment]
-        "input_text", "output_text", "reasoning_text", "summary_text", "text", "refusal"
-    ]
+        "input_text", "output_text", "reasoning_text", "summary_text", "text", "refusal",
+        "input_image",
+    ]  # fmt: skip
+    image_url: Text | None = None
+    detail: Detail | None = None
+
+    @property
+    def image(self) -> str | None:
+        return self.image_url
 
 
 class Item(OneOf):
@@ -86,15 +95,15 @@ class Item(OneOf):
     ] = "message"  # fmt: skip
     id: Text | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: Text | List[ItemText] | None = None
+    content: Text | List[ItemPart] | None = None
     call_id: Text | None = None
     name: Text | None = None
     namespace: Text | None = None
     arguments: Text | None = None
     input: Text | None = None
     action: Json | None = None
-    output: Text | List[ItemText] | None = None
-    summary: List[ItemText] | None = None
+    output: Text | List[ItemPart] | None = None
+    summary: List[ItemPart] | None = None
 
     @model_validator(mode="after")
     def _arguments_are_an_object(self) -> Item:
@@ -106,7 +115,8 @@ class Item(OneOf):
         """The item as a message, or as a part of the assistant's message."""
         match self.type:
             case "reasoning":
-                text = join_texts(self.content) or join_texts(self.summary)
+                text = content_of(self.content, "assistant")
+                text = text or content_of(self.summary, "assistant")
                 return {"role": "assistant", "reasoning_content": text}
             case "function_call" | "custom_tool_call" | "local_shell_call":
                 name = in_namespace(self.namespace, self.name or SHELL)
@@ -118,11 +128,14 @@ class Item(OneOf):
                     text = json.dumps(given)
                 return {"role": "assistant", "tool_calls": [call_of(self.call_id, name, text)]}
             case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
-                call_id, content = self.call_id or self.id, join_texts(self.output)
+                call_id, content = self.call_id or self.id, content_of(self.output, "tool")
                 return {"role": "tool", "tool_call_id": call_id, "content": content}
             case _:  # few chat templates have the role "developer"
-                role = "system" if self.role == "developer" else self.role
-                return {"role": role, "content": join_texts(self.content)}
+                content = content_of(self.content, str(self.role))
+                return {
+                    "role": "system" if self.role == "developer" else self.role,
+                    "content": content,
+                }
 
 
 class CustomFormat(StrictModel):
@@ -330,7 +343,7 @@ class ResponsesRequest(TurnRequest, StrictModel):
         params = sampled(defaults, self, self.text, max_tokens=self.max_output_tokens)
         effort = self.reasoning.effort if self.reasoning else None
         thinking = Thinking(effort, place="reasoning.effort")
-        messages = [*map(for_template, merge_system(messages))]
+        messages = [*map(with_images, merge_system(messages))]
         return Turn.of(self, messages, params, thinking=thinking)
 
     @property

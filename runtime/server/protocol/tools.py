@@ -20,10 +20,15 @@ from radixcache.runtime.server.protocol.fields import (
     Text,
     ToolName,
     Unsupported,
-    join_texts,
+)
+from radixcache.runtime.server.protocol.images import (
+    ImageUrl,
+    check_part,
+    content_of,
+    with_images,
 )
 from radixcache.runtime.server.protocol.turn import TurnRequest
-from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice, for_template
+from radixcache.runtime.tokens.tool_calls import Tool, ToolChoice
 
 
 class TextPart(OneOf):
@@ -40,7 +45,24 @@ class TextPart(OneOf):
     @model_validator(mode="after")
     def _refusal_as_text(self) -> TextPart:
         self.text = self.refusal if self.type == "refusal" else self.text
-        return self
+        return check_part(self)
+
+    @property
+    def image(self) -> str | None:
+        return None
+
+
+class ChatPart(TextPart):
+    """A text, a refusal or an image."""
+
+    needs: ClassVar = {**TextPart.needs, "image_url": ("image_url",)}
+
+    type: Literal["text", "refusal", "image_url"]  # type: ignore[assignment]
+    image_url: ImageUrl | None = None
+
+    @property
+    def image(self) -> str | None:
+        return self.image_url.url if self.image_url else None
 
 
 class CalledFunction(Body):
@@ -67,7 +89,7 @@ class ChatMessage(StrictModel):
     }
 
     role: Annotated[Text, Field(min_length=1)]
-    content: Text | List[TextPart] | None = None
+    content: Text | List[ChatPart] | None = None
     tool_calls: List[ToolCall] | None = None
     tool_call_id: Text | None = None
     name: Text | None = None
@@ -76,8 +98,8 @@ class ChatMessage(StrictModel):
     refusal: Text | None = None
 
     def plain(self) -> dict[str, Any]:
-        """The message as chat templates take it, its parts joined by line breaks."""
-        content = None if self.content is None else join_texts(self.content)
+        """The message as a `Turn` has it; texts alone are joined by line breaks."""
+        content = None if self.content is None else content_of(self.content, self.role)
         # Few templates know developers, and some drop messages of unknown roles.
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": content}
@@ -88,7 +110,7 @@ class ChatMessage(StrictModel):
         if self.role == "assistant":
             message["content"] = content or self.refusal or ""
             message["reasoning_content"] = self.reasoning_content or self.reasoning
-        return for_template(message)
+        return with_images(message)
 
     @model_validator(mode="after")
     def _has_content(self) -> ChatMessage:

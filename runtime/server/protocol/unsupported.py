@@ -14,7 +14,7 @@ HARMLESS = frozenset(
     "spaces_between_special_tokens".split()  # tokenizers write spaces as they do
 )
 
-_TEXT_ONLY = Unsupported("models here read and write text", ({}, "tensors", False))
+_PROCESSOR = Unsupported("images are read as the model's processor does", ({}, "tensors", False))
 _ONE_PROCESS = Unsupported("leave it out: this server is one process", ({},))
 _CUT = Unsupported("cut the prompt yourself: a cut at its start loses all cached tokens", (False,))
 
@@ -30,10 +30,10 @@ REFUSED = {
     "watermarking": Unsupported("mark the text yourself", (False,)),
     "return_token_offsets": Unsupported("ask /tokenize for return_token_strs", (False,)),
     "routed_experts_prompt_start": Unsupported("the experts chosen are not returned", (0,)),
-    "mm_processor_kwargs": _TEXT_ONLY,
-    "media_io_kwargs": _TEXT_ONLY,
-    "mm_payload": _TEXT_ONLY,
-    "return_mm_kwargs": _TEXT_ONLY,
+    "mm_processor_kwargs": _PROCESSOR,
+    "media_io_kwargs": _PROCESSOR,
+    "mm_payload": _PROCESSOR,
+    "return_mm_kwargs": _PROCESSOR,
     "kv_transfer_params": _ONE_PROCESS,
     "ec_transfer_params": _ONE_PROCESS,
     "vllm_xargs": Unsupported("only vLLM's plugins read it", ({},)),

@@ -19,6 +19,7 @@ import pytest
 from radixcache import LLM, StructuredOutputsParams
 from radixcache.runtime.sampling import grammar
 from radixcache.runtime.server import pools
+from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http import access, bodies, serve
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.protocol.openai import CompletionRequest
@@ -118,6 +119,57 @@ def test_a_large_body_keeps_no_other_request_waiting(server: LiveServer, monkeyp
         assert begun.wait(30) and server.post(COMPLETIONS, SHORT).status_code == 200
         go_on.set()
         assert waiting.result().status_code == 200
+
+
+def test_large_bodies_have_a_bound_together():
+    """And no client takes all of it; what a request holds is free when it ends."""
+
+    async def send_bodies() -> None:
+        may_end, limit = asyncio.Event(), 3 << 20
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            while (await receive()).get("more_body"):
+                pass
+            await may_end.wait()
+
+        door = access.Access(app, ServerArgs(max_body_size=limit))
+
+        def body_of(size: int, client: str) -> asyncio.Task[None]:
+            pieces = [size // 2, size - size // 2]
+
+            async def receive() -> Any:
+                await asyncio.sleep(0)
+                return {"body": bytes(pieces.pop()), "more_body": bool(pieces)}
+
+            scope = {"type": "http", "method": "POST", "path": "/", "client": (client, 1)}
+            head = {"headers": [(b"host", b"localhost")]}
+            return asyncio.create_task(door({**scope, **head}, receive, None))  # type: ignore[arg-type]
+
+        async def refused(size: int, client: str) -> bool:
+            task = body_of(size, client)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            if not task.done():
+                open_tasks.append(task)
+                return False
+            assert isinstance(task.exception(), ApiError) and "503" in repr(task.exception())
+            return True
+
+        open_tasks: list[asyncio.Task[None]] = []
+        free, large = access.FREE_BYTES, limit - 1
+        for _ in range(5):
+            assert not await refused(free, "a"), "small ones are not counted"
+        assert [await refused(large, "a") for _ in range(4)] == [False, False, False, True]
+        assert [await refused(large, "b") for _ in range(4)] == [False, False, False, True]
+        assert await refused(large, "c") and not await refused(free, "c")
+        may_end.set()
+        await asyncio.gather(*open_tasks)
+        may_end.clear()
+        assert not door._held and not await refused(large, "a")
+        may_end.set()
+        await open_tasks[-1]
+
+    asyncio.run(send_bodies())
 
 
 def test_a_text_that_cannot_fit_is_never_tokenised(server: LiveServer, monkeypatch: Any):

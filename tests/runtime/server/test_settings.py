@@ -69,6 +69,7 @@ FLAGS = [
     ("--max-queued-requests -1", "--max-queued-requests: must be at least 0, not -1"),
     ("--allowed-origins app.example", "--allowed-origins: must be origins like https://app"),
     ("--allowed-origins https://a.example/", "with no slash at the end"),
+    ("--allowed-media-domains a.example:80", "must be names without scheme and port"),
     ("--allowed-hosts http://a.example", "must be names without scheme and port, not ['http://a"),
     ("--otlp-endpoint localhost:4317", "--otlp-endpoint: must be an address like http://127"),
     ("--kv-cache-memory-bytes 2gigs", "--kv-cache-memory-bytes: must be an amount like 2GB or"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from selenium.webdriver.common.keys import Keys
 
+from tests.helpers.pictures import data_url, file_of, picture
 from tests.runtime.server.page.browser import ANSWER, OTHER, OTHER_ANSWER, QUESTION, Page, numbers
 
 STORE = "localStorage['radixcache.conversations.2']"
@@ -225,10 +228,11 @@ def test_an_answer_that_was_cut_goes_on(page: Page):
 
 DROP = """
 // A file is dropped on the chat, or pasted.
-const [type, name, content, size] = arguments;
+const [type, name, content, size, kind] = arguments;
 const data = new DataTransfer();
 const bytes = size ? new Uint8Array(size).fill(97) : content;
-data.items.add(new File([Array.isArray(bytes) ? new Uint8Array(bytes) : bytes], name));
+const parts = [Array.isArray(bytes) ? new Uint8Array(bytes) : bytes];
+data.items.add(new File(parts, name, { type: kind ?? "" }));
 const target = document.querySelector(type === "paste" ? "#question" : "#scroll");
 const options = { bubbles: true, cancelable: true };
 const event = type === "paste" ? new ClipboardEvent(type, { ...options, clipboardData: data })
@@ -259,3 +263,67 @@ def test_a_file_becomes_part_of_the_question(page: Page):
     assert page.run(DROP, "paste", "b.txt", "pasted") is False
     page.until(lambda: question() == f"b.txt:\npasted\n\n{before}")
     assert page.text("#refused") == ""
+
+
+ANSWERED = """
+// Any question is answered, and what was asked is in `sent`.
+const kept = window.fetch;
+window.sent = [];
+window.fetch = async (path, options) => {
+  if (!String(path).endsWith("chat/completions")) return kept(path, options);
+  sent.push(JSON.parse(options.body));
+  const details = { prompt_tokens_details: { cached_tokens: 0 } };
+  const usage = { prompt_tokens: 7, completion_tokens: 1, ...details };
+  const event = { choices: [{ delta: { content: "A cat." }, finish_reason: "stop" }], usage };
+  return new Response(`data: ${JSON.stringify(event)}\n\n`);
+};
+"""
+
+
+def test_pictures_go_with_a_question(page: Page, tmp_path: Path):
+    """Chosen, dropped or pasted; they are taken away again, come back if refused, and are shown."""
+
+    def sources(where: str) -> list[str]:
+        found = page.run(f"return [...document.querySelectorAll('{where} img')].map((e) => e.src)")
+        widths = f"return [...document.querySelectorAll('{where} img')].map((e) => e.naturalWidth)"
+        page.until(lambda: page.run(widths) == [40] * len(found))  # the page may show them
+        return [str(source) for source in found]
+
+    files = [file_of(picture(seed=seed)) for seed in range(3)]
+    urls = [*map(data_url, files)]
+    (tmp_path / "a.png").write_bytes(files[0])
+    (tmp_path / "b.txt").write_text("A text.")
+    page.one("#files").send_keys(f"{tmp_path}/a.png\n{tmp_path}/b.txt")
+    page.until(lambda: page.one("#question").get_attribute("value") == "b.txt:\nA text.\n\n")
+    page.one("#question").clear()
+    page.run(DROP, "drop", "b.png", [*files[1]], 0, "image/png")
+    page.until(lambda: len(page.all("#pictures img")) == 2)
+    page.run(DROP, "paste", "c.png", [*files[2]], 0, "image/png")
+    page.until(lambda: len(page.all("#pictures img")) == 3)
+    page.run(DROP, "drop", "d.png", "", 20_000_001, "image/png")
+    page.until(lambda: page.text("#refused") == "d.png is larger than 20 MB")
+    assert sources("#pictures") == urls
+    page.one("[aria-label='Remove picture 2']").click()
+    assert sources("#pictures") == [urls[0], urls[2]]
+
+    page.one("#question").send_keys("What is it?", Keys.ENTER)  # this model reads none
+    page.until(lambda: "image" in page.text("#refused"))
+    assert sources("#pictures") == [urls[0], urls[2]] and not page.all("article")
+    assert page.one("#question").get_attribute("value") == "What is it?"
+
+    page.run(ANSWERED)
+    page.ask("")
+    assert sources("article.user") == [urls[0], urls[2]] and not page.all("#pictures img")
+    page.ask("And now?")
+    page.edit(0, "Who is it?")
+    first, second, edited = (body["messages"][1:] for body in page.run("return sent"))
+    shown = [{"type": "image_url", "image_url": {"url": url}} for url in (urls[0], urls[2])]
+    asked = {"role": "user", "content": [*shown, {"type": "text", "text": "What is it?"}]}
+    again = {"role": "user", "content": "And now?"}
+    assert first == [asked] and second == [asked, {"role": "assistant", "content": "A cat."}, again]
+    assert edited == [{"role": "user", "content": [*shown, {"type": "text", "text": "Who is it?"}]}]
+    assert sources("article.user") == [urls[0], urls[2]]
+
+    page.driver.refresh()  # the browser has no room to keep pictures
+    page.until(lambda: page.texts("article.user small") == ["2 pictures, not kept"])
+    assert "Who is it?" in page.texts("article.user .text")[0]

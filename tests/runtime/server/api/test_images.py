@@ -1,0 +1,355 @@
+"""Images come to the model's side of all chat APIs as the same parts, read on threads, or not at
+all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from hashlib import sha256
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from radixcache import LLM
+from radixcache.runtime.multimodal.image import ImageSource
+from radixcache.runtime.multimodal.image_input import image_of_url
+from radixcache.runtime.server import pools
+from radixcache.runtime.server.api import response_store
+from radixcache.runtime.server.api.response_store import ResponseStore, StoredResponse
+from radixcache.runtime.tokens.conversation import Conversations
+from radixcache.runtime.tokens.history import TokenisedText
+from tests.helpers.pictures import FORMATS, data_url, file_of, picture, png_of
+from tests.runtime.server.api.apis import user
+from tests.runtime.server.live import LiveServer, assert_error, live
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+PATHS = (CHAT, RESPONSES, MESSAGES)
+FILE = file_of(picture())
+URL = data_url(FILE)
+WEB = "https://a.example/a.png"
+TEXT = "What is this?"
+
+
+def text(path: str, said: str) -> dict[str, Any]:
+    return {"type": "input_text" if path == RESPONSES else "text", "text": said}
+
+
+def image(path: str, url: str = URL, **more: Any) -> dict[str, Any]:
+    """A picture as the API of a path writes it."""
+    if path == CHAT:
+        return {"type": "image_url", "image_url": {"url": url, **more}}
+    if path == RESPONSES:
+        return {"type": "input_image", "image_url": url, **more}
+    source = {"type": "url", "url": url}
+    if url.startswith("data:"):
+        kind, _, data = url.removeprefix("data:").partition(";base64,")
+        source = {"type": "base64", "media_type": kind, "data": data}
+    return {"type": "image", "source": source}
+
+
+def body(path: str, *messages: dict[str, Any]) -> dict[str, Any]:
+    name = "input" if path == RESPONSES else "messages"
+    return {name: [*messages], **({"max_tokens": 5} if path == MESSAGES else {})}
+
+
+def asked(path: str, *urls: str) -> dict[str, Any]:
+    """A question about pictures."""
+    return body(path, user([text(path, TEXT), *(image(path, url) for url in urls)]))
+
+
+def result(path: str, url: str) -> list[dict[str, Any]]:
+    """A tool is called, and answers with a text and a picture."""
+    shown = [text(path, "Look"), image(path, url)]
+    function = {"name": "look", "arguments": "{}"}
+    if path == CHAT:
+        calls = [{"id": "c", "type": "function", "function": function}]
+        made: dict[str, Any] = {"role": "assistant", "tool_calls": calls}
+        return [user("Hi"), made, {"role": "tool", "tool_call_id": "c", "content": shown}]
+    if path == RESPONSES:
+        answer = {"type": "function_call_output", "call_id": "c", "output": shown}
+        return [user("Hi"), {"type": "function_call", "call_id": "c", **function}, answer]
+    use = {"type": "tool_use", "id": "c", "name": "look", "input": {}}
+    block = {"type": "tool_result", "tool_use_id": "c", "content": shown, "is_error": True}
+    return [user("Hi"), {"role": "assistant", "content": [use]}, user([block])]
+
+
+class Rendered:
+    """The messages that came to be tokenised, images included."""
+
+    def __init__(self) -> None:
+        self.conversations: list[list[dict[str, Any]]] = []
+        self.threads: set[str] = set()
+
+    @property
+    def last(self) -> dict[str, Any]:
+        return self.conversations[-1][-1]
+
+
+@pytest.fixture
+def rendered(monkeypatch: pytest.MonkeyPatch) -> Rendered:
+    """A text model is given the texts alone."""
+    found, encode, decode = Rendered(), Conversations.encode, image_of_url
+
+    def encode_texts(self: Conversations, messages: Any, *args: Any, **how: Any) -> TokenisedText:
+        found.conversations.append([*messages])
+        return encode(self, [*map(without_images, messages)], *args, **how)
+
+    def decode_here(url: str) -> Any:
+        found.threads.add(threading.current_thread().name.partition("_")[0])
+        return decode(url)
+
+    monkeypatch.setattr(Conversations, "encode", encode_texts)
+    monkeypatch.setattr(pools, "image_of_url", decode_here)
+    return found
+
+
+def without_images(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    if isinstance(content, list):
+        content = "\n".join(part["text"] for part in content if part["type"] == "text")
+    return {**message, "content": content}
+
+
+# What comes out.
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("path", PATHS)
+def test_a_picture_comes_as_it_was_sent(
+    scripted: LiveServer, rendered: Rendered, path: str, form: str
+):
+    file = file_of(picture(), form)
+    url = data_url(file, f"image/{form.lower()}")
+    answer = scripted.post(path, asked(path, url))
+    assert answer.status_code == 200, answer.text
+    assert rendered.last.keys() == {"role", "content"} and rendered.last["role"] == "user"
+    said, shown = rendered.last["content"]
+    assert said == {"type": "text", "text": TEXT} and shown.keys() == {"type", "image"}
+    source = shown["image"]
+    assert shown["type"] == "image" and source.identity == sha256(file).digest()
+    expected = np.asarray(Image.open(BytesIO(file)).convert("RGB"))
+    assert np.array_equal(np.asarray(source.open()), expected)
+    assert rendered.threads == {"images"}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_result_of_a_tool_may_have_pictures(
+    scripted: LiveServer, rendered: Rendered, path: str
+):
+    answer = scripted.post(path, body(path, *result(path, URL)))
+    assert answer.status_code == 200, answer.text
+    content = rendered.last["content"]
+    assert rendered.last["role"] == "tool" and rendered.last["tool_call_id"] == "c"
+    texts = [part["text"] for part in content if part["type"] == "text"]
+    assert texts == (["Error: ", "Look"] if path == MESSAGES else ["Look"])
+    assert content[-1]["image"].identity == sha256(FILE).digest()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_texts_alone_stay_one_text(scripted: LiveServer, rendered: Rendered, path: str):
+    scripted.post(path, body(path, user([text(path, "a"), text(path, "b")])))
+    assert rendered.last == user("a\nb") and not rendered.threads
+    scripted.post(path, asked(path))
+    assert rendered.last == user(TEXT)
+
+
+@pytest.mark.parametrize("detail", ["auto", "high", None])
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_detail_changes_nothing(scripted: LiveServer, rendered: Rendered, path: str, detail: Any):
+    answer = scripted.post(path, body(path, user([image(path, detail=detail)])))
+    assert answer.status_code == 200, answer.text
+    (shown,) = rendered.last["content"]
+    assert shown["image"].identity == sha256(FILE).digest()
+
+
+def test_tokens_are_counted_and_explained_with_pictures(scripted: LiveServer, rendered: Rendered):
+    for path, of in (
+        ("/v1/messages/count_tokens", MESSAGES),
+        ("/v1/responses/input_tokens", RESPONSES),
+        ("/v1/explain", CHAT),
+    ):
+        sent = asked(of, URL)
+        sent.pop("max_tokens", None)
+        assert scripted.post(path, sent).status_code == 200
+        assert isinstance(rendered.last["content"][1]["image"], ImageSource), path
+
+
+def test_a_response_goes_on_with_its_pictures(scripted: LiveServer, rendered: Rendered):
+    first = scripted.post(RESPONSES, asked(RESPONSES, URL)).json()
+    more = {"input": "And now?", "previous_response_id": first["id"]}
+    second = scripted.post(RESPONSES, more).json()
+    assert second["status"] == "completed"
+    shown = rendered.conversations[-1][0]["content"][1]
+    assert shown["image"].identity == sha256(FILE).digest() and rendered.last == user("And now?")
+    items = scripted.get(f"/v1/responses/{second['id']}/input_items?order=asc").json()["data"]
+    assert items[0]["content"][1]["image_url"] == URL
+
+
+def test_a_response_without_room_is_not_kept_and_takes_no_other_with_it(scripted: LiveServer):
+    store = ResponseStore(max_bytes=20_000)
+    assert store.keep("small", StoredResponse([user("x")], {})) is None
+    large = StoredResponse([user([{"type": "image_url", "image_url": {"url": "x" * 20_000}}])], {})
+    kept = store.keep("large", large)
+    assert kept is not None and kept.exception() is not None
+    assert store.find("small", None) and store.find("large", None) is None
+
+
+def test_an_answer_says_that_it_is_not_kept(scripted: LiveServer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(response_store, "_OBJECTS", 1 << 30)
+    answer = scripted.post(RESPONSES, body(RESPONSES, user("Hi"))).json()
+    assert answer["status"] == "completed" and answer["store"] is False
+    assert scripted.get(f"/v1/responses/{answer['id']}").status_code == 404
+
+
+# URLs.
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_urls_are_fetched_from_allowed_hosts(
+    llm: LLM, rendered: Rendered, path: str, monkeypatch: pytest.MonkeyPatch
+):
+    calls: list[Any] = []
+
+    def fetch(*args: Any) -> bytes:
+        calls.append((threading.current_thread().name.partition("_")[0], *args))
+        return FILE
+
+    monkeypatch.setattr(pools, "fetch", fetch)
+    before = time.monotonic()
+    with live(llm, allowed_media_domains=["A.example", "b.example"]) as server:
+        assert server.post(path, asked(path, WEB, URL, WEB)).status_code == 200
+        server.assert_idle()
+    assert [call[:4] for call in calls] == [
+        ("images", WEB, {"a.example", "b.example"}, 20_000_000)
+    ] * 2
+    (deadline,) = {call[4] for call in calls}  # of all together
+    assert before < deadline - 10 < time.monotonic()
+    assert [part["image"].identity for part in rendered.last["content"][1:]] == [
+        sha256(FILE).digest()
+    ] * 3
+
+
+def test_no_more_is_fetched_than_fits(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    calls: list[str] = []
+
+    def fetch(url: str, *_: Any) -> bytes:
+        calls.append(url)
+        return FILE + bytes(20_000_000 - len(FILE))
+
+    monkeypatch.setattr(pools, "fetch", fetch)
+    with live(llm, allowed_media_domains=["a.example"]) as server:
+        refused = server.post(CHAT, asked(CHAT, *[WEB] * 64))
+        assert_error(refused, 400, "a prompt has at most 64 MB of images")
+    assert len(calls) == 4
+
+
+# What is refused.
+
+SVG = data_url(b"<svg/>", "image/svg+xml")
+BOMB = data_url(png_of(40_000, 40_000, b""))
+LARGE = data_url(FILE + bytes(25_000_000))
+WIDE = data_url(png_of(8000, 4000, b""))
+NOT_READ = [
+    ((SVG,), "an image is a PNG, JPEG, WebP or GIF, and this is an SVG"),
+    (("data:image/png;base64,no base64!",), "no base64"),
+    (("data:image/png;base64,",), "this is empty"),
+    ((BOMB,), "an image has 1 to 32 million pixels, not 40000 x 40000"),
+    ((LARGE,), "an image's file has at most 20 MB"),
+    ((WIDE,) * 3, "a prompt has at most 64 million pixels of images"),
+    ((URL,) * 1000, "a prompt has at most 64 images, not 1000"),
+    ((WEB,), "not fetched from 'a.example': send a data: URL, or start the server with --allowed-"),
+    (("/etc/passwd",), "an image's URL is a data: URL, or begins with"),
+    (("file:///etc/passwd",), "an image's URL is a data: URL, or begins with"),
+]
+
+
+@pytest.mark.parametrize(("urls", "sentence"), NOT_READ, ids=range(len(NOT_READ)))
+@pytest.mark.parametrize("path", PATHS)
+def test_a_picture_that_cannot_be_read_is_refused(
+    scripted: LiveServer, path: str, urls: tuple[str, ...], sentence: str
+):
+    refused = scripted.post(path, asked(path, *urls))
+    error = refused.json()["error"]
+    assert refused.status_code == 400 and error["type"] == "invalid_request_error"
+    assert sentence in error["message"] and len(error["message"]) < 200
+    scripted.assert_idle()
+
+
+def given(path: str, role: str) -> dict[str, Any]:
+    return body(path, {"role": role, "content": [image(path)]}, user("Hi"))
+
+
+LOW = "images are read in their own detail"
+OTHER = "send text, or an image as this API writes it"
+SOURCE = {"type": "base64", "media_type": "image/png", "data": "AA=="}
+FLAWED: list[tuple[str, Any, str]] = [
+    (CHAT, image(CHAT, detail="low"), LOW),
+    (RESPONSES, image(RESPONSES, detail="low"), LOW),
+    (CHAT, image(CHAT, detail="huge"), "the detail of an image is auto or high"),
+    (CHAT, image(CHAT, size=7), "size: there is no such field"),
+    (CHAT, {"type": "image_url"}, "a image_url needs 'image_url'"),
+    (CHAT, {"type": "image_url", "image_url": URL}, "image_url: Input should be"),
+    (CHAT, {"type": "text", "text": "x", "image_url": {"url": URL}}, "not both"),
+    (CHAT, {"type": "image_url", "text": "x", "image_url": {"url": URL}}, "not both"),
+    (CHAT, {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, OTHER),
+    (CHAT, {"type": "video_url", "video_url": {"url": URL}}, OTHER),
+    (CHAT, {"type": "file", "file": {"file_id": "f"}}, OTHER),
+    (CHAT, image(MESSAGES), OTHER),
+    (RESPONSES, {"type": "input_image", "file_id": "f"}, OTHER),
+    (RESPONSES, {"type": "input_file", "file_data": "x"}, OTHER),
+    (RESPONSES, {"type": "input_text", "text": "x", "image_url": URL}, "not both"),
+    (MESSAGES, {"type": "image"}, "a image needs 'source'"),
+    (MESSAGES, {"type": "image", "source": {"type": "url"}}, "a url needs 'url'"),
+    (MESSAGES, {"type": "image", "source": {"type": "base64"}}, "a base64 needs 'media_type'"),
+    (MESSAGES, {"type": "image", "source": {"type": "file", "file_id": "f"}}, "not supported"),
+    (
+        MESSAGES,
+        {"type": "document", "source": SOURCE},
+        "type: Input should be 'text'",
+    ),
+    (MESSAGES, {"type": "text", "text": "x", "source": SOURCE}, "not both"),
+    (MESSAGES, {**image(MESSAGES), "text": "x"}, "not both"),
+    (MESSAGES, image(CHAT), OTHER),
+]
+
+
+@pytest.mark.parametrize(("path", "part", "sentence"), FLAWED, ids=range(len(FLAWED)))
+def test_a_part_that_is_no_picture_is_refused(
+    scripted: LiveServer, path: str, part: dict[str, Any], sentence: str
+):
+    refused = scripted.post(path, body(path, user([part])))
+    assert refused.status_code == 400 and sentence in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "role"),
+    [
+        *((path, role) for path in (CHAT, RESPONSES) for role in ("system", "developer")),
+        *((path, "assistant") for path in PATHS),
+        (MESSAGES, "system"),
+    ],
+)
+def test_only_users_and_tools_show_pictures(scripted: LiveServer, path: str, role: str):
+    refused = scripted.post(path, given(path, role))
+    sentence = f"images are in messages of users and tools, not of role {role!r}"
+    assert refused.status_code == 400 and sentence in refused.json()["error"]["message"]
+
+
+def test_neither_thoughts_nor_instructions_have_pictures(scripted: LiveServer):
+    thought = {"type": "reasoning", "content": [image(RESPONSES)]}
+    summed = {"type": "reasoning", "summary": [image(RESPONSES)]}
+    for item in (thought, summed):
+        refused = scripted.post(RESPONSES, body(RESPONSES, user("Hi"), item))
+        assert_error(refused, 400, "not of role 'assistant'")
+    refused = scripted.post(MESSAGES, {**asked(MESSAGES), "system": [image(MESSAGES)]})
+    assert refused.status_code == 400 and "system" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_text_model_refuses_pictures(scripted: LiveServer, path: str):
+    refused = scripted.post(path, asked(path, URL))
+    assert refused.status_code == 400 and "image" in refused.json()["error"]["message"]
