@@ -72,7 +72,7 @@ def image_family(settings: Mapping[str, Any]) -> ImageFamily:
     vision, text = (part if isinstance(part, Mapping) else {} for part in parts)
     family = _FAMILIES.get(name)
     if family is None:
-        raise InvalidRequest(f"pictures are not supported for {name[:100]}")
+        raise InvalidRequest(f"images are not supported for {name[:100]}")
     if name == "llava" and vision.get("model_type") == "pixtral":
         return _PIXTRAL
     if name == "gemma4" and text.get("use_bidirectional_attention") != "vision":

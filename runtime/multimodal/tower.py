@@ -110,7 +110,7 @@ class VisionTower:
             for name in kept:
                 if checkpoint.files[name].get_slice(name).get_dtype() not in (*FLOATS, "I64"):
                     raise InvalidRequest(
-                        "pictures are not supported for this checkpoint: the weights that read "
+                        "images are not supported for this checkpoint: the weights that read "
                         f"them are quantised ({name})"
                     )
             return {name: checkpoint.stored(name) for name in kept}

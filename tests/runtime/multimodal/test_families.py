@@ -37,5 +37,5 @@ def test_every_tiny_model_is_of_a_family():
 
 @pytest.mark.parametrize("name", ["llama", "paligemma", None])
 def test_others_are_refused(name: str | None):
-    with pytest.raises(InvalidRequest, match=f"pictures are not supported for {name}"):
+    with pytest.raises(InvalidRequest, match=f"images are not supported for {name}"):
         image_family({"model_type": name})
