@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from radixcache.errors import ModelError
+from radixcache.runtime.multimodal.features import ImageFeatures, KeptFeatures
 from radixcache.runtime.multimodal.image import Image, ImageSource
-from radixcache.runtime.multimodal.rows import ImageRows
-from radixcache.runtime.multimodal.tower import Rows
 
 
 def undecoded() -> NoReturn:
@@ -25,9 +24,10 @@ def image(number: int, num_rows: int = 2) -> Image:
     return Image(source, number.to_bytes(32, "big"), "..", 0, num_rows)
 
 
-def encoded(image: Image) -> Rows:
+def encoded(image: Image) -> ImageFeatures:
     """Rows of 64 bytes each."""
-    return Rows(torch.full((image.num_rows, 16), float(image.digest[-1])))
+    rows = torch.full((image.num_rows, 16), float(image.digest[-1]))
+    return ImageFeatures(rows, rows.new_empty(0, *rows.shape))
 
 
 class Waiting:
@@ -36,7 +36,7 @@ class Waiting:
     def __init__(self, error: Exception | None = None) -> None:
         self.begun, self.go, self.error = Event(), Event(), error
 
-    def __call__(self, image: Image) -> Rows:
+    def __call__(self, image: Image) -> ImageFeatures:
         self.begun.set()
         assert self.go.wait(30)
         if self.error:
@@ -44,7 +44,7 @@ class Waiting:
         return encoded(image)
 
 
-def wait_for_hits(rows: ImageRows, number: int):
+def wait_for_hits(rows: KeptFeatures, number: int):
     for _ in range(3000):
         if rows.num_hits == number:
             return
@@ -53,14 +53,14 @@ def wait_for_hits(rows: ImageRows, number: int):
 
 
 def test_an_image_is_encoded_once():
-    rows = ImageRows(encoded)
+    rows = KeptFeatures(encoded)
     first = rows.get(image(1))
     assert rows.get(image(1)) is first and bool((first.rows == 1).all())
     assert (rows.num_encoded, rows.num_hits) == (1, 1) and rows.seconds > 0
 
 
 def test_the_least_recently_used_go_first():
-    rows = ImageRows(encoded, max_bytes=3 * 2 * 64)
+    rows = KeptFeatures(encoded, max_bytes=3 * 2 * 64)
     for number in (1, 2, 3, 1, 4):  # 4 takes the place of 2
         rows.get(image(number))
     assert (rows.num_encoded, rows.num_hits) == (4, 1)
@@ -72,11 +72,11 @@ def test_the_least_recently_used_go_first():
 
 
 def test_rows_count_with_those_of_inner_layers_and_may_be_too_many_to_keep():
-    def deep(image: Image) -> Rows:
+    def deep(image: Image) -> ImageFeatures:
         rows = encoded(image).rows
-        return Rows(rows, torch.stack([rows] * 3))
+        return ImageFeatures(rows, torch.stack([rows] * 3))
 
-    rows = ImageRows(deep, max_bytes=4 * 2 * 64)
+    rows = KeptFeatures(deep, max_bytes=4 * 2 * 64)
     rows.get(image(1))
     rows.get(image(2, num_rows=3))  # is too much, and leaves what is kept
     assert rows.get(image(1)).nbytes == 4 * 2 * 64
@@ -88,9 +88,9 @@ def test_rows_count_with_those_of_inner_layers_and_may_be_too_many_to_keep():
 
 def test_a_second_thread_waits_for_the_first():
     encode = Waiting()
-    rows, together = ImageRows(encode), Barrier(5)
+    rows, together = KeptFeatures(encode), Barrier(5)
 
-    def ask() -> Rows:
+    def ask() -> ImageFeatures:
         together.wait(30)
         return rows.get(image(7))
 
@@ -106,7 +106,7 @@ def test_a_second_thread_waits_for_the_first():
 
 def test_an_error_reaches_all_who_wait_and_leaves_nothing():
     encode = Waiting(ModelError("no weights"))
-    rows = ImageRows(encode)
+    rows = KeptFeatures(encode)
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(rows.get, image(7))
         assert encode.begun.wait(30)
@@ -120,6 +120,6 @@ def test_an_error_reaches_all_who_wait_and_leaves_nothing():
 
 
 def test_rows_must_be_as_many_as_their_places():
-    rows = ImageRows(lambda each: encoded(image(1, num_rows=3)))
+    rows = KeptFeatures(lambda each: encoded(image(1, num_rows=3)))
     with pytest.raises(ModelError, match="an image of 2 rows was encoded as 3"):
         rows.get(image(1))
