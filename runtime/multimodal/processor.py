@@ -67,6 +67,10 @@ class ImageProcessor:
         with self._lock:
             return self._loaded.token
 
+    @property
+    def _processor(self) -> Any:
+        return self._loaded.processor
+
     @cached_property
     def _loaded(self) -> _Loaded:
         try:
@@ -105,7 +109,7 @@ class ImageProcessor:
         for name, tensor in sorted(inputs.items()):
             parts += [f"{name} {tensor.dtype} {[*tensor.shape]}".encode(), tensor.numpy().tobytes()]
         if self._family.axes:
-            merge = self._loaded.processor.image_processor.merge_size
+            merge = self._processor.image_processor.merge_size
             _, height, width = (inputs["image_grid_thw"][0] // merge).tolist()
             grid = height, width
         return partial(
@@ -137,7 +141,7 @@ class ImageProcessor:
     def _expected(self, height: int, width: int) -> int:
         """How many tokens an image of a size is, about: 1 where its processor cannot say."""
         try:
-            told = self._loaded.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
+            told = self._processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
             return int(told["num_image_tokens"][0])
         except (AttributeError, KeyError, TypeError, NotImplementedError):  # it is no public method
             return 1

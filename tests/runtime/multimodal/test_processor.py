@@ -166,7 +166,7 @@ def test_an_image_of_more_rows_than_the_context_is_not_resized(
     source = source_of(picture(96, 96))
     rows = processor_of(vlm(family)).prepare(source).num_rows
     ours = processor_of(vlm(family), max_rows=rows - 1)
-    monkeypatch.setattr(ours._loaded.processor.image_processor, "preprocess", refuse)
+    monkeypatch.setattr(ours._processor.image_processor, "preprocess", refuse)
     with pytest.raises(ContextExceeded, match=f"maximum context length is {rows - 1} tokens"):
         ours.prepare(source)
 
