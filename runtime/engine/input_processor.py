@@ -11,7 +11,6 @@ import numpy as np
 from radixcache.base import Tokens, TokensLike, as_tokens
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.multimodal.image import PlacedImage
-from radixcache.runtime.multimodal.images import Images
 from radixcache.runtime.outputs import RequestOutput
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.tokens.conversation import Conversations
@@ -19,6 +18,7 @@ from radixcache.runtime.tokens.history import TokenHistory, TokenisedText
 from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
 
 if TYPE_CHECKING:  # imports torch, which a router does without
+    from radixcache.runtime.multimodal.images import Images
     from radixcache.runtime.sampling.grammar import CompiledGrammar, GrammarBackend
 
 

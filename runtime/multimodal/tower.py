@@ -87,7 +87,7 @@ class VisionTower:
         def read(*_: Any, **__: Any) -> Any:
             return Tower.from_pretrained(
                 None, config=config, state_dict=stored, output_loading_info=True,
-                dtype=torch.float32 if self._device.type == "cpu" else self._dtype,
+                dtype=torch.float32,  # another would be torch's default in all threads meanwhile
                 attn_implementation="sdpa",
             )  # fmt: skip
 
@@ -99,7 +99,8 @@ class VisionTower:
             )
         stored.clear()
         pack_linears(model)
-        return model.to(self._device).eval()
+        on_cpu = self._device.type == "cpu"
+        return model.to(self._device, torch.float32 if on_cpu else self._dtype).eval()
 
     def _stored(self) -> dict[str, torch.Tensor]:
         """The tensors of the checkpoint that are not its text's."""

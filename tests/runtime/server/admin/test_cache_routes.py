@@ -119,7 +119,7 @@ def test_text_is_found_wherever_a_path_has_it(fresh: LiveServer):
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_found_comes_in_the_order_of_the_tree(seed: int):
     class Letters:
-        def decode(self, tokens: list[int], special: bool) -> str:
+        def show(self, tokens: list[int]) -> str:
             return "".join(chr(token) for token in tokens)
 
     draw, nodes = random.Random(seed), list[Spelled]()
