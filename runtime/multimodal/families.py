@@ -8,7 +8,7 @@ text of an image depend on others in the prompt, where images are processed one 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from radixcache.errors import InvalidRequest
 
@@ -18,8 +18,6 @@ class ImageFamily(NamedTuple):
 
     Attributes:
         processor: transformers' folder of its processor, and the processor's class there.
-        both_ways: the layers in which all rows of an image see each other, within the window that a
-            sliding layer has: both `full` and `sliding` ones, `sliding` ones alone, or none.
         axes: whether RoPE turns rows by time, height and width, as their grid says, and text goes
             on behind the larger of height and width.
         deep: whether rows of the tower's inner layers are added to those behind the text's first
@@ -27,7 +25,6 @@ class ImageFamily(NamedTuple):
     """
 
     processor: str
-    both_ways: tuple[Literal["full", "sliding"], ...] = ()
     axes: bool = False
     deep: bool = False
 
@@ -46,10 +43,8 @@ _FAMILIES: dict[str, ImageFamily] = {
     "glm4v": ImageFamily("glm4v.Glm4vProcessor", axes=True),
     "glm4v_moe": ImageFamily("glm4v.Glm4vProcessor", axes=True),
     "mistral3": _PIXTRAL,
-    "gemma3": ImageFamily("gemma3.Gemma3Processor", both_ways=("full", "sliding")),
-    # E2B and E4B say no use_bidirectional_attention, and are causal. In inputs of single layers, a
-    # row has the embedding of the text's pad_token_id.
-    "gemma4": ImageFamily("gemma4.Gemma4Processor", both_ways=("sliding",)),
+    "gemma3": ImageFamily("gemma3.Gemma3Processor"),
+    "gemma4": ImageFamily("gemma4.Gemma4Processor"),
     "internvl": ImageFamily("internvl.InternVLProcessor"),
     "idefics3": _TILES,
     "smolvlm": _TILES,
@@ -68,13 +63,11 @@ def image_family(settings: Mapping[str, Any]) -> ImageFamily:
         InvalidRequest: it reads none, or none here.
     """
     name = str(settings.get("model_type"))
-    parts = [settings.get(part) for part in ("vision_config", "text_config")]
-    vision, text = (part if isinstance(part, Mapping) else {} for part in parts)
-    family = _FAMILIES.get(name)
+    vision, family = settings.get("vision_config"), _FAMILIES.get(name)
+    if not isinstance(vision, Mapping):
+        raise InvalidRequest("this model takes no images: send text")
     if family is None:
         raise InvalidRequest(f"images are not supported for {name[:100]}")
     if name == "llava" and vision.get("model_type") == "pixtral":
         return _PIXTRAL
-    if name == "gemma4" and text.get("use_bidirectional_attention") != "vision":
-        return family._replace(both_ways=())
     return family

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from radixcache.base import Tokens
 from radixcache.errors import InvalidRequest
+from radixcache.kernels.kv_format import FP8
 from radixcache.runtime.checkpoints.model_files import find_file, find_gguf
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.paged_model import PagedModel
@@ -103,16 +105,25 @@ def open_images(name_or_path: str, model: PagedModel) -> Images:
     file = None if find_gguf(name_or_path) else find_file(name_or_path, "config.json")
     settings = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
     try:
-        if "vision_config" not in settings:
-            raise InvalidRequest("this model takes no images: send text")
         family = image_family(settings)
-        if not isinstance(model, Decoder):
-            raise InvalidRequest("images are for models of our own loop; this is another")
-        deep = settings["vision_config"].get("deepstack_visual_indexes") or ()
-        if family.deep and len(deep) >= len(model.architecture.layers):
-            raise InvalidRequest("this model's text has too few layers for images")
-        if family.axes and not model.rope_axes:
-            raise InvalidRequest("this model's RoPE lacks sections for images: send text")
+        _check(family, settings, model)
     except InvalidRequest as error:
         return NoImages(str(error))
     return Images(name_or_path, family, model, json.dumps(settings, sort_keys=True).encode())
+
+
+def _check(family: ImageFamily, settings: dict[str, Any], model: PagedModel) -> None:
+    """Refuse the images of a model whose text has no place for them."""
+    if not isinstance(model, Decoder):
+        raise InvalidRequest("images are for models of our own loop, which this is not")
+    if family.axes and not model.rope_axes:
+        raise InvalidRequest("the RoPE of this model lacks the sections of images: send text")
+    architecture = model.architecture
+    deep = settings["vision_config"].get("deepstack_visual_indexes") or ()
+    if family.deep and len(deep) >= len(architecture.layers):
+        raise InvalidRequest("this model has fewer layers than images need: send text")
+    padding = settings.get("text_config", {}).get("pad_token_id")
+    if architecture.per_layer_shapes and padding:  # a row of an image has its inputs
+        raise InvalidRequest(f"images are not supported for a model whose padding is {padding}")
+    if model.both_ways and model.kv_dtype == FP8:
+        raise InvalidRequest("images of this model need KV in another format than fp8")

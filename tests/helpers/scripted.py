@@ -165,6 +165,8 @@ class ScriptedModel(PagedModel):
         states: object = (),
         unread: object = None,
         pooled: torch.Tensor | None = None,
+        *images: object,
+        **more: object,
     ) -> torch.Tensor:
         assert pooled is None, "it has words and no rows"
         keys, values = (pages.numpy()[..., 0, 0] for pages in pool.layers[0])

@@ -181,7 +181,10 @@ def naive_attention(
         start, end, positions = end, end + queries, np.arange(length)
         pages, slots = slots_of(table, positions, step.batch.page_size)
         own = positions[length - queries :, None]
-        ahead = step.batch.ahead[start:end, None] if both_ways else 0
+        ahead: Any = 0
+        if both_ways:
+            assert step.batch.ahead is not None
+            ahead = step.batch.ahead[start:end, None]
         sees = (positions <= own + ahead) & (positions > own - (window or length))
         somebody_sees = sees.any(0, keepdims=True).T  # else there may be NaN
         for head in range(heads):

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,15 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from radixcache import LLM, SamplingParams
+from radixcache import LLM, InvalidRequest, SamplingParams
+from radixcache.errors import ModelError
 from radixcache.kernels import choose
+from radixcache.runtime.multimodal.tower import VisionTower
 from tests.helpers.vlm_models import VOCAB_SIZE, write_vlm
 
 NEW = 6
+ROW = 260  # <|image_pad|>
+TEXT = {"type": "text", "text": "What is it?"}
 GREEDY = SamplingParams(
     temperature=0, max_tokens=NEW, ignore_eos=True, allowed_token_ids=[*range(256)]
 )
@@ -67,7 +72,9 @@ class Whole:
     """transformers' whole model, which computes each prompt anew."""
 
     def __init__(self, path: Path, llm: LLM) -> None:
-        self.model = AutoModelForImageTextToText.from_pretrained(path, attn_implementation="eager")
+        self.model: Any = AutoModelForImageTextToText.from_pretrained(
+            path, attn_implementation="eager"
+        )
         self.llm, self.processor = llm, llm.images._processor._processor
         self._known: dict[Any, list[int]] = {}
 
@@ -95,6 +102,11 @@ class Whole:
         return prompt, self._known[key]
 
 
+def num_encoded(llm: LLM) -> int:
+    assert llm.images.features is not None
+    return llm.images.features.num_encoded
+
+
 def picture(rng: np.random.Generator, width: int, height: int) -> Image.Image:
     return Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
 
@@ -110,6 +122,12 @@ def altered(rng: random.Random, image: Image.Image) -> Image.Image:
         return image.resize((width, height - 1))
     copy = image.copy()
     copy.putpixel((rng.randrange(width), rng.randrange(height)), (255, 0, rng.randrange(256)))
+    return copy
+
+
+def altered_by_a_pixel(image: Image.Image) -> Image.Image:
+    copy = image.copy()
+    copy.putpixel((5, 7), (1, 2, 3))
     return copy
 
 
@@ -154,7 +172,7 @@ def converse(path: Path, seed: int, count: int, whole: Whole | None, **settings:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_conversations_get_the_tokens_of_the_whole_model(folder: Path, family: str) -> None:
     path = model(folder, family)
-    converse(path, 1, 3, None)
+    converse(path, 1, 3, None, speculate="auto")
     converse(path, 2, 3, None, max_num_batched_tokens=step(family), kv_cache_memory_bytes="400KB")
 
 
@@ -184,7 +202,7 @@ def test_the_next_turn_about_an_image_computes_its_new_tokens_alone(
         mark = len("[assistant]")  # before which a recurrent state is saved
         behind = mark if llm.engine.model.state_shapes else 1
         assert again.num_cached_tokens >= whole - behind
-        assert llm.images.features.num_encoded == 1
+        assert num_encoded(llm) == 1
         other = image.copy()
         other.putpixel((9, 9), (1, 2, 3))
         first["content"][0]["image"] = other
@@ -194,4 +212,81 @@ def test_the_next_turn_about_an_image_computes_its_new_tokens_alone(
         (salted,) = llm.chat([first], GREEDY, use_tqdm=False, cache_salt="another")
         assert salted.num_cached_tokens == 0
         assert salted.outputs[0].token_ids == third.outputs[0].token_ids
-        assert llm.images.features.num_encoded == 2
+        assert num_encoded(llm) == 2
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_whole_blocks_of_images_are_found_by_what_they_show(folder: Path, family: str) -> None:
+    converse(model(folder, family), 6, 2, None, cache="hash-block")
+
+
+def test_two_users_of_one_image_encode_it_once_and_share_it(folder: Path) -> None:
+    image = picture(np.random.default_rng(8), 96, 64)
+    message = {"role": "user", "content": [{"type": "image", "image": image}]}
+    with engine(model(folder, "qwen3_vl")) as llm, ThreadPoolExecutor(4) as threads:
+        ask = partial(llm.chat, [message], GREEDY, use_tqdm=False)
+        answers = [future.result()[0] for future in [threads.submit(ask) for _ in range(4)]]
+        assert num_encoded(llm) == 1
+        assert len({tuple(answer.outputs[0].token_ids) for answer in answers}) == 1
+        assert llm.cache.stats.hit_tokens >= 3 * (len(answers[0].prompt_token_ids) - 1)
+        salted = [threads.submit(ask, cache_salt=salt).result()[0] for salt in "ab"]
+        assert [answer.num_cached_tokens for answer in salted] == [0, 0]
+
+
+def test_an_image_is_found_on_disk_after_a_restart(folder: Path, tmp_path: Path) -> None:
+    image = picture(np.random.default_rng(9), 64, 64)
+    asked = []
+    for shown in (image, image, altered_by_a_pixel(image)):
+        kept = {"kv_dir": tmp_path, "kv_dir_size": "4MB"}
+        message = {"role": "user", "content": [{"type": "image", "image": shown}, TEXT]}
+        with engine(model(folder, "qwen3_vl"), **kept) as llm:
+            asked += llm.chat([message], GREEDY, use_tqdm=False)
+    first, second, third = asked
+    assert second.outputs[0].token_ids == first.outputs[0].token_ids
+    assert second.num_cached_tokens >= len(first.prompt_token_ids) - 4
+    assert third.num_cached_tokens <= first.prompt_token_ids.index(ROW)
+
+
+def test_a_tower_that_fails_ends_its_requests_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = picture(np.random.default_rng(10), 64, 64)
+    message = {"role": "user", "content": [{"type": "image", "image": image}, TEXT]}
+    with engine(model(folder, "mistral3")) as llm:
+
+        def fail(inputs: object) -> None:
+            raise ModelError("the tower fell")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(VisionTower, "encode", lambda tower, inputs: fail(inputs))
+            both: list[Conversation] = [[message], [{"role": "user", "content": "Hello"}]]
+            failed, fine = llm.chat(both, GREEDY, use_tqdm=False)
+        assert failed.error == "the tower fell" and fine.error is None
+        (again,) = llm.chat([message], GREEDY, use_tqdm=False)
+        assert again.error is None and len(again.outputs[0].token_ids) == NEW
+
+
+def test_what_an_image_cannot_have_is_refused(folder: Path) -> None:
+    image = picture(np.random.default_rng(11), 64, 64)
+    part, row = {"type": "image", "image": image}, "<|image_pad|>"
+
+    def say(*content: Any) -> Conversation:
+        return [{"role": "user", "content": [*content]}]
+
+    with engine(model(folder, "qwen3_vl")) as llm:
+        for given, problem in (
+            (lambda: llm.chat(say(part, {"type": "text", "text": row})), "1 image for 2 plac"),
+            (lambda: llm.chat(say({"type": "image", "image": 7})), "not int"),
+            (lambda: llm.chat(say({"type": "video", "video": b""})), "of type 'video'"),
+            (lambda: llm.chat(say(part), SamplingParams(prompt_logprobs=1)), "text alone"),
+            (lambda: llm.chat(say(*[part] * 65)), "at most 64 images"),
+            (lambda: llm.generate({"prompt": row, "multi_modal_data": {"audio": 1}}), "image"),
+            (lambda: llm.generate([256, VOCAB_SIZE]), "outside the vocabulary"),
+        ):
+            with pytest.raises(InvalidRequest, match=problem):
+                given()
+        prompt: Any = {"prompt": f"See {row}!", "multi_modal_data": {"image": image}}
+        (one,), (other,) = llm.generate(prompt, GREEDY), llm.chat(say(part), GREEDY)
+        assert one.prompt_token_ids.count(ROW) > 1
+        assert other.prompt_token_ids.count(ROW) == one.prompt_token_ids.count(ROW)
+        assert not llm.engine.has_work
