@@ -201,6 +201,7 @@ def test_a_file_that_is_cut_off_is_refused(form: str):
     [
         png_of(12, 12, BLACK, (40_000, 40_000)),
         png_of(12, 12, BLACK, (10_000, 10_000)),  # Pillow's `open` would only warn
+        png_of(12, 12, BLACK, (12, 13)),
         PNG[:40] + bytes(len(PNG) - 40),
         file_of(picture(), "WEBP", xmp=b"x").replace(b"\x27\0\0\x1d\0\0", b"\x28\0\0\x1d\0\0"),
     ],
