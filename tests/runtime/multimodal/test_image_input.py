@@ -70,6 +70,15 @@ def test_all_forms_of_webp_say_their_size(how: dict[str, Any], alpha: int):
     assert read_header(file_of(image, "WEBP", **how)) == ("WebP", 300, 7)
 
 
+def test_a_frame_may_be_larger_than_the_screen():
+    file = file_of(picture(), "GIF")
+    screen, frame = struct.pack("<HH", 40, 30), struct.pack("<HHHH", 0, 0, 40, 30)
+    assert file.count(screen) == 2 and file.count(frame) == 1
+    file = file.replace(frame, struct.pack("<HHHH", 3, 2, 40, 30))
+    file = file.replace(screen, struct.pack("<HH", 1, 1), 1)
+    assert read_header(file) == ("GIF", 43, 32) and pixels(file).shape == (32, 43, 3)
+
+
 def test_a_picture_of_pil_is_copied():
     given = picture()
     before, source = np.array(given), image_source(given)
