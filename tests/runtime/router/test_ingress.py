@@ -25,6 +25,7 @@ from radixcache.runtime.router.replica import Description
 from radixcache.runtime.router.scaling import by_queued_tokens
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.pools import GrammarPool
+from tests.helpers.pictures import data_url, file_of, picture
 from tests.runtime.router.simulated_ray import Answer, World
 from tests.runtime.router.simulated_ray import world as make_world
 
@@ -395,8 +396,18 @@ async def test_explain_asks_the_replica_that_the_prompt_would_go_to(world: World
     assert (await world.ask("/tokenize", {"prompt": "x"})).status == 200
 
 
+async def test_images_are_for_a_replica_to_read(world: World) -> None:
+    shown = {"type": "image_url", "image_url": {"url": data_url(file_of(picture()))}}
+    content = [{"type": "text", "text": "What is it?"}, shown]
+    body = {"messages": [{"role": "user", "content": content}]}
+    answer = await world.ask("/v1/chat/completions", body)
+    assert answer.status == 400 and "image" in answer.json()["error"]["message"]
+    assert [path for *_, path in world.calls if path == "/v1/chat/completions"]
+
+
 async def test_keys_and_bounds_are_those_of_one_server(llms: dict[str, LLM]) -> None:
-    async with make_world({"a": llms["a"]}, api_key="user", admin_key="boss") as world:
+    options: dict[str, Any] = {"api_key": "user", "admin_key": "boss", "max_body_size": 1 << 20}
+    async with make_world({"a": llms["a"]}, **options) as world:
         key = {"authorization": b"Bearer user"}
         for path in ("/v1/completions", "/v1/cache/flush", "/v1/prefixes"):
             assert (await world.ask(path, {"prompt": "x"})).status == 401
@@ -404,7 +415,7 @@ async def test_keys_and_bounds_are_those_of_one_server(llms: dict[str, LLM]) -> 
         for path in ("/v1/replicas", "/metrics", "/v1/cache"):
             assert (await world.ask(path, method="GET", headers=key)).status == 401, path
         assert (await world.ask("/health", method="GET")).status == 200
-        for body, status in ((b"{", 400), (b"{}", 400), (b" " * (17 << 20), 413)):
+        for body, status in ((b"{", 400), (b"{}", 400), (b" " * (2 << 20), 413)):
             assert (await world.ask("/v1/chat/completions", body, headers=key)).status == status
         assert (await world.ask("/nowhere", method="GET", headers=key)).status == 404
         assert len([path for *_, path in world.calls if path == "/v1/chat/completions"]) == 2
