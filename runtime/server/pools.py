@@ -6,13 +6,15 @@ import asyncio
 import time
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from radixcache.runtime.engine.input_processor import InputProcessor
 from radixcache.runtime.multimodal.image import ImageSource
 from radixcache.runtime.multimodal.image_input import (
     MAX_BYTES,
+    GivenImage,
     check_number,
     check_total,
     image_of_url,
@@ -36,6 +38,9 @@ TOKENIZER_THREADS = 4
 
 IMAGE_THREADS, FETCH_SECONDS = 4, 10.0
 """Clients whose images are read at the same time; how long all URLs of a prompt may take."""
+
+MAX_FETCHED = 256_000_000
+"""Bytes of fetched images that all requests together hold; those within bodies have their bound."""
 
 MAX_COMPILING = 32
 """Structures that are compiled or wait for it; half of them may be of one client."""
@@ -100,6 +105,7 @@ class ImagePool(_Pool):
     def __init__(self, domains: Iterable[str]) -> None:
         super().__init__(IMAGE_THREADS, "images")
         self._domains = frozenset(domain.lower() for domain in domains)
+        self._fetched, self._lock = WeakSet[GivenImage](), Lock()
 
     async def read(self, messages: list[Message], client: Hashable) -> list[Message]:
         """The messages with an `ImageSource` for each image's URL; `InvalidRequest` if one is
@@ -119,7 +125,7 @@ class ImagePool(_Pool):
             if url[:5].lower() == "data:":
                 images.append(image_of_url(url))
             else:
-                images.append(image_source(fetch(url, self._domains, MAX_BYTES, deadline)))
+                images.append(self._fetch(url, deadline))
             check_total(images)  # before more is read
             return {"type": "image", "image": images[-1]}
 
@@ -128,6 +134,15 @@ class ImagePool(_Pool):
             for message in messages
             for content in [message["content"]]
         ]
+
+    def _fetch(self, url: str, deadline: float) -> GivenImage:
+        image = image_source(fetch(url, self._domains, MAX_BYTES, deadline))
+        with self._lock:
+            self._fetched.add(image)
+            num_bytes = sum(other.num_bytes for other in self._fetched)
+        if num_bytes > MAX_FETCHED:
+            raise ApiError(503, "too many images from URLs are being answered: try again")
+        return image
 
 
 def _is_url(part: dict[str, Any]) -> bool:

@@ -25,6 +25,7 @@ from radixcache.runtime.router.replica import Description
 from radixcache.runtime.router.scaling import by_queued_tokens
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.pools import GrammarPool
+from tests.helpers.pictures import data_url, file_of, picture
 from tests.runtime.router.simulated_ray import Answer, World
 from tests.runtime.router.simulated_ray import world as make_world
 
@@ -393,6 +394,15 @@ async def test_explain_asks_the_replica_that_the_prompt_would_go_to(world: World
             replicas |= {answer.replica, told.replica}
         assert len(replicas) == 1
     assert (await world.ask("/tokenize", {"prompt": "x"})).status == 200
+
+
+async def test_images_are_for_a_replica_to_read(world: World) -> None:
+    shown = {"type": "image_url", "image_url": {"url": data_url(file_of(picture()))}}
+    content = [{"type": "text", "text": "What is it?"}, shown]
+    body = {"messages": [{"role": "user", "content": content}]}
+    answer = await world.ask("/v1/chat/completions", body)
+    assert answer.status == 400 and "image" in answer.json()["error"]["message"]
+    assert [path for *_, path in world.calls if path == "/v1/chat/completions"]
 
 
 async def test_keys_and_bounds_are_those_of_one_server(llms: dict[str, LLM]) -> None:

@@ -162,6 +162,7 @@ def test_large_bodies_have_a_bound_together():
         assert [await refused(large, "a") for _ in range(4)] == [False, False, False, True]
         assert [await refused(large, "b") for _ in range(4)] == [False, False, False, True]
         assert await refused(large, "c") and not await refused(free, "c")
+        assert door._held == dict.fromkeys("ab", 3 * (large - free))
         may_end.set()
         await asyncio.gather(*open_tasks)
         may_end.clear()

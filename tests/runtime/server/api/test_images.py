@@ -3,6 +3,8 @@ all."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import threading
 import time
 from collections.abc import Mapping
@@ -20,6 +22,7 @@ from radixcache.runtime.multimodal.image_input import image_of_url
 from radixcache.runtime.server import pools
 from radixcache.runtime.server.api import response_store
 from radixcache.runtime.server.api.response_store import ResponseStore, StoredResponse
+from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.tokens.conversation import Conversations
 from radixcache.runtime.tokens.history import TokenisedText
 from tests.helpers.pictures import FORMATS, data_url, file_of, picture, png_of
@@ -245,6 +248,24 @@ def test_no_more_is_fetched_than_fits(llm: LLM, monkeypatch: pytest.MonkeyPatch)
         refused = server.post(CHAT, asked(CHAT, *[WEB] * 64))
         assert_error(refused, 400, "a prompt has at most 64 MB of images")
     assert len(calls) == 4
+
+
+def test_fetched_images_have_a_bound_together(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pools, "fetch", lambda *_: FILE)
+    monkeypatch.setattr(pools, "MAX_FETCHED", 3 * len(FILE))
+    pool = pools.ImagePool(["a.example"])
+
+    def get(count: int) -> Any:
+        shown = {"type": "image_url", "image_url": {"url": WEB}}
+        return asyncio.run(pool.read([user([shown] * count)], None))
+
+    held = [get(2), get(1)]
+    with pytest.raises(ApiError, match="too many images from URLs"):
+        get(1)
+    del held[0]
+    gc.collect()
+    assert len(get(2)[0]["content"]) == 2
+    pool.close()
 
 
 # What is refused.
