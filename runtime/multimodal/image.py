@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256, shake_256
 from threading import Lock
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,6 @@ from radixcache.base import Tokens
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PILImage
-
-    from radixcache.runtime.multimodal.features import ImageFeatures  # imports torch
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,8 @@ class Image:
     grid: tuple[int, int] | None = None
 
 
-EncodeImage = Callable[[Image], "ImageFeatures"]
+EncodeImage = Callable[[Image], Any]
+"""Gives the `ImageFeatures` of an image, whose module imports torch."""
 
 
 class PlacedImage(NamedTuple):

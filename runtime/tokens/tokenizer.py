@@ -185,8 +185,7 @@ class Tokenizer:
             return self.decode(ids, special=True)
         runs = ((of_image, [*run]) for of_image, run in groupby(ids, self._vocab_size.__le__))
         return "".join(
-            "[image]" if of_image else self.decode(run, special=True)
-            for of_image, run in runs
+            "[image]" if of_image else self.decode(run, special=True) for of_image, run in runs
         )
 
     def token_bytes(self, token: int) -> bytes:

@@ -24,9 +24,7 @@ async def explain(body: ExplainRequest, request: Request, context: ContextDep) -
     model = context.check_model(body.model)
     salt = body.cache_salt
     prompt = await _encode(body, request, context)
-    found = await context.jobs.call(
-        lambda: context.llm.explain(prompt, cache_salt=salt)
-    )
+    found = await context.jobs.call(lambda: context.llm.explain(prompt, cache_salt=salt))
     return {
         "model": model,
         "prompt_tokens": found.num_tokens,
