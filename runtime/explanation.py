@@ -59,8 +59,8 @@ class Miss:
         repeated: of `diverged`: for how many tokens from `rejoin` on.
         cost: of `on_host` and `on_disk`: of loading it, and of computing it.
         computed: of these: a request was admitted without them; else none has needed them.
-        image: of `diverged`: the image in which it begins, by its number, the number of all images
-            and its tokens; None if it begins in text.
+        image: of the last stretch: the image in which it begins, by its number, the number of all
+            images and its tokens; None if it begins in text.
     """
 
     reason: Reason
@@ -93,6 +93,8 @@ class Miss:
         if self.reason == "diverged":
             return self._describe_divergence(decode)
         where = f"{_tokens(len(self))} from token {self.start:,} on"
+        if self.image is not None:
+            where += f" (image {self.image[0]} of {self.image[1]})"
         sentence = _SENTENCES[self.reason, self.in_flight].format(where)
         return sentence + self._describe_cost() if self.reason in BELOW.values() else sentence
 

@@ -24,11 +24,13 @@ from radixcache.runtime.sampling.grammar_compiler import MAX_COMPILERS
 from radixcache.runtime.sampling.structured_outputs import StructuredOutputsParams
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.http.fetch import fetch
+from radixcache.runtime.server.protocol.images import num_images
 from radixcache.runtime.tokens.history import TokenisedText
 from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
 from radixcache.runtime.tokens.tool_calls import ParsedMessage
 
 if TYPE_CHECKING:  # imports torch
+    from radixcache.runtime.multimodal.images import Images
     from radixcache.runtime.sampling.grammar import CompiledGrammar, GrammarBackend
 
 T = TypeVar("T")
@@ -100,20 +102,23 @@ class ImagePool(_Pool):
 
     Args:
         domains: the hosts from which images are fetched.
+        images: of the model, which may take none.
     """
 
-    def __init__(self, domains: Iterable[str]) -> None:
+    def __init__(self, domains: Iterable[str], images: Images) -> None:
         super().__init__(IMAGE_THREADS, "images")
+        self._images = images
         self._domains = frozenset(domain.lower() for domain in domains)
         self._fetched, self._lock = WeakSet[GivenImage](), Lock()
 
     async def read(self, messages: list[Message], client: Hashable) -> list[Message]:
         """The messages with an `ImageSource` for each image's URL; `InvalidRequest` if one is
         unusable, or the images exceed a prompt's bounds."""
-        contents = [message["content"] for message in messages]
-        parts = [part for one in contents if isinstance(one, list) for part in one]
-        check_number(count := sum(map(_is_url, parts)))
-        return await self._run(client, self._read, messages) if count else messages
+        check_number(count := num_images(messages))
+        if not count:
+            return messages
+        self._images.prepare(())  # else a model that takes none refuses, before any is read
+        return await self._run(client, self._read, messages)
 
     def _read(self, messages: list[Message]) -> list[Message]:
         deadline, images = time.monotonic() + FETCH_SECONDS, list[ImageSource]()

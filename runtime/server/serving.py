@@ -48,7 +48,7 @@ class ServingContext:
         capacity, share = slots + queue, slots + (queue + 1) // 2
         self.jobs = RequestTracker(llm.worker, self.metrics, self.tracing, capacity, share)
         self.tokenizing = TokenizerPool(llm.inputs)
-        self.images = ImagePool(options.allowed_media_domains)
+        self.images = ImagePool(options.allowed_media_domains, llm.images)
         self.grammars = GrammarPool(llm.grammar_backend)
         self.max_model_len: int = llm.engine.max_model_len
         # A plain completion has OpenAI's 16 tokens if the model does not say, an answer no limit.

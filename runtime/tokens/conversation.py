@@ -16,7 +16,8 @@ from radixcache.runtime.tokens.history import TokenHistory, TokenisedText
 from radixcache.runtime.tokens.tool_calls import (
     ParsedMessage,
     for_template,
-    images_of,
+    image_of,
+    image_parts,
     spelling,
 )
 from radixcache.runtime.tokens.tool_formats import THINK
@@ -76,17 +77,11 @@ class Conversations:
         self, messages: Sequence[_Message], cache_salt: str | None = None, **how: Any
     ) -> TokenisedText:
         """The prompt that a conversation makes; `how` as in `Tokenizer.render_chat`."""
-        given = images_of(messages)
-        text = self.render(messages, cache_salt, **how)
-        return self.encode_text(text, given, cache_salt)
-
-    def encode_text(
-        self, text: str, given: Sequence[Any], cache_salt: str | None = None
-    ) -> TokenisedText:
-        """The prompt of a rendered text and its images."""
-        if not given:
+        parts, text = image_parts(messages), self.render(messages, cache_salt, **how)
+        if not parts:
             return self.history.encode(text, cache_salt)
-        images = self.prepare(given)
+        self.prepare(())  # refuses, if the model takes no images
+        images = self.prepare([*map(image_of, parts)])
         assert self.images is not None
         prompt = self.history.encode(self.images.write(text, images), cache_salt)
         return replace(prompt, images=self.images.place(prompt.tokens, images))

@@ -21,7 +21,7 @@ from radixcache.runtime.checkpoints.model_files import find_file, find_gguf, rea
 from radixcache.runtime.tokens.fast_tokenizer import FastTokenizer, read_folder
 from radixcache.runtime.tokens.generic_tools import describe_tools
 from radixcache.runtime.tokens.spelling import spelling_of, without_prefix
-from radixcache.runtime.tokens.tool_calls import check_tools, for_template, images_of
+from radixcache.runtime.tokens.tool_calls import check_tools, for_template, image_parts
 from radixcache.runtime.tokens.tool_formats import (
     THINK,
     THOUGHT,
@@ -392,7 +392,7 @@ class Tokenizer:
         """
         if not all(isinstance(message, Mapping) for message in messages):
             raise InvalidRequest("a chat message has a 'role' and a 'content'")
-        if not with_images and images_of(messages):
+        if not with_images and image_parts(messages):
             raise InvalidRequest("only text can be in these messages, and there are images")
         check_tools(tools)
         conversation = [for_template(message) for message in messages]

@@ -255,13 +255,24 @@ def _content_of(parts: Any) -> str | list[dict[str, Any]]:
     return "\n".join(part["text"] for part in found)
 
 
-def images_of(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The images in messages, in order, as they were given."""
+def image_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The parts of messages that are images, in order."""
     contents = (message.get("content") for message in messages if isinstance(message, Mapping))
     lists = (content for content in contents if isinstance(content, list | tuple))
-    parts = [part for content in lists for part in content if isinstance(part, Mapping)]
-    given = [part.get(part["type"]) for part in parts if part.get("type") in _IMAGES]
-    return [one.get("url") if isinstance(one, Mapping) else one for one in given]
+    parts = (part for content in lists for part in content if isinstance(part, Mapping))
+    return [part for part in parts if part.get("type") in _IMAGES]
+
+
+def image_of(part: Mapping[str, Any]) -> Any:
+    """The image of a part, as it was given; `InvalidRequest` for an `image_url` that is no data:
+    URL, since it may be of anything."""
+    given = part.get(part["type"])
+    if part["type"] == "image":
+        return given
+    url = given.get("url") if isinstance(given, Mapping) else given
+    if not isinstance(url, str) or url[:5].lower() != "data:":
+        raise InvalidRequest("an image_url is a data: URL; give others as {'type': 'image', ...}")
+    return url
 
 
 def joined(*contents: str | list[dict[str, Any]]) -> Any:

@@ -22,12 +22,13 @@ from radixcache.runtime.server.api.extension import extension
 from radixcache.runtime.server.http.bodies import BodyRoute, on_thread
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.protocol.anthropic import CountRequest, MessagesRequest
+from radixcache.runtime.server.protocol.images import num_images, with_images
 from radixcache.runtime.server.protocol.turn import Turn
 from radixcache.runtime.server.serving import ContextDep, ServingContext, client_of
 from radixcache.runtime.tokens.conversation import Conversations
 from radixcache.runtime.tokens.history import TokenisedText, common_prefix
 from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
-from radixcache.runtime.tokens.tool_calls import arguments_of, for_template
+from radixcache.runtime.tokens.tool_calls import arguments_of
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -78,9 +79,12 @@ def _length(
     """Tokens of the prompt up to the end of `messages`; 0 if the template refuses them alone."""
     try:
         how = {**turn.rendering, "ask": False, "continue_final": False}
-        text = turns.render([*map(for_template, messages)], turn.cache_salt, **how)
+        text = turns.render([*map(with_images, messages)], turn.cache_salt, **how)
     except InvalidRequest:
         return 0
+    if shown := [placed.image for placed in prompt.images[: num_images(messages)]]:
+        assert turns.images is not None
+        text = turns.images.write(text, shown)
     end = common_prefix(text, prompt.text)
     cut = int(np.searchsorted(prompt.cuts[:, 0], end, side="right"))
     start, token = prompt.cuts[cut - 1].tolist() if cut else (0, 0)
@@ -146,7 +150,7 @@ class _Message(BlockExchange[MessagesRequest]):
             message["stop_reason"] = "tool_use" if has_calls else "end_turn"
         message["content"] = [_block(part) for part in self.parts]
         message["radixcache"] = extension(self.context, self.job, self.answers.turn)
-        tokens, salt = self.answers.prompt.tokens, self.body.cache_salt
+        tokens, salt = self.job.requests[0].prompt_token_ids, self.body.cache_salt
         if self._prefixes:
             with suppress(EngineStopped):
                 self.context.llm.worker.call(lambda: self._prefer(tokens, salt))
