@@ -3,8 +3,10 @@ header, and it is decoded when its pixels are needed."""
 
 from __future__ import annotations
 
+import re
 from base64 import b64decode
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from io import BytesIO
@@ -15,16 +17,23 @@ import numpy as np
 
 from radixcache.errors import InvalidRequest, MissingDependency, first_sentence
 from radixcache.runtime.multimodal.image import ImageSource, digest_of
-from radixcache.runtime.multimodal.image_header import Header, read_header
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PILImage
+    from PIL.ImageFile import ImageFile
 
 MAX_PIXELS, MAX_BYTES = 32_000_000, 20_000_000
 """Of one image, and of its file."""
 
 MAX_IMAGES, MAX_ALL_PIXELS, MAX_ALL_BYTES = 64, 64_000_000, 64_000_000
 """Of one prompt: images, their pixels, and the bytes of their files."""
+
+MAX_SCANS = 100
+"""Scans of a JPEG; each takes as long as the picture is large, however few its bytes are."""
+
+_OTHERS = {
+    "an SVG": rb"(?i)<svg", "a PDF": rb"^%PDF", "a video": rb"^....ftyp(?!heic|mif1|avif)",
+}  # fmt: skip
 
 _PIECE = 1 << 20
 """Characters of base64 that are decoded before other threads get their turn; a multiple of 4."""
@@ -127,9 +136,9 @@ def _read(path: Path) -> bytes:
 def _of_file(file: bytes) -> GivenImage:
     if len(file) > MAX_BYTES:
         raise _too_large()
-    header = read_header(file)
-    num_pixels = _check_size(header.width, header.height)
-    return GivenImage(sha256(file).digest(), lambda: _decode(file, header), num_pixels, len(file))
+    with _opened(file) as picture:  # which reads the header alone
+        num_pixels = _check_size(*picture.size)
+    return GivenImage(sha256(file).digest(), lambda: _decode(file), num_pixels, len(file))
 
 
 def _of_picture(picture: PILImage) -> GivenImage:
@@ -152,23 +161,38 @@ def _check_size(width: int, height: int) -> int:
     return width * height
 
 
-def _decode(file: bytes, header: Header) -> PILImage:
-    """The picture in RGB; `InvalidRequest` if the file is damaged, or is not what it says."""
+@contextmanager
+def _opened(file: bytes) -> Iterator[PILImage]:
+    """The picture, by no other decoder and without the warnings of `Image.open`; `InvalidRequest`
+    for whatever is raised while it is read."""
     from PIL import GifImagePlugin, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
-    readers: dict[str, Any] = {
-        "PNG": PngImagePlugin.PngImageFile,
-        "JPEG": JpegImagePlugin.JpegImageFile,
-        "WebP": WebPImagePlugin.WebPImageFile,
-        "GIF": GifImagePlugin.GifImageFile,
+    readers: dict[str, tuple[bytes, type[ImageFile]]] = {
+        "PNG": (rb"\x89PNG\r\n\x1a\n", PngImagePlugin.PngImageFile),
+        "JPEG": (rb"\xff\xd8\xff", JpegImagePlugin.JpegImageFile),
+        "GIF": (rb"GIF8[79]a", GifImagePlugin.GifImageFile),
+        "WebP": (rb"RIFF....WEBP", WebPImagePlugin.WebPImageFile),
     }
-    try:  # by no other decoder, and without the warnings of `Image.open`
-        with readers[header.format](BytesIO(file)) as picture:
-            if picture.size != (header.width, header.height):
-                raise ValueError("it says two sizes")
-            return _in_rgb(picture)
+    name = next((n for n, (mark, _) in readers.items() if re.match(mark, file, re.DOTALL)), None)
+    if name is None:
+        other = next(
+            (o for o, mark in _OTHERS.items() if re.search(mark, file[:1000])), "something else"
+        )
+        raise InvalidRequest(f"an image is a PNG, JPEG, WebP or GIF, and this is {other}")
+    if name == "JPEG" and file.count(b"\xff\xda") > MAX_SCANS:
+        raise InvalidRequest(f"a JPEG has at most {MAX_SCANS} scans here")
+    try:
+        with readers[name][1](BytesIO(file)) as picture:
+            yield picture
+    except InvalidRequest:
+        raise
     except Exception as error:  # damaged files may raise anything
-        raise InvalidRequest(f"the {header.format} is damaged: {first_sentence(error)}") from None
+        raise InvalidRequest(f"the {name} is damaged: {first_sentence(error)}") from None
+
+
+def _decode(file: bytes) -> PILImage:
+    with _opened(file) as picture:
+        return _in_rgb(picture)
 
 
 def _in_rgb(picture: PILImage) -> PILImage:
