@@ -171,7 +171,6 @@ class AsyncLLM:
             continue_final=continue_final_message,
         )
         texts = await asyncio.to_thread(render, messages, cache_salt)
-        prompts: list[Prompt] = [{"prompt_token_ids": text.tokens} for text in texts]
-        outputs = await self.generate(prompts, sampling_params, cache_salt=cache_salt)
+        outputs = await self.generate(texts, sampling_params, cache_salt=cache_salt)
         await asyncio.to_thread(self.llm.inputs.remember, texts, outputs)
         return outputs

@@ -88,7 +88,7 @@ class TokenHistory:
     tokenise at the same time.
 
     >>> prompt = history.encode(rendered)  # doctest: +SKIP
-    >>> (output,) = llm.generate({"prompt_token_ids": prompt.tokens})  # doctest: +SKIP
+    >>> (output,) = llm.generate([prompt])  # doctest: +SKIP
     >>> history.remember(prompt, output.outputs[0].token_ids)  # doctest: +SKIP
 
     Args:

@@ -3,6 +3,7 @@ cached, cut into chunks or preempted; another image never hits."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from radixcache import LLM, InvalidRequest, SamplingParams
+from radixcache import LLM, AsyncLLM, Chat, InvalidRequest, SamplingParams
 from radixcache.errors import ModelError
 from radixcache.kernels import choose
 from radixcache.runtime.multimodal.tower import VisionTower
@@ -123,6 +124,10 @@ def altered(rng: random.Random, image: Image.Image) -> Image.Image:
     copy = image.copy()
     copy.putpixel((rng.randrange(width), rng.randrange(height)), (255, 0, rng.randrange(256)))
     return copy
+
+
+def image_of(seed: int) -> Image.Image:
+    return picture(np.random.default_rng(seed), 64, 48)
 
 
 def altered_by_a_pixel(image: Image.Image) -> Image.Image:
@@ -231,6 +236,23 @@ def test_two_users_of_one_image_encode_it_once_and_share_it(folder: Path) -> Non
         assert llm.cache.stats.hit_tokens >= 3 * (len(answers[0].prompt_token_ids) - 1)
         salted = [threads.submit(ask, cache_salt=salt).result()[0] for salt in "ab"]
         assert [answer.num_cached_tokens for answer in salted] == [0, 0]
+
+
+def test_tasks_and_forks_see_the_same_images(folder: Path) -> None:
+    message = {"role": "user", "content": [{"type": "image", "image": image_of(12)}, TEXT]}
+    with engine(model(folder, "qwen3_vl")) as llm:
+        chat = Chat(llm)
+        asked = chat.ask([message], GREEDY)
+        (other,) = asyncio.run(AsyncLLM(llm).chat([message], GREEDY))
+        assert other.outputs[0].token_ids == asked.outputs[0].token_ids
+        assert other.num_cached_tokens == len(asked.prompt_token_ids)
+        twin = chat.fork()
+        answers = [one.ask("And?", GREEDY) for one in (chat, twin)]
+        assert answers[0].outputs[0].token_ids == answers[1].outputs[0].token_ids
+        assert min(a.num_cached_tokens for a in answers) >= len(asked.prompt_token_ids) - 1
+        assert num_encoded(llm) == 1
+        chat.close()
+        twin.close()
 
 
 def test_an_image_is_found_on_disk_after_a_restart(folder: Path, tmp_path: Path) -> None:
