@@ -21,6 +21,7 @@ from transformers import AutoModelForImageTextToText
 from radixcache import LLM, AsyncLLM, Chat, InvalidRequest, SamplingParams
 from radixcache.errors import ModelError
 from radixcache.kernels import choose
+from radixcache.runtime.multimodal.prompt_images import PromptImages
 from radixcache.runtime.multimodal.tower import VisionTower
 from tests.helpers.vlm_models import VOCAB_SIZE, write_vlm
 
@@ -236,6 +237,33 @@ def test_two_users_of_one_image_encode_it_once_and_share_it(folder: Path) -> Non
         assert llm.cache.stats.hit_tokens >= 3 * (len(answers[0].prompt_token_ids) - 1)
         salted = [threads.submit(ask, cache_salt=salt).result()[0] for salt in "ab"]
         assert [answer.num_cached_tokens for answer in salted] == [0, 0]
+
+
+def test_a_hit_within_rows_that_see_each_other_ends_before_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others evict the end of a prompt, token by token."""
+    full = {"layer_types": ["full_attention"] * 4}  # with windows, a saved one would end a hit
+    path, within = write_vlm(tmp_path / "full", "gemma3", **full), list[int]()
+    resume = PromptImages.resume
+
+    def spy(images: PromptImages, position: int) -> int:
+        found = resume(images, position)
+        within.extend([position] * (found < position))
+        return found
+
+    monkeypatch.setattr(PromptImages, "resume", spy)
+    shown = [TEXT, {"type": "image", "image": image_of(13)}]
+    message: dict[str, Any] = {"role": "user", "content": shown}
+    with engine(path, page_size=1, kv_cache_memory_bytes="100KB") as llm:
+        room, expected = llm.engine.kv_pool.num_pages, None
+        for more in range(8, 40):
+            (output,) = llm.chat([message], GREEDY, use_tqdm=False)
+            expected = expected or output.outputs[0].token_ids
+            assert output.outputs[0].token_ids == expected
+            other = [300 - more] * (room - len(output.prompt_token_ids) - NEW + more - 8)
+            llm.generate([other[: room - 3]], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert len({*within}) == 3  # of four rows
 
 
 def test_tasks_and_forks_see_the_same_images(folder: Path) -> None:
