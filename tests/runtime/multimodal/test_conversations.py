@@ -243,7 +243,7 @@ def test_a_hit_within_rows_that_see_each_other_ends_before_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others evict the end of a prompt, token by token."""
-    full = {"layer_types": ["full_attention"] * 4}  # with windows, a saved one would end a hit
+    full: Any = {"layer_types": ["full_attention"] * 4}  # with windows, a saved one would end a hit
     path, within = write_vlm(tmp_path / "full", "gemma3", **full), list[int]()
     resume = PromptImages.resume
 
