@@ -284,11 +284,8 @@ def test_what_an_image_cannot_have_is_refused(folder: Path) -> None:
             (lambda: llm.chat(say(part), SamplingParams(prompt_logprobs=1)), "text alone"),
             (lambda: llm.chat(say(*[part] * 65)), "at most 64 images"),
             (lambda: llm.generate({"prompt": row, "multi_modal_data": {"audio": 1}}), "image"),
-            (
-                lambda: llm.generate({**shown, "mm_processor_kwargs": {}}),
-                "no 'mm_processor_kwargs'",
-            ),
-            (lambda: llm.generate({**shown, "prompt": [7]}), "not with token ids"),
+            (lambda: llm.generate(shown | {"mm_processor_kwargs": {}}), "no 'mm_processor_kw"),
+            (lambda: llm.generate(shown | {"prompt": [7]}), "not with token ids"),
             (lambda: llm.pin_prefix("a", shown), "not into a pinned prefix"),
             (lambda: llm.embed(shown), "without images"),
             (lambda: llm.generate([256, VOCAB_SIZE]), "outside the vocabulary"),
