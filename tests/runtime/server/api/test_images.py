@@ -255,7 +255,7 @@ NOT_READ = [
     ((LARGE,), "an image's file has at most 20 MB"),
     ((WIDE,) * 3, "a prompt has at most 64 million pixels of images"),
     ((URL,) * 1000, "a prompt has at most 64 images, not 1000"),
-    ((WEB,), "not fetched from 'a.example': send a data: URL, or start the server with --allowed-"),
+    ((WEB,), "not fetched from 'a.example': send it in base64, or start the server with --"),
     (("/etc/passwd",), "an image's URL is a data: URL, or begins with"),
     (("file:///etc/passwd",), "an image's URL is a data: URL, or begins with"),
 ]
