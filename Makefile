@@ -117,7 +117,7 @@ TORCH_CPU := https://download.pytorch.org/whl/cpu
 
 # A stamp is as new as the last install, so nothing but a changed requirement calls pip again.
 $(VENV)/.stamp-runtime: EXTRAS := runtime
-$(VENV)/.stamp-server: EXTRAS := server
+$(VENV)/.stamp-server: EXTRAS := server,images
 $(VENV)/.stamp-cuda: EXTRAS := cuda
 $(VENV)/.stamp-dev: EXTRAS := server,otel,dev
 $(VENV)/.stamp-%: pyproject.toml constraints.txt | $(BIN)/pip

@@ -117,7 +117,7 @@ class LLM:
 
     @property
     def notes(self) -> list[str]:
-        """Device and kernels, context and KV memory, and the cost of loading: a line each."""
+        """Device and kernels, context and KV memory, images, the cost of loading: a line each."""
         pool, threads = self.engine.kv_pool, torch.get_num_threads()
         tokens = pool.num_pages * pool.page_size
         each = pool.page_bytes // pool.page_size
@@ -140,6 +140,7 @@ class LLM:
             self.engine.model.placement,
             f"{context}; KV memory {memory} = {tokens:,} tokens of {each:,} bytes{more}",
             *kept,
+            *(["takes images"] if self.images.features is not None else []),
             f"loaded in {self.load_seconds:.1f} s, {format_memory(resident_bytes())} of memory in "
             f"use, {threads} thread{'s' * (threads != 1)}",
         ]
@@ -208,7 +209,8 @@ class LLM:
         """Complete prompts, batched continuously; outputs come in the order of the prompts.
 
         Args:
-            prompts: strings, lists of token ids, or dicts with "prompt_token_ids".
+            prompts: strings, lists of token ids, or dicts with "prompt_token_ids", or with a
+                "prompt" and its images, {"image": [...]}, in "multi_modal_data".
             sampling_params: one for all or one for each; by default the model's own settings.
             prefix: name of a pinned prefix of this salt that goes before each prompt; see
                 `pin_prefix`.
@@ -392,7 +394,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered with the model's chat template.
 
-        A conversation that goes on from an earlier one, answers included, reuses its tokens.
+        A conversation that goes on from an earlier one, answers included, reuses its tokens. An
+        image is a part {"type": "image", "image": a path, a file's bytes or a PIL image} of a
+        message's content.
 
         Args:
             tools: functions that the model may call, described as in OpenAI's API; `read_message`

@@ -35,6 +35,8 @@ Prompt = str | TokensPrompt | TokensLike | TokenisedText
 Prompts = str | TokensPrompt | Tokens | Sequence[Prompt | int]
 """One prompt or several; token ids alone are one."""
 
+_WITH_IMAGES = {"prompt", "multi_modal_data"}
+
 
 class EngineInput(NamedTuple):
     """A prompt in tokens, and its parameters."""
@@ -93,6 +95,11 @@ class InputProcessor:
             kind = f"a dict of {', '.join(map(repr, given)) or 'nothing'}"
             if given.keys() - {"prompt"} == {"prompt_token_ids"}:
                 return cast(TokensLike, given["prompt_token_ids"])
+            if given.get("multi_modal_data"):
+                raise InvalidRequest(
+                    "images go with a 'prompt' that is a text, not with token ids, and not into a "
+                    "pinned prefix"
+                )
             if given.keys() == {"prompt"}:
                 prompt, kind = cast(Prompt, given["prompt"]), type(given["prompt"]).__name__
         if isinstance(prompt, str):
@@ -113,6 +120,8 @@ class InputProcessor:
         given = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         text = given if isinstance(given, str) else None
         if text is not None and isinstance(prompt, dict) and prompt.get("multi_modal_data"):
+            if more := [key for key in prompt.keys() - _WITH_IMAGES if prompt.get(key) is not None]:
+                raise InvalidRequest(f"a prompt with images has no {min(more)!r} here")
             return self._with_images(text, prompt["multi_modal_data"], params, special)
         return EngineInput(text, self.encode(prompt, special=special), params)
 
@@ -122,6 +131,8 @@ class InputProcessor:
         if not isinstance(media, Mapping) or media.keys() != {"image"}:
             raise InvalidRequest('multi_modal_data is {"image": an image, or a list of them}')
         given = media["image"]
+        if isinstance(given, list | tuple) and not given:
+            return EngineInput(text, self.encode(text, special=special), params)
         images = self.turns.prepare(given if isinstance(given, list | tuple) else [given])
         assert self.turns.images is not None
         written = self.turns.images.write(text, images)

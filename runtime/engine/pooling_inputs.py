@@ -152,6 +152,8 @@ class PoolingInputs:
 
 def _text_of(prompt: Prompt) -> Prompt:
     """A text that stands in a dict, or what is given."""
+    if isinstance(prompt, dict) and prompt.get("multi_modal_data"):
+        raise InvalidRequest("embeddings are of texts, without images")
     if isinstance(prompt, dict) and prompt.get("prompt_token_ids") is None:
         return prompt.get("prompt", prompt)
     return prompt

@@ -102,7 +102,9 @@ class NoImages(Images):
 
 def open_images(name_or_path: str, model: PagedModel) -> Images:
     """What a model makes of images; nothing of it is read before the first one."""
-    file = None if find_gguf(name_or_path) else find_file(name_or_path, "config.json")
+    if find_gguf(name_or_path):
+        return NoImages("images are not read from GGUF files: send text")
+    file = find_file(name_or_path, "config.json")
     settings = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
     try:
         family = image_family(settings)

@@ -55,8 +55,8 @@ KEEP_ALIVE = 75.0
 
 _TEXT = Rule(lambda text: text != "", "must not be empty")
 _HOST_NAME = Rule(
-    lambda text: bool(text.strip()) and {*text}.isdisjoint("/:?#@ "),
-    "must be names without scheme and port",
+    lambda text: bool(text.strip()) and {*text}.isdisjoint("/:?#@* "),
+    "must be names without scheme, port or *",
 )
 _ORIGIN = Rule(
     _is_origin, "must be origins like https://app.example.org, with no slash at the end, or *"

@@ -264,14 +264,21 @@ def image_parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
 
 
 def image_of(part: Mapping[str, Any]) -> Any:
-    """The image of a part, as it was given; `InvalidRequest` for an `image_url` that is no data:
-    URL, since it may be of anything."""
+    """The image of a part, as it was given; `InvalidRequest` for none, and for an `image_url` that
+    is no data: URL, since it may be of anything."""
     given = part.get(part["type"])
     if part["type"] == "image":
+        if given is None:
+            raise InvalidRequest(
+                "an image is {'type': 'image', 'image': ...}, with its path, bytes or a PIL image"
+            )
         return given
     url = given.get("url") if isinstance(given, Mapping) else given
     if not isinstance(url, str) or url[:5].lower() != "data:":
-        raise InvalidRequest("an image_url is a data: URL; give others as {'type': 'image', ...}")
+        raise InvalidRequest(
+            "an image_url is a data: URL; a path, bytes or a PIL image is {'type': 'image', "
+            "'image': ...}"
+        )
     return url
 
 

@@ -6,11 +6,14 @@ import re
 import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from radixcache import LLM
+from tests.helpers.pictures import file_of, picture
 from tests.helpers.sources import ROOT
+from tests.helpers.vlm_models import write_vlm
 from tests.runtime.server.live import live
 
 FOLDER = ROOT / "examples"
@@ -62,6 +65,20 @@ def test_a_folder_is_searched_and_asked_by_one_model(
     assert first[0] == 0 and second[0] > 0 and again[1] == 0  # what was asked before costs nothing
     assert "Petra Novak is Teacher." in output and output.count("Mei Tanaka is 64.") == 2
     assert "again computed 0 tokens" in output
+
+
+def test_only_the_first_question_about_an_image_encodes_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    image = tmp_path / "image.png"
+    image.write_bytes(file_of(picture(100, 60)))
+    model = write_vlm(tmp_path / "model", "qwen3_vl")
+    monkeypatch.setattr(sys, "argv", ["chat_about_an_image.py", str(model), str(image)])
+    run("chat_about_an_image.py")
+    first, second, new = rows_of(capsys.readouterr().out)
+    assert first[1] == 0 and [encoded for _, _, encoded in (first, second, new)] == [1, 1, 1]
+    differs = len("ich colours has it?[assistant]")  # the tokenizer's tokens are bytes
+    assert second[1] >= first[0] and new[0] - new[1] == differs
 
 
 def test_the_openai_client_is_told_what_was_cached(

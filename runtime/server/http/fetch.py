@@ -67,7 +67,7 @@ def _check(url: str, domains: Collection[str]) -> _Place:
         raise InvalidRequest("an image's URL is a data: URL, or begins with https:// or http://")
     if host not in domains:
         raise InvalidRequest(
-            f"images are not fetched from {host[:100]!r}: send a data: URL, or start the server "
+            f"images are not fetched from {host[:100]!r}: send it in base64, or start the server "
             "with --allowed-media-domains and that name"
         )
     if parts.username is not None or parts.password is not None:

@@ -78,5 +78,5 @@ async function read(file) {
     const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
     if (!text.includes("\0")) return `${file.name}:\n${text.trim()}`;
   } catch { /* other bytes, or a folder */ }
-  throw new Error(`${file.name} is not a text file`);
+  throw new Error(`${file.name} is no text file, and no PNG, JPEG, WebP or GIF`);
 }

@@ -23,7 +23,8 @@ export function newTurn(given, actions) {
 
 function question(turn, { edit, again }) {
   const lost = turn.lost ? [make("small", {}, `${count(turn.lost, "picture")}, not kept`)] : [];
-  turn.text = make("div", { className: "text" }, ...(turn.pictures ?? []).map(preview), turn.content, ...lost);
+  const shown = turn.pictures?.length ? [make("div", { className: "pictures" }, ...turn.pictures.map(preview))] : [];
+  turn.text = make("div", { className: "text" }, ...shown, turn.content, ...lost);
   turn.article = make(
     "article", { className: "user", ariaLabel: "You" }, turn.text, turn.versions,
     button("Edit", () => rewrite(turn, edit), { className: "edit" }), button("Answer", again, { className: "again" }),

@@ -319,6 +319,7 @@ def test_a_tower_that_fails_ends_its_requests_alone(
 def test_what_an_image_cannot_have_is_refused(folder: Path) -> None:
     image = picture(np.random.default_rng(11), 64, 64)
     part, row = {"type": "image", "image": image}, "<|image_pad|>"
+    shown: Any = {"prompt": row, "multi_modal_data": {"image": image}}
 
     def say(*content: Any) -> Conversation:
         return [{"role": "user", "content": [*content]}]
@@ -327,16 +328,25 @@ def test_what_an_image_cannot_have_is_refused(folder: Path) -> None:
         for given, problem in (
             (lambda: llm.chat(say(part, {"type": "text", "text": row})), "1 image for 2 plac"),
             (lambda: llm.chat(say({"type": "image", "image": 7})), "not int"),
+            (lambda: llm.chat(say({"type": "image", "url": "a.png"})), "path, bytes or a PIL"),
+            (lambda: llm.chat(say({"type": "image_url", "image_url": "a.png"})), "path, bytes or"),
             (lambda: llm.chat(say({"type": "video", "video": b""})), "of type 'video'"),
             (lambda: llm.chat(say(part), SamplingParams(prompt_logprobs=1)), "text alone"),
             (lambda: llm.chat(say(*[part] * 65)), "at most 64 images"),
             (lambda: llm.generate({"prompt": row, "multi_modal_data": {"audio": 1}}), "image"),
+            (lambda: llm.generate(shown | {"mm_processor_kwargs": {}}), "no 'mm_processor_kw"),
+            (lambda: llm.generate(shown | {"prompt": [7]}), "not with token ids"),
+            (lambda: llm.pin_prefix("a", shown), "not into a pinned prefix"),
+            (lambda: llm.embed(shown), "without images"),
             (lambda: llm.generate([256, VOCAB_SIZE]), "outside the vocabulary"),
         ):
             with pytest.raises(InvalidRequest, match=problem):
                 given()
-        prompt: Any = {"prompt": f"See {row}!", "multi_modal_data": {"image": image}}
+        prompt: Any = {**shown, "prompt": f"See {row}!"}
         (one,), (other,) = llm.generate(prompt, GREEDY), llm.chat(say(part), GREEDY)
         assert one.prompt_token_ids.count(ROW) > 1
         assert other.prompt_token_ids.count(ROW) == one.prompt_token_ids.count(ROW)
+        none: Any = {"prompt": "See!", "multi_modal_data": {"image": []}}
+        assert llm.generate(none)[0].prompt_token_ids == llm.generate("See!")[0].prompt_token_ids
+        assert "takes images" in llm.notes
         assert not llm.engine.has_work

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.multimodal.families import image_family
+from radixcache.runtime.multimodal.images import open_images
 from tests.helpers.vlm_models import FAMILIES
 
 
@@ -31,3 +35,10 @@ def test_others_are_refused(name: str | None):
 def test_a_text_takes_none():
     with pytest.raises(InvalidRequest, match="takes no images"):
         image_family({"model_type": "gemma3", "vision_config": None})
+
+
+def test_a_gguf_file_takes_none(tmp_path: Path):
+    (tmp_path / "model.gguf").touch()
+    model: Any = None  # nothing of it is read
+    with pytest.raises(InvalidRequest, match="not read from GGUF files"):
+        open_images(str(tmp_path / "model.gguf"), model).prepare([b""])

@@ -151,7 +151,7 @@ def test_redirects_are_followed_among_allowed_hosts(web: Web, status: int):
     [
         (
             "http://b.example/",
-            "not fetched from 'b.example': send a data: URL, or start the server",
+            "not fetched from 'b.example': send it in base64, or start the server",
         ),
         ("http://127.0.0.1/", "not fetched from '127.0.0.1'"),
         ("http://169.254.169.254/latest/meta-data/", "not fetched from '169.254.169.254'"),

@@ -11,7 +11,7 @@ import pytest
 from radixcache import LLM, SamplingParams
 from tests.helpers.pictures import data_url, file_of, picture
 from tests.helpers.vlm_models import write_vlm
-from tests.runtime.server.api.test_images import (
+from tests.runtime.server.api.image_bodies import (
     CHAT,
     MESSAGES,
     PATHS,

@@ -254,8 +254,13 @@ def test_a_file_becomes_part_of_the_question(page: Page):
     before = question()
     for name, content, size, sentence in (
         ("large.txt", "", (1 << 20) + 1, "large.txt is larger than 1 MB"),
-        ("picture.png", [137, 80, 78, 71, 255], 0, "picture.png is not a text file"),
-        ("zeros.bin", [97, 0, 98], 0, "zeros.bin is not a text file"),
+        (
+            "picture.bmp",
+            [66, 77, 255],
+            0,
+            "picture.bmp is no text file, and no PNG, JPEG, WebP or GIF",
+        ),
+        ("zeros.bin", [97, 0, 98], 0, "zeros.bin is no text file, and no PNG, JPEG, WebP or GIF"),
     ):
         page.run(DROP, "drop", name, content, size)
         page.until(lambda sentence=sentence: page.text("#refused") == sentence)
