@@ -10,11 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 from weakref import finalize
 
-import torch
-
 from radixcache.base import CacheStats, PrefixCache, TokensLike, as_tokens
 from radixcache.errors import InvalidRequest
-from radixcache.runtime.config.sizes import format_memory
 from radixcache.runtime.engine.args import EngineArgs
 from radixcache.runtime.engine.build import build_engine, model_path
 from radixcache.runtime.engine.input_processor import (
@@ -33,13 +30,14 @@ from radixcache.runtime.engine.pooling_inputs import (
     Texts,
     pooled_outputs,
 )
+from radixcache.runtime.engine.start_notes import start_notes
 from radixcache.runtime.engine.stream import Stream
 from radixcache.runtime.engine.worker import Worker
 from radixcache.runtime.explanation import Explanation
 from radixcache.runtime.kv_events.publisher import KVEventPublisher
 from radixcache.runtime.kv_offload import session
 from radixcache.runtime.kv_offload.offload import Offload
-from radixcache.runtime.model.host.system_memory import give_back, resident_bytes
+from radixcache.runtime.model.host.system_memory import give_back
 from radixcache.runtime.multimodal.prompt_images import behind, keys_of
 from radixcache.runtime.outputs import (
     EmbeddingOutput,
@@ -118,32 +116,9 @@ class LLM:
     @property
     def notes(self) -> list[str]:
         """Device and kernels, context and KV memory, images, the cost of loading: a line each."""
-        pool, threads = self.engine.kv_pool, torch.get_num_threads()
-        tokens = pool.num_pages * pool.page_size
-        each = pool.page_bytes // pool.page_size
-        memory, more = format_memory(pool.num_pages * pool.page_bytes), ""
-        if pool.states is not None:
-            count = pool.states.num_slots
-            more = f"; {count:,} recurrent states in "
-            more += format_memory(count * self.engine.model.bytes_per_state)
-        if pool.windows is not None:
-            window, size = pool.windows.window, pool.windows.page_size
-            pages = -(-window // size)
-            tokens -= pages * pool.page_size
-            more = f" and {format_memory(pages * pool.page_bytes)} a sequence (window {window:,}; "
-            more += "older tokens stay until their memory is needed)"
-        elif any(self.engine.model.windows):
-            more += ", in layers with a window too"
         kept = [] if self.offload is None else self.offload.describe()
-        context = f"context {self.engine.max_model_len:,} tokens"
-        return [
-            self.engine.model.placement,
-            f"{context}; KV memory {memory} = {tokens:,} tokens of {each:,} bytes{more}",
-            *kept,
-            *(["takes images"] if self.images.features is not None else []),
-            f"loaded in {self.load_seconds:.1f} s, {format_memory(resident_bytes())} of memory in "
-            f"use, {threads} thread{'s' * (threads != 1)}",
-        ]
+        images = ["takes images"] if self.images.features is not None else []
+        return start_notes(self.engine, [*kept, *images], self.load_seconds)
 
     @property
     def history(self) -> TokenHistory:
