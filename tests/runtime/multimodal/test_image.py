@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from radixcache.runtime.multimodal.image import Image, ImageKeys, ImageSource
@@ -26,8 +28,7 @@ def test_keys_are_outside_the_vocabulary_and_the_same_in_every_process() -> None
 
 def test_no_two_images_begin_with_one_key() -> None:
     """Of three ids for keys, two are in use at a time."""
-    keys, firsts = ImageKeys(2**31 - 3, most=2), []
-    for number in range(200):
-        firsts.append(int(keys.of(image(number))[0]))
-    assert all(one != other for one, other in zip(firsts, firsts[1:], strict=False))
+    keys = ImageKeys(2**31 - 3, most=2)
+    firsts = [int(keys.of(image(number))[0]) for number in range(200)]
+    assert all(one != other for one, other in pairwise(firsts))
     assert {*firsts} == {2**31 - 3, 2**31 - 2, 2**31 - 1}
