@@ -217,6 +217,7 @@ class Worker:
                 self._answer_with(stopped)
                 self._tell([News(s, (), True, stopped) for s in {*self._streams.values()}])
             finally:
+                self._engine.scheduler.admission.images.close()
                 self._refuse_commands()
 
     def _turn(self) -> None:

@@ -74,16 +74,17 @@ class KeptFeatures:
             return coming.result()
         try:
             found = self._encoded(image)
-        except BaseException as error:
             with self._lock:
-                del self._coming[image.digest]
+                self._keep(image.digest, found)
+        except BaseException as error:
             mine.set_exception(error)
             raise
-        with self._lock:
-            self._keep(image.digest, found)
-            del self._coming[image.digest]
-        mine.set_result(found)
-        return found
+        else:
+            mine.set_result(found)
+            return found
+        finally:
+            with self._lock:
+                del self._coming[image.digest]
 
     def _encoded(self, image: Image) -> ImageFeatures:
         with self._encoding:

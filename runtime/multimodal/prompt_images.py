@@ -65,10 +65,10 @@ class PromptImages:
         return None
 
     def drop_features(self, end: int) -> None:
-        """The first `end` tokens are computed: no rows are needed of images among them."""
-        for image, places, _ in self.images if self.features else ():
-            if places[-1] < end:
-                self.features.pop(image.digest, None)
+        """The first `end` tokens are computed: rows are needed of images that end behind them."""
+        if self.features:
+            needed = {image.digest for image, places, _ in self.images if places[-1] >= end}
+            self.features = {name: self.features[name] for name in needed & self.features.keys()}
 
     def parts(self, start: int, end: int) -> Iterator[Part]:
         """The parts of images within positions [start, end)."""

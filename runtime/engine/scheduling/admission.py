@@ -71,7 +71,7 @@ class Admission:
             prompts: the running sequences in prefill.
             ending: the prompts whose logits will be kept after this step.
         """
-        if self.loads.waits(sequence) or self.images.waits(sequence, self.match):
+        if self.loads.waits(sequence) or self.images.waits(sequence, self._resumes):
             return False
         if not (self.loads.has_read(sequence) or self.may_begin(sequence, prompts)):
             return False
@@ -81,7 +81,7 @@ class Admission:
         if reads_more:
             self.release(sequence)
             return False
-        self._leave_images_whole(sequence, lease)
+        lease.cached_tokens = self._leave_images_whole(sequence, lease.cached_tokens)
         self._planner.find(sequence, lease)
         missing = len(sequence) - lease.cached_tokens
         is_twin = missing and sequence.is_fresh and sequence.request.prompt_key in ending
@@ -103,6 +103,7 @@ class Admission:
                 weight = 1
         self.shares.admit(client)
         self.loads.forget(sequence)
+        self.images.forget(sequence)
         sequence.request.note_admission()
 
     def may_begin(self, sequence: Sequence, prompts: Collection[Sequence], parts: int = 1) -> bool:
@@ -142,15 +143,18 @@ class Admission:
 
         return sorted(sequences, key=rank)
 
-    def _leave_images_whole(self, sequence: Sequence, lease: Lease) -> None:
-        """Lower a hit to where its sequence may resume: not within an image that is computed in one
-        step, nor at a saved state there."""
-        if (images := sequence.request.images) is None:
-            return
-        namespace, resumed = sequence.request.namespace, lease.cached_tokens
-        while lease.cached_tokens != (found := images.resume(resumed)):
-            lease.cached_tokens = found
-            resumed = self._planner.depth(sequence.tokens, namespace, found)
+    def _resumes(self, sequence: Sequence) -> int:
+        """Where a waiting sequence would begin now."""
+        hit = self.match(sequence.tokens, sequence.request.namespace)
+        return self._leave_images_whole(sequence, hit)
+
+    def _leave_images_whole(self, sequence: Sequence, hit: int) -> int:
+        """A hit lowered to where its sequence may resume: not within an image that is computed in
+        one step, nor at a saved state there."""
+        images, namespace = sequence.request.images, sequence.request.namespace
+        while images is not None and hit != (found := images.resume(hit)):
+            hit = self._planner.depth(sequence.tokens, namespace, found)
+        return hit
 
     def _acquire(self, sequence: Sequence) -> Lease:
         """Lease the sequence's cached prefix: all of a prompt whose logits are kept."""

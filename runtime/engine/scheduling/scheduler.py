@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection
 from itertools import islice
 
 from radixcache.base import PrefixCache
-from radixcache.errors import InvalidRequest, OutOfPages
+from radixcache.errors import InvalidRequest, OutOfPages, first_line
 from radixcache.runtime.engine.logits_cache import PromptLogitsCache
 from radixcache.runtime.engine.scheduling.admission import LOOK_AHEAD, Admission, Policy
 from radixcache.runtime.engine.scheduling.chunk import Chunk
@@ -289,8 +289,11 @@ class Scheduler:
             ending |= self.admission.ending([chunk])
             budget.spend(chunk.cost, hit)
             prompts += [sequence] * sequence.in_prefill
-        for sequence, error in self.admission.images.take_failed().items():
-            self.fail(sequence, str(error), invalid=isinstance(error, InvalidRequest))
+        for request, error in self.admission.images.take_failed().items():
+            invalid, why = isinstance(error, InvalidRequest), first_line(error)
+            for sequence in request.sequences:
+                if sequence in self.waiting:
+                    self.fail(sequence, why, invalid=invalid)
 
     def _coming(self) -> set[PromptKey]:
         """The texts whose rows are about to come from sequences that run."""
@@ -401,6 +404,7 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         self.admission.loads.forget(sequence)
+        self.admission.images.forget(sequence)
         self._short_of_pages = self._no_room = False
         if sequence in self.open:
             del self.open[sequence]
@@ -440,6 +444,7 @@ class Scheduler:
         self.admission.loads.recover()
         for sequence in [*self.open]:
             sequence.lease, sequence.num_computed = None, 0
+            self.admission.images.forget(sequence)
             if sequence.finish_reason is not None:
                 del self.open[sequence]
         order = dict.fromkeys([*running, *self.waiting, *self.open])
