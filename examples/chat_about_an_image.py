@@ -24,8 +24,7 @@ def show(question: str, output: RequestOutput) -> None:
 
 
 def about_the_image(question: str) -> list[dict[str, object]]:
-    parts = [{"type": "image", "image": sys.argv[2]}, {"type": "text", "text": question}]
-    return [{"role": "user", "content": parts}]
+    return [{"type": "image", "image": sys.argv[2]}, {"type": "text", "text": question}]
 
 
 print("prompt  cached  encoded  question, answer")

@@ -89,7 +89,8 @@ class Chat:
     def ask(
         self, text: str | Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> RequestOutput:
-        """Say `text` or messages; the answer becomes part of the conversation."""
+        """Say a text, parts of texts and images, or messages; the answer becomes part of the
+        conversation."""
         *_, output = self.stream(text, sampling_params)
         return output
 
@@ -145,7 +146,11 @@ class Chat:
 
 
 def _as_messages(text: str | Sequence[Message]) -> Sequence[Message]:
-    messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
+    is_content = isinstance(text, str) or (
+        isinstance(text, Sequence) and bool(text) and isinstance(text[0], Mapping)
+        and "type" in text[0] and "role" not in text[0]
+    )  # fmt: skip
+    messages: Any = [{"role": "user", "content": text}] if is_content else text
     if not isinstance(messages, Sequence):
         raise InvalidRequest(f"say a text or a list of messages, not {type(text).__name__}")
     return messages

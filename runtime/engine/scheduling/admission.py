@@ -64,14 +64,15 @@ class Admission:
     ) -> bool:
         """Acquire the sequence's cached prefix, after which it may take pages, unless it should
         wait: for pages that are read from a tier below; for a prompt in prefill that computes what
-        it lacks, or has the step's room; for another sequence that computes, in this step, most of
-        what it lacks in a page that cannot be shared yet; or for the logits of the same prompt.
+        it lacks, or has the step's room; for rows of images; for another sequence that computes, in
+        this step, most of what it lacks in a page that cannot be shared yet; or for the logits of
+        the same prompt.
 
         Args:
             prompts: the running sequences in prefill.
             ending: the prompts whose logits will be kept after this step.
         """
-        if self.loads.waits(sequence) or self.images.waits(sequence, self._resumes):
+        if self.loads.waits(sequence):
             return False
         if not (self.loads.has_read(sequence) or self.may_begin(sequence, prompts)):
             return False
@@ -83,6 +84,9 @@ class Admission:
             return False
         lease.cached_tokens = self._leave_images_whole(sequence, lease.cached_tokens)
         self._planner.find(sequence, lease)
+        if self.images.waits(sequence, lease.cached_tokens):
+            self.release(sequence)
+            return False
         missing = len(sequence) - lease.cached_tokens
         is_twin = missing and sequence.is_fresh and sequence.request.prompt_key in ending
         if (2 * lease.next_step_tokens > missing or is_twin) and not sequence.deferred:
@@ -142,11 +146,6 @@ class Admission:
             return -inf if overtaken else -self.match(sequence.tokens, sequence.request.namespace)
 
         return sorted(sequences, key=rank)
-
-    def _resumes(self, sequence: Sequence) -> int:
-        """Where a waiting sequence would begin now."""
-        hit = self.match(sequence.tokens, sequence.request.namespace)
-        return self._leave_images_whole(sequence, hit)
 
     def _leave_images_whole(self, sequence: Sequence, hit: int) -> int:
         """A hit lowered to where its sequence may resume: not within an image that is computed in

@@ -3,7 +3,6 @@ tower. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -15,9 +14,6 @@ MOST = 16
 follow when some of these are done."""
 
 _WAIT = 0.005  # seconds
-
-Resumes = Callable[[Sequence], int]
-"""Where a waiting sequence would begin."""
 
 
 class ImageEncoding:
@@ -36,13 +32,12 @@ class ImageEncoding:
         """The waiting sequences that asked for images."""
         self._failed: dict[Request, BaseException] = {}
 
-    def waits(self, sequence: Sequence, resumes: Resumes) -> bool:
-        """Whether a waiting sequence lacks rows of images that it computes; they are being encoded
-        then, or once fewer prompts wait for others."""
+    def waits(self, sequence: Sequence, hit: int) -> bool:
+        """Whether a waiting sequence lacks rows of images that it computes, behind its hit; they
+        are being encoded then, or once fewer prompts wait for others."""
         if (images := sequence.request.images) is None:
             return False
         lacking = [image for image in images.images if image.image.digest not in images.features]
-        hit = resumes(sequence) if lacking else 0
         behind = {one.image.digest: one.image for one in lacking if one.places[-1] >= hit}
         if behind and sequence not in self._asking:
             if len(self._asking) >= MOST:

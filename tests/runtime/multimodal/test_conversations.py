@@ -145,7 +145,7 @@ def say(rng: random.Random, images: list[Image.Image]) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def converse(path: Path, seed: int, count: int, whole: Whole | None, **settings: Any) -> None:
+def converse(path: Path, seed: int, count: int, whole: Whole | None, **settings: Any) -> Whole:
     """Several conversations at once, over a few images, each turn compared."""
     rng, numbers = random.Random(seed), np.random.default_rng(seed)
     sizes = [(64, 48), (40, 80), (56, 56), (96, 33)]
@@ -173,6 +173,7 @@ def converse(path: Path, seed: int, count: int, whole: Whole | None, **settings:
                 # Not the model's, which would be tokenised otherwise than it was generated.
                 answer = [{"type": "text", "text": rng.choice(["Yes.", "No, a cat"])}]
                 conversation.append({"role": "assistant", "content": answer})
+    return reference
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -180,6 +181,28 @@ def test_random_conversations_get_the_tokens_of_the_whole_model(folder: Path, fa
     path = model(folder, family)
     converse(path, 1, 3, None, speculate="auto")
     converse(path, 2, 3, None, max_num_batched_tokens=step(family), kv_cache_memory_bytes="400KB")
+
+
+OTHERS = ("internvl", "llava", "qwen3_5_moe", "glm4v")
+MORE = ("idefics3", "llava_next", "llava_onevision", "qwen2_vl", "qwen3_vl_moe")
+
+
+@pytest.mark.parametrize(
+    "family", [*OTHERS, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE)]
+)
+def test_so_they_do_by_other_families(folder: Path, family: str) -> None:
+    converse(model(folder, family), 7, 1, None, max_num_batched_tokens=24)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", FAMILIES)
+def test_many_more_conversations(folder: Path, family: str) -> None:
+    path = model(folder, family)
+    whole: Whole | None = None
+    for seed in range(100, 116):
+        kept: dict[str, Any] = {"kv_cache_memory_bytes": "400KB"} if seed % 2 else {}
+        size = {"page_size": [1, 3, 16][seed % 3], "max_num_batched_tokens": step(family)}
+        whole = converse(path, seed, 4, whole, **size, **kept)
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "gemma4"])
@@ -267,10 +290,13 @@ def test_a_hit_within_rows_that_see_each_other_ends_before_them(
 
 
 def test_tasks_and_forks_see_the_same_images(folder: Path) -> None:
-    message = {"role": "user", "content": [{"type": "image", "image": image_of(12)}, TEXT]}
+    message: dict[str, Any] = {
+        "role": "user",
+        "content": [{"type": "image", "image": image_of(12)}, TEXT],
+    }
     with engine(model(folder, "qwen3_vl")) as llm:
         chat = Chat(llm)
-        asked = chat.ask([message], GREEDY)
+        asked = chat.ask(message["content"], GREEDY)
         (other,) = asyncio.run(AsyncLLM(llm).chat([message], GREEDY))
         assert other.outputs[0].token_ids == asked.outputs[0].token_ids
         assert other.num_cached_tokens == len(asked.prompt_token_ids)
@@ -286,11 +312,12 @@ def test_tasks_and_forks_see_the_same_images(folder: Path) -> None:
 def test_an_image_is_found_on_disk_after_a_restart(folder: Path, tmp_path: Path) -> None:
     image = picture(np.random.default_rng(9), 64, 64)
     asked = []
-    for shown in (image, image, altered_by_a_pixel(image)):
+    for shown, encoded in ((image, 1), (image, 0), (altered_by_a_pixel(image), 1)):
         kept = {"kv_dir": tmp_path, "kv_dir_size": "4MB"}
         message = {"role": "user", "content": [{"type": "image", "image": shown}, TEXT]}
         with engine(model(folder, "qwen3_vl"), **kept) as llm:
             asked += llm.chat([message], GREEDY, use_tqdm=False)
+            assert num_encoded(llm) == encoded
     first, second, third = asked
     assert second.outputs[0].token_ids == first.outputs[0].token_ids
     assert second.num_cached_tokens >= len(first.prompt_token_ids) - 4
