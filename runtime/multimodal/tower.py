@@ -129,6 +129,7 @@ def _empty_text(config: PreTrainedConfig) -> None:
         if hasattr(text, name):
             setattr(text, name, 0)
     for part in (config, text):
+        part.tie_word_embeddings = False  # to an embedding that is not read
         if hasattr(part, "quantization_config"):
             del part.quantization_config
     if hasattr(config, "audio_config"):
