@@ -299,6 +299,11 @@ class Request:
         return PromptKey(self.prompt_token_ids, kept)
 
     @property
+    def num_computed(self) -> int:
+        """Tokens that every running sequence has computed; at least one runs."""
+        return min(s.num_computed for s in self.sequences if s.lease is not None)
+
+    @property
     def input_token_ids(self) -> Tokens:
         """The prompt as it was tokenised: one id stands for all rows of images."""
         prompt = self.prompt_token_ids

@@ -214,8 +214,10 @@ class ModelRunner:
                     rows.append(part.rows + at)
                     features = images.features.get(part.image.digest)
                     parts.append((part, features or self._encode_image(part.image)))
-                images.drop_features(end)
             at += end - start
+        for request in {chunk.sequence.request for chunk in chunks}:
+            if request.images is not None:
+                request.images.drop_features(request.num_computed)
         positions = np.concatenate(places, axis=1) if self._model.rope_axes else None
         if not parts:
             return None, None if positions is None else positions[0]

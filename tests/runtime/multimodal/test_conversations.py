@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -341,6 +342,53 @@ def test_a_tower_that_fails_ends_its_requests_alone(
         assert failed.error == "the tower fell" and fine.error is None
         (again,) = llm.chat([message], GREEDY, use_tqdm=False)
         assert again.error is None and len(again.outputs[0].token_ids) == NEW
+
+
+def test_each_of_several_answers_ends_with_the_tower_that_fails_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image, calls = picture(np.random.default_rng(12), 64, 64), list[object]()
+    message = {"role": "user", "content": [{"type": "image", "image": image}, TEXT]}
+
+    def fail(tower: object, inputs: object) -> None:
+        calls.append(inputs)
+        raise MemoryError
+
+    with engine(model(folder, "mistral3")) as llm:
+        monkeypatch.setattr(VisionTower, "encode", fail)
+        params = SamplingParams(n=3, max_tokens=NEW)
+        (failed,) = llm.chat([message], params, use_tqdm=False)
+    assert failed.error == "MemoryError" and len(calls) == 1
+    assert [answer.finish_reason for answer in failed.outputs] == ["error"] * 3
+
+
+@pytest.mark.parametrize("cache", ["radix", "hash-block", "none"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma4"])
+def test_no_step_waits_for_the_tower(
+    folder: Path, family: str, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for an image that comes again in a prompt, either, nor for several answers, nor where a
+    hit is lowered to an image's start; whatever is kept."""
+    image, threads = picture(np.random.default_rng(13), 96, 96), set[str]()
+    encode, several = VisionTower.encode, SamplingParams(temperature=0, max_tokens=2, n=3)
+
+    def note(tower: VisionTower, inputs: Any) -> Any:
+        threads.add(threading.current_thread().name.partition("_")[0])
+        return encode(tower, inputs)
+
+    monkeypatch.setattr(VisionTower, "encode", note)
+    part = {"type": "image", "image": image}
+    settings = {"cache": cache, "max_num_batched_tokens": step(family)}
+    with engine(model(folder, family), **settings) as llm:
+        assert llm.images.features is not None
+        llm.images.features._max_bytes = 0
+        for texts in ("ab", "ac", "dc", "da"):
+            content = [part, {"type": "text", "text": texts[0] * 9}, part]
+            content += [{"type": "text", "text": texts[1] * 70}, part]
+            message = {"role": "user", "content": content}
+            (output,) = llm.chat([message], several, use_tqdm=False)
+            assert output.error is None
+    assert threads == {"vision-tower"}
 
 
 def test_what_an_image_cannot_have_is_refused(folder: Path) -> None:

@@ -119,6 +119,16 @@ def test_an_error_reaches_all_who_wait_and_leaves_nothing():
     assert rows.num_encoded == 1
 
 
+def test_rows_that_cannot_be_kept_leave_nobody_waiting(monkeypatch: pytest.MonkeyPatch):
+    rows = KeptFeatures(encoded)
+    with monkeypatch.context() as patch:
+        patch.setattr(rows, "_keep", lambda *_: [][0])
+        with pytest.raises(IndexError):
+            rows.get(image(7))
+    with ThreadPoolExecutor(1) as threads:
+        assert bool((threads.submit(rows.get, image(7)).result(30).rows == 7).all())
+
+
 def test_rows_must_be_as_many_as_their_places():
     rows = KeptFeatures(lambda each: encoded(image(1, num_rows=3)))
     with pytest.raises(ModelError, match="an image of 2 rows was encoded as 3"):
