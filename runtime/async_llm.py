@@ -91,7 +91,7 @@ class AsyncLLM:
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """See `LLM.generate`."""
-        process = partial(self.llm.inputs.process, special=prefix is None)
+        process = partial(self.llm.inputs.process, special=prefix is None, cache_salt=cache_salt)
         inputs = await asyncio.to_thread(process, prompts, sampling_params)
         stream = Stream(loop=asyncio.get_running_loop())
         add = partial(self.llm.add, inputs, cache_salt, prefix)
@@ -109,7 +109,7 @@ class AsyncLLM:
         cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """See `LLM.stream`."""
-        process = partial(self.llm.inputs.process, special=prefix is None)
+        process = partial(self.llm.inputs.process, special=prefix is None, cache_salt=cache_salt)
         inputs = await asyncio.to_thread(process, [prompt], sampling_params)
         stream = Stream(every_token=True, loop=asyncio.get_running_loop())
         add = partial(self.llm.add, inputs, cache_salt, prefix)

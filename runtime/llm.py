@@ -198,7 +198,9 @@ class LLM:
             EngineFailed: the steps of these requests failed twice in a row.
             EngineStopped: `close` was called.
         """
-        inputs = self.inputs.process(prompts, sampling_params, special=prefix is None)
+        inputs = self.inputs.process(
+            prompts, sampling_params, special=prefix is None, cache_salt=cache_salt
+        )
         stream = Stream()
         ended = self.worker.read(stream, partial(self.add, inputs, cache_salt, prefix))
         if use_tqdm and len(inputs) > 1:
@@ -221,7 +223,9 @@ class LLM:
 
         Closing the iterator before its end aborts the request.
         """
-        inputs = self.inputs.process([prompt], sampling_params, special=prefix is None)
+        inputs = self.inputs.process(
+            [prompt], sampling_params, special=prefix is None, cache_salt=cache_salt
+        )
         add = partial(self.add, inputs, cache_salt, prefix)
         return self.worker.read(Stream(every_token=True), add)
 
@@ -248,7 +252,10 @@ class LLM:
                 raise InvalidRequest("a prefix goes before text or token ids, not before messages")
             prompt = self.turns.encode(prompt, cache_salt, tools=tools)
         given = self.inputs.encode_one(
-            cast(Prompt, prompt), self.default_params, special=prefix is None
+            cast(Prompt, prompt),
+            self.default_params,
+            special=prefix is None,
+            cache_salt=cache_salt,
         )
         text = as_tokens(given.tokens)
         decode = self.tokenizer.show if self.tokenizer else None

@@ -112,9 +112,13 @@ class InputProcessor:
         )
 
     def encode_one(
-        self, prompt: Prompt, params: SamplingParams, special: bool = True
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        special: bool = True,
+        cache_salt: str | None = None,
     ) -> EngineInput:
-        """The input of one prompt."""
+        """The input of one prompt, whose images are known by its salt."""
         if isinstance(prompt, TokenisedText):
             return EngineInput(None, prompt.tokens, params, images=prompt.images)
         given = prompt.get("prompt") if isinstance(prompt, dict) else prompt
@@ -122,18 +126,25 @@ class InputProcessor:
         if text is not None and isinstance(prompt, dict) and prompt.get("multi_modal_data"):
             if more := [key for key in prompt.keys() - _WITH_IMAGES if prompt.get(key) is not None]:
                 raise InvalidRequest(f"a prompt with images has no {min(more)!r} here")
-            return self._with_images(text, prompt["multi_modal_data"], params, special)
+            return self._with_images(text, prompt["multi_modal_data"], params, special, cache_salt)
         return EngineInput(text, self.encode(prompt, special=special), params)
 
     def _with_images(
-        self, text: str, media: Mapping[str, Any], params: SamplingParams, special: bool
+        self,
+        text: str,
+        media: Mapping[str, Any],
+        params: SamplingParams,
+        special: bool,
+        cache_salt: str | None,
     ) -> EngineInput:
         if not isinstance(media, Mapping) or media.keys() != {"image"}:
             raise InvalidRequest('multi_modal_data is {"image": an image, or a list of them}')
         given = media["image"]
         if isinstance(given, list | tuple) and not given:
             return EngineInput(text, self.encode(text, special=special), params)
-        images = self.turns.prepare(given if isinstance(given, list | tuple) else [given])
+        images = self.turns.prepare(
+            given if isinstance(given, list | tuple) else [given], cache_salt
+        )
         assert self.turns.images is not None
         written = self.turns.images.write(text, images)
         tokens = as_tokens(self.encode(written, special=special))
@@ -146,8 +157,9 @@ class InputProcessor:
         params: SamplingParams | Sequence[SamplingParams] | None,
         *,
         special: bool = True,
+        cache_salt: str | None = None,
     ) -> list[EngineInput]:
-        """The inputs of prompts; `special` as in `encode`.
+        """The inputs of prompts; `special` as in `encode`, `cache_salt` as in `encode_one`.
 
         Raises:
             InvalidRequest: any of them is unusable.
@@ -167,7 +179,7 @@ class InputProcessor:
                     raise InvalidRequest("stop strings need a tokenizer, and this model has none")
                 structured = one.structured_outputs
                 grammar = None if structured is None else self._grammar_backend.compile(structured)
-                given = self.encode_one(prompt, one, special)
+                given = self.encode_one(prompt, one, special, cache_salt)
                 inputs.append(given._replace(grammar=grammar))
         return inputs
 

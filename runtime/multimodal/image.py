@@ -37,7 +37,8 @@ class Image:
 
     Attributes:
         source: what it is decoded from, once its rows are needed.
-        digest: SHA-256 of its pixels after resizing, of the processor's settings and of the model.
+        digest: SHA-256 of its pixels after resizing, of the processor's settings, of the model and
+            of the salt.
         text: what the processor puts in place of the chat template's placeholder.
         token: the placeholder of a row in `text`.
         num_rows: how often `token` is in `text`.

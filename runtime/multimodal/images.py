@@ -41,8 +41,9 @@ class Images:
         self.features = KeptFeatures(lambda image: tower.encode(self._processor.inputs(image)))
         self._keys = ImageKeys(model.vocab_size)
 
-    def prepare(self, given: Sequence[object]) -> list[Image]:
-        """The images that were given, as the model reads them.
+    def prepare(self, given: Sequence[object], cache_salt: str | None = None) -> list[Image]:
+        """The images that were given, as the model reads them; nothing of them is found by another
+        salt.
 
         Raises:
             InvalidRequest: one is no image, or too large, or there are too many.
@@ -50,7 +51,7 @@ class Images:
         check_number(len(given))
         sources = [one if isinstance(one, ImageSource) else image_source(one) for one in given]
         check_total(sources)
-        return [self._processor.prepare(source) for source in sources]
+        return [self._processor.prepare(source, cache_salt) for source in sources]
 
     def write(self, text: str, images: Sequence[Image]) -> str:
         """A rendered text with the images' texts in place of placeholders.
@@ -96,7 +97,7 @@ class NoImages(Images):
     def __init__(self, reason: str) -> None:
         self._reason, self.features = reason, None
 
-    def prepare(self, given: Sequence[object]) -> list[Image]:
+    def prepare(self, given: Sequence[object], cache_salt: str | None = None) -> list[Image]:
         raise InvalidRequest(self._reason)
 
 

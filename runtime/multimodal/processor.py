@@ -47,7 +47,9 @@ class ImageProcessor:
         """
         self._name_or_path, self._family = name_or_path, family
         self._fingerprint, self._max_rows = fingerprint, max_rows
-        self._known: OrderedDict[bytes, Callable[[ImageSource], Image]] = OrderedDict()
+        self._known: OrderedDict[tuple[str | None, bytes], Callable[[ImageSource], Image]] = (
+            OrderedDict()
+        )
         self._lock = RLock()  # no two threads may call a tokenizer
 
     @property
@@ -82,30 +84,35 @@ class ImageProcessor:
             named = f"the image processor of {self._name_or_path}"
             raise ModelError(f"{named} does not load: {first_sentence(error)}") from None
 
-    def prepare(self, source: ImageSource) -> Image:
-        """The image as the model reads it; a source that comes again is not decoded again.
+    def prepare(self, source: ImageSource, cache_salt: str | None = None) -> Image:
+        """The image as the model reads it; a source that comes again, with the same salt, is not
+        decoded again. Images of different salts have different digests.
 
         Raises:
             InvalidRequest: the processor refuses it, or it has more rows than the context.
             ModelError, MissingDependency: as `placeholder`.
         """
+        salted = cache_salt, source.identity
         with self._lock:
-            if source.identity not in self._known:
-                self._known[source.identity] = self._look_at(source)
+            if salted not in self._known:
+                self._known[salted] = self._look_at(source, cache_salt)
                 if len(self._known) > _MOST_KNOWN:
                     self._known.popitem(last=False)
-            self._known.move_to_end(source.identity)
-            return self._known[source.identity](source)
+            self._known.move_to_end(salted)
+            return self._known[salted](source)
 
     def inputs(self, image: Image) -> dict[str, torch.Tensor]:
         """What the model's tower takes for an image: pixels, and sizes of them."""
         with self._lock:
             return self._process(image.source)[1]
 
-    def _look_at(self, source: ImageSource) -> Callable[[ImageSource], Image]:
+    def _look_at(
+        self, source: ImageSource, cache_salt: str | None
+    ) -> Callable[[ImageSource], Image]:
         """All of an image but its source, which would keep the bytes of a file."""
         text, inputs = self._process(source)
-        parts, grid = [self._fingerprint, self._loaded.settings, text.encode()], None
+        parts, grid = [repr(cache_salt).encode(), self._fingerprint], None
+        parts += [self._loaded.settings, text.encode()]
         for name, tensor in sorted(inputs.items()):
             parts += [f"{name} {tensor.dtype} {[*tensor.shape]}".encode(), tensor.numpy().tobytes()]
         if self._family.axes:

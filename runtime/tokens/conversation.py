@@ -29,7 +29,7 @@ _Message = Mapping[str, Any]
 class Images(Protocol):
     """What a model makes of images in a prompt."""
 
-    def prepare(self, given: Sequence[Any]) -> list[Any]:
+    def prepare(self, given: Sequence[Any], cache_salt: str | None = None) -> list[Any]:
         """The images that were given, as the model reads them; `InvalidRequest` if one is none."""
 
     def write(self, text: str, images: Sequence[Any]) -> str:
@@ -81,16 +81,16 @@ class Conversations:
         if not parts:
             return self.history.encode(text, cache_salt)
         self.prepare(())  # refuses, if the model takes no images
-        images = self.prepare([*map(image_of, parts)])
+        images = self.prepare([*map(image_of, parts)], cache_salt)
         assert self.images is not None
         prompt = self.history.encode(self.images.write(text, images), cache_salt)
         return replace(prompt, images=self.images.place(prompt.tokens, images))
 
-    def prepare(self, given: Sequence[Any]) -> list[Any]:
+    def prepare(self, given: Sequence[Any], cache_salt: str | None = None) -> list[Any]:
         """Images as the model reads them; `InvalidRequest` if it takes none, or not these."""
         if self.images is None:
             raise InvalidRequest("this model takes no images: send text")
-        return self.images.prepare(given)
+        return self.images.prepare(given, cache_salt)
 
     def remember(
         self, prompt: TokenisedText, generated: Sequence[int], message: ParsedMessage | None = None

@@ -242,7 +242,7 @@ def test_the_next_turn_about_an_image_computes_its_new_tokens_alone(
         (salted,) = llm.chat([first], GREEDY, use_tqdm=False, cache_salt="another")
         assert salted.num_cached_tokens == 0
         assert salted.outputs[0].token_ids == third.outputs[0].token_ids
-        assert num_encoded(llm) == 2
+        assert num_encoded(llm) == 3
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
@@ -308,6 +308,28 @@ def test_tasks_and_forks_see_the_same_images(folder: Path) -> None:
         assert num_encoded(llm) == 1
         chat.close()
         twin.close()
+
+
+def test_no_time_tells_that_another_salt_has_sent_an_image(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is decoded and encoded again."""
+    image, decoded = picture(np.random.default_rng(14), 64, 64), list[object]()
+    part, row = {"type": "image", "image": image}, "<|image_pad|>"
+    with engine(model(folder, "qwen3_vl")) as llm:
+        process = llm.images._processor._process
+
+        def note(source: Any) -> Any:
+            decoded.append(source)
+            return process(source)
+
+        monkeypatch.setattr(llm.images._processor, "_process", note)
+        for number, salt in enumerate((None, "a", "b"), 1):
+            for _ in range(2):
+                llm.chat([{"role": "user", "content": [part]}], GREEDY, cache_salt=salt)
+                prompt: Any = {"prompt": row, "multi_modal_data": {"image": image}}
+                llm.generate(prompt, GREEDY, cache_salt=salt)
+            assert num_encoded(llm) == number and len(decoded) == 2 * number
 
 
 def test_an_image_is_found_on_disk_after_a_restart(folder: Path, tmp_path: Path) -> None:

@@ -5,23 +5,14 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, Event
 from time import sleep
-from typing import NoReturn
 
 import pytest
 import torch
 
 from radixcache.errors import ModelError
 from radixcache.runtime.multimodal.features import ImageFeatures, KeptFeatures
-from radixcache.runtime.multimodal.image import Image, ImageSource
-
-
-def undecoded() -> NoReturn:
-    raise AssertionError
-
-
-def image(number: int, num_rows: int = 2) -> Image:
-    source = ImageSource(b"", undecoded)
-    return Image(source, number.to_bytes(32, "big"), "..", 0, num_rows)
+from radixcache.runtime.multimodal.image import Image
+from tests.helpers.pictures import image
 
 
 def encoded(image: Image) -> ImageFeatures:

@@ -6,23 +6,15 @@ from itertools import pairwise
 
 import numpy as np
 
-from radixcache.runtime.multimodal.image import Image, ImageKeys, ImageSource
-
-
-def undecoded() -> None:
-    raise AssertionError("decoded")
-
-
-def image(number: int, num_rows: int = 40) -> Image:
-    source = ImageSource(b"", undecoded)  # type: ignore[arg-type]
-    return Image(source, number.to_bytes(32, "big"), "", 0, num_rows)
+from radixcache.runtime.multimodal.image import ImageKeys
+from tests.helpers.pictures import image
 
 
 def test_keys_are_outside_the_vocabulary_and_the_same_in_every_process() -> None:
-    one, other = (ImageKeys(1000).of(image(7)) for _ in range(2))
+    one, other = (ImageKeys(1000).of(image(7, 40)) for _ in range(2))
     assert np.array_equal(one, other) and one.dtype == np.int32
     assert len({*one.tolist()}) == 40 and one.min() >= 1000
-    assert not {*one.tolist()} & {*ImageKeys(1000).of(image(8)).tolist()}
+    assert not {*one.tolist()} & {*ImageKeys(1000).of(image(8, 40)).tolist()}
     assert np.array_equal(ImageKeys(1000).of(image(7, 9)), one[:9])
 
 

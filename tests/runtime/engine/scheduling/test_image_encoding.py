@@ -13,7 +13,7 @@ from radixcache.runtime.engine.scheduling.image_encoding import MOST, ImageEncod
 from radixcache.runtime.multimodal.image import Image, PlacedImage
 from radixcache.runtime.multimodal.prompt_images import PromptImages
 from radixcache.runtime.request import Request, Sequence
-from tests.runtime.multimodal.test_features import image
+from tests.helpers.pictures import image
 
 ROWS = 2
 
@@ -35,10 +35,6 @@ def prompt(*numbers: int, n: int = 1) -> Request:
 def sequence(*numbers: int) -> Sequence:
     (only,) = prompt(*numbers).sequences
     return only
-
-
-def from_the_start(waiting: Sequence) -> int:
-    return 0
 
 
 class Tower:
@@ -68,7 +64,7 @@ def tower() -> Iterator[Tower]:
 def finish(encoding: ImageEncoding, *waiting: Sequence) -> None:
     """Ask until none of them waits."""
     for _ in range(2000):
-        if not [s for s in waiting if encoding.waits(s, from_the_start)]:
+        if not [s for s in waiting if encoding.waits(s, 0)]:
             return
         encoding.wait()
     pytest.fail("they wait for ever")
@@ -86,10 +82,10 @@ def test_an_image_that_comes_twice_in_a_prompt_is_asked_for_once(tower: Tower):
 def test_what_only_a_leaving_prompt_asked_for_is_not_encoded(tower: Tower):
     encoding = ImageEncoding(tower)
     leaving, other = sequence(*range(MOST)), sequence(99)
-    assert encoding.waits(leaving, from_the_start) and tower.begun.wait(30)
-    assert encoding.waits(other, from_the_start)  # there is no place in the queue
+    assert encoding.waits(leaving, 0) and tower.begun.wait(30)
+    assert encoding.waits(other, 0)  # there is no place in the queue
     encoding.forget(leaving)
-    assert encoding.waits(other, from_the_start)
+    assert encoding.waits(other, 0)
     tower.go.set()
     finish(encoding, other)
     assert tower.encoded == [0, 99]
@@ -97,7 +93,7 @@ def test_what_only_a_leaving_prompt_asked_for_is_not_encoded(tower: Tower):
 
 def test_another_prompt_gets_the_image_that_a_leaving_one_asked_for(tower: Tower):
     encoding, leaving, other = ImageEncoding(tower), sequence(1, 2), sequence(2)
-    assert encoding.waits(leaving, from_the_start) and encoding.waits(other, from_the_start)
+    assert encoding.waits(leaving, 0) and encoding.waits(other, 0)
     encoding.forget(leaving)
     tower.go.set()
     finish(encoding, other)
@@ -110,7 +106,7 @@ def test_few_prompts_have_rows_at_hand_while_they_wait(tower: Tower):
     tower.go.set()
     for _ in range(5):
         finish(encoding, *many[:MOST])
-        assert all(encoding.waits(s, from_the_start) for s in many[MOST:])
+        assert all(encoding.waits(s, 0) for s in many[MOST:])
     assert tower.encoded == [*range(MOST)]
     for first in many[:MOST]:
         encoding.forget(first)
@@ -122,7 +118,7 @@ def test_an_error_is_that_of_the_request(tower: Tower):
     tower.error = RuntimeError("it fell")
     tower.go.set()
     for _ in range(2000):
-        encoding.waits(request.sequences[0], from_the_start)
+        encoding.waits(request.sequences[0], 0)
         if failed := encoding.take_failed():
             break
         encoding.wait()
@@ -131,7 +127,7 @@ def test_an_error_is_that_of_the_request(tower: Tower):
 
 def test_after_the_end_no_more_images_are_encoded(tower: Tower):
     encoding = ImageEncoding(tower)
-    assert encoding.waits(sequence(1, 2, 3), from_the_start) and tower.begun.wait(30)
+    assert encoding.waits(sequence(1, 2, 3), 0) and tower.begun.wait(30)
     encoding.close()
     tower.go.set()
     encoding._thread.shutdown()  # waits for its thread
