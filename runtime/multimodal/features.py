@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from concurrent.futures import Future
 from threading import Lock
 from time import perf_counter
 from typing import NamedTuple
@@ -40,7 +39,7 @@ class KeptFeatures:
 
     Attributes:
         num_encoded: images that were encoded.
-        num_hits: calls that found rows, kept or on their way.
+        num_hits: calls that found rows.
         seconds: the time that encoding took.
     """
 
@@ -48,7 +47,6 @@ class KeptFeatures:
         """`encode` is called for one image at a time."""
         self._encode, self._max_bytes = encode, max_bytes
         self._kept: OrderedDict[bytes, ImageFeatures] = OrderedDict()
-        self._coming: dict[bytes, Future[ImageFeatures]] = {}
         self._lock, self._encoding = Lock(), Lock()
         self._num_bytes = 0
         self.num_encoded, self.num_hits, self.seconds = 0, 0, 0.0
@@ -57,44 +55,30 @@ class KeptFeatures:
         """The rows of an image; a second call for it waits while the first encodes.
 
         Raises:
-            Exception: what `encode` raises, in all calls that wait for it.
+            Exception: what `encode` raises.
             ModelError: it gives more or fewer rows than the prompt has places for.
         """
-        with self._lock:
-            if (kept := self._kept.get(image.digest)) is not None:
-                self._kept.move_to_end(image.digest)
-                self.num_hits += 1
-                return kept
-            coming = self._coming.get(image.digest)
-            if coming is None:
-                mine = self._coming[image.digest] = Future[ImageFeatures]()
-            else:
-                self.num_hits += 1
-        if coming is not None:
-            return coming.result()
-        try:
-            found = self._encoded(image)
-            with self._lock:
-                self._keep(image.digest, found)
-        except BaseException as error:
-            mine.set_exception(error)
-            raise
-        else:
-            mine.set_result(found)
-            return found
-        finally:
-            with self._lock:
-                del self._coming[image.digest]
-
-    def _encoded(self, image: Image) -> ImageFeatures:
+        if (kept := self._find(image.digest)) is not None:
+            return kept
         with self._encoding:
+            if (kept := self._find(image.digest)) is not None:
+                return kept
             start = perf_counter()
             found = self._encode(image)
             self.num_encoded += 1
             self.seconds += perf_counter() - start
-        if (count := len(found.rows)) != image.num_rows:
-            raise ModelError(f"an image of {image.num_rows} rows was encoded as {count}")
-        return found
+            if (count := len(found.rows)) != image.num_rows:
+                raise ModelError(f"an image of {image.num_rows} rows was encoded as {count}")
+            with self._lock:
+                self._keep(image.digest, found)
+            return found
+
+    def _find(self, digest: bytes) -> ImageFeatures | None:
+        with self._lock:
+            if (kept := self._kept.get(digest)) is not None:
+                self._kept.move_to_end(digest)
+                self.num_hits += 1
+            return kept
 
     def _keep(self, digest: bytes, features: ImageFeatures) -> None:
         if features.nbytes > self._max_bytes:
