@@ -19,7 +19,7 @@ params = SamplingParams(temperature=0, max_tokens=64)
 
 def show(question: str, output: RequestOutput) -> None:
     prompt, cached = len(output.prompt_token_ids), output.num_cached_tokens
-    encoded = llm.images.features.num_encoded if llm.images.features else 0
+    encoded, _, _ = llm.images.counts
     print(f"{prompt:6} {cached:7} {encoded:8}  {question}\n{'':25}{output.outputs[0].text}")
 
 

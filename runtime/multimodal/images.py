@@ -85,6 +85,12 @@ class Images:
             for image, of_image in zip(images, parts, strict=True)
         )
 
+    @property
+    def counts(self) -> tuple[int, int, float]:
+        """Images that were encoded, those whose rows were kept, and the tower's seconds."""
+        kept = self.features
+        return (0, 0, 0.0) if kept is None else (kept.num_encoded, kept.num_hits, kept.seconds)
+
     def encode(self, image: Image) -> ImageFeatures:
         """The rows of an image, which are kept for a while."""
         assert self.features is not None

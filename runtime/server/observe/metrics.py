@@ -187,12 +187,12 @@ def engine_metrics(llm: LLM) -> list[Metric]:
         "evicted_pages": ("Pages evicted.", stats.evicted_pages),
         "copied_pages": ("Half-filled pages copied at a branch.", stats.copied_pages),
     }
-    if (features := llm.images.features) is not None:
-        counters |= {
-            "images_encoded": ("Images that the vision tower encoded.", features.num_encoded),
-            "images_found": ("Encodings that found an image's rows kept.", features.num_hits),
-            "image_seconds": ("Seconds of the vision tower.", features.seconds),
-        }
+    encoded, found, seconds = llm.images.counts
+    counters |= {
+        "images_encoded": ("Images that the vision tower encoded.", encoded),
+        "images_found": ("Encodings that found an image's rows kept.", found),
+        "image_seconds": ("Seconds of the vision tower.", seconds),
+    }
     lower, tiers = [], [] if llm.offload is None else llm.offload.tiers
     if tiers:
         help_text = "Tokens whose KV came up from host memory or disk."

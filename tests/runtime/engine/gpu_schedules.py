@@ -135,12 +135,12 @@ def compare_graphs(engine: Engine, seen: Counter[str]) -> None:
     states_of = [[*one.states.tensors.values()] if one.states else [] for one in (copy, pool)]
 
     def run(
-        tokens: Any, batch: Any, rows: Any, unread: Any = None, states: Any = ()
+        tokens: Any, batch: Any, rows: Any, unread: Any = None, states: Any = (), *positions: Any
     ) -> torch.Tensor | None:
         for one, other in zip(copy._whole + states_of[0], pool._whole + states_of[1], strict=True):
             one.copy_(other)
         expected = forward(tokens.copy(), batch, rows, copy, states, unread).clone()
-        found = in_graph(tokens, batch, rows, unread, states)
+        found = in_graph(tokens, batch, rows, unread, states, *positions)
         if found is None:
             return None
         mixed = batch.num_decodes < len(batch.query_lens)
