@@ -39,25 +39,16 @@ class Unknown(Exception):
 @dataclass(frozen=True, eq=False)
 class Rope:
     """How RoPE turns a head: the pair (i, i + n) of its first 2n elements by position times the
-    i-th of n frequencies; the rest of the head is not turned.
+    i-th of n frequencies [n], float32; the rest of the head is not turned.
 
     Attributes:
-        frequencies: [n] float32.
         scale: factor on the cosines and sines.
-        axes: [n] which of three positions (time, height, width) each pair turns by, where a token
-            has three, as in an image (Qwen2-VL's M-RoPE); None if the model has one alone.
+        axes: [n] which of three positions, in images, a pair turns by (M-RoPE); None: there is one.
     """
 
     frequencies: torch.Tensor
     scale: float = 1.0
     axes: tuple[int, ...] | None = None
-
-    def angles(self, positions: torch.Tensor) -> torch.Tensor:
-        """[T, n] float32, of positions [T], or [3, T] for `axes`."""
-        if positions.ndim == 1:
-            return positions.float()[:, None] * self.frequencies
-        axes = self.axes or (0,) * len(self.frequencies)
-        return positions.float()[list(axes)].T * self.frequencies
 
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "clamped"]

@@ -124,7 +124,9 @@ class TorchBackend(Backend):
     def rope_positions(self, positions: torch.Tensor) -> list[Any]:
         found = []
         for rope in self.architecture.ropes:
-            angles = rope.angles(positions)
+            axes = list(rope.axes or [0] * len(rope.frequencies))
+            places = positions[axes].T if positions.ndim == 2 else positions[:, None]
+            angles = places.float() * rope.frequencies
             cos, sin = ((t * rope.scale).to(self.dtype) for t in (angles.cos(), angles.sin()))
             found.append((torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]))
         return found
