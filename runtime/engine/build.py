@@ -158,7 +158,6 @@ def build_engine(args: EngineArgs) -> Built:
             args.seed,
             partial(tokenizer.encode, special=False) if tokenizer else None,
             grammars,
-            encode_image=images.encode,
         )
         engine.capture_graphs()
         params = default_params(model.generation_config)

@@ -24,7 +24,7 @@ from radixcache.runtime.engine.scheduling.scheduler import Scheduler
 from radixcache.runtime.model.cuda_graphs import CudaGraphRunner
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
-from radixcache.runtime.multimodal.image import EncodeImage, PlacedImage
+from radixcache.runtime.multimodal.image import PlacedImage
 from radixcache.runtime.multimodal.prompt_images import PromptImages
 from radixcache.runtime.request import PromptKey, Request, Sequence
 from radixcache.runtime.sampling.grammar import GrammarBackend
@@ -101,7 +101,6 @@ class Engine:
         sampler: draws the tokens; by default one with `seed`.
         overlap: launch a step before the tokens of the one before it are read, where the device
             and the model allow that.
-        encode_image: gives the rows of images; None refuses them.
     """
 
     def __init__(
@@ -116,7 +115,6 @@ class Engine:
         grammar_backend: GrammarBackend | None = None,
         sampler: Sampler | None = None,
         overlap: bool = True,
-        encode_image: EncodeImage | None = None,
     ) -> None:
         self.model, self.kv_pool = model, kv_pool
         self.cache = cache
@@ -124,7 +122,7 @@ class Engine:
         with on_device(model.device):
             most = scheduler.max_rows
             graphs = CudaGraphRunner(model, kv_pool, most) if model.max_graph_rows else None
-        self.runner = ModelRunner(model, kv_pool, graphs, encode_image)
+        self.runner = ModelRunner(model, kv_pool, graphs, scheduler.admission.images.encode)
         self._decode = decode
         self._encode = encode
         self._grammar_backend = grammar_backend or GrammarBackend(None, model.vocab_size, ())

@@ -54,7 +54,7 @@ class InputProcessor:
 
     Args:
         default_params: used for prompts without parameters.
-        images: what the model makes of images; None if it takes none.
+        images: what the model makes of images.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class InputProcessor:
         tokenizer: Tokenizer | None,
         grammar_backend: GrammarBackend,
         default_params: SamplingParams,
-        images: Images | None = None,
+        images: Images,
     ) -> None:
         self._tokenizer = tokenizer
         self._grammar_backend = grammar_backend
-        self._default_params = default_params
+        self._default_params, self._images = default_params, images
         self.conversations: Conversations | None = None
         if tokenizer is not None:
-            self.conversations = Conversations(TokenHistory(tokenizer), images=images)
+            self.conversations = Conversations(TokenHistory(tokenizer), images)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -142,14 +142,11 @@ class InputProcessor:
         given = media["image"]
         if isinstance(given, list | tuple) and not given:
             return EngineInput(text, self.encode(text, special=special), params)
-        images = self.turns.prepare(
-            given if isinstance(given, list | tuple) else [given], cache_salt
-        )
-        assert self.turns.images is not None
-        written = self.turns.images.write(text, images)
+        several = given if isinstance(given, list | tuple) else [given]
+        images = self._images.prepare(several, cache_salt)
+        written = self._images.write(text, images)
         tokens = as_tokens(self.encode(written, special=special))
-        placed = self.turns.images.place(tokens, images)
-        return EngineInput(text, tokens, params, images=placed)
+        return EngineInput(text, tokens, params, images=self._images.place(tokens, images))
 
     def process(
         self,

@@ -132,7 +132,8 @@ class ModelRunner:
                 SharedPrefix(starts[first], starts[first + size] - starts[first], num_pages)
                 for first, size, num_pages in shared
             )
-        batch = PagedBatch.of(tables, query_lens, kv_lens, page_size, shared, ahead=_ahead(chunks))
+        ahead = _ahead(chunks) if self._model.both_ways else None
+        batch = PagedBatch.of(tables, query_lens, kv_lens, page_size, shared, ahead=ahead)
         return chunks, self._with_windows(batch, chunks, counts)
 
     def _with_windows(
@@ -234,12 +235,12 @@ class ModelRunner:
 
 def _ahead(chunks: list[Chunk]) -> NDArray[np.int32] | None:
     """`PagedBatch.ahead` of a step."""
-    found, any_ahead = list[NDArray[np.int32]](), False
-    if all(chunk.sequence.request.images is None for chunk in chunks):
-        return None
+    found = list[NDArray[np.int32] | None]()
     for chunk in chunks:
-        start, end, images = chunk.end - chunk.num_new, chunk.end, chunk.sequence.request.images
-        ahead = None if images is None else images.ahead(start, end)
-        any_ahead |= ahead is not None
-        found.append(np.zeros(end - start, np.int32) if ahead is None else ahead)
-    return np.concatenate(found) if any_ahead else None
+        images = chunk.sequence.request.images
+        span = chunk.end - chunk.num_new, chunk.end
+        found.append(None if images is None else images.ahead(*span))
+    if all(ahead is None for ahead in found):
+        return None
+    pairs = zip(found, chunks, strict=True)
+    return np.concatenate([np.zeros(c.num_new, np.int32) if a is None else a for a, c in pairs])

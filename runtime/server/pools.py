@@ -24,10 +24,9 @@ from radixcache.runtime.sampling.grammar_compiler import MAX_COMPILERS
 from radixcache.runtime.sampling.structured_outputs import StructuredOutputsParams
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.http.fetch import fetch
-from radixcache.runtime.server.protocol.images import num_images
 from radixcache.runtime.tokens.history import TokenisedText
 from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
-from radixcache.runtime.tokens.tool_calls import ParsedMessage
+from radixcache.runtime.tokens.tool_calls import ParsedMessage, image_parts
 
 if TYPE_CHECKING:  # imports torch
     from radixcache.runtime.multimodal.images import Images
@@ -114,7 +113,7 @@ class ImagePool(_Pool):
     async def read(self, messages: list[Message], client: Hashable) -> list[Message]:
         """The messages with an `ImageSource` for each image's URL; `InvalidRequest` if one is
         unusable, or the images exceed a prompt's bounds."""
-        check_number(count := num_images(messages))
+        check_number(count := len(image_parts(messages)))
         if not count:
             return messages
         self._images.prepare(())  # else a model that takes none refuses, before any is read

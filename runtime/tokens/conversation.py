@@ -30,7 +30,8 @@ class Images(Protocol):
     """What a model makes of images in a prompt."""
 
     def prepare(self, given: Sequence[Any], cache_salt: str | None = None) -> list[Any]:
-        """The images that were given, as the model reads them; `InvalidRequest` if one is none."""
+        """The images that were given, as the model reads them; `InvalidRequest` if one is none,
+        or the model takes none."""
 
     def write(self, text: str, images: Sequence[Any]) -> str:
         """A rendered text with what stands for each image's rows in place of its placeholder."""
@@ -59,13 +60,11 @@ class Conversations:
     For any number of threads.
 
     Args:
-        images: what the model makes of them; None if it takes none.
+        images: what the model makes of them.
         max_bytes: approximate limit on kept texts; the oldest are forgotten.
     """
 
-    def __init__(
-        self, history: TokenHistory, images: Images | None = None, max_bytes: int = 16 << 20
-    ) -> None:
+    def __init__(self, history: TokenHistory, images: Images, max_bytes: int = 16 << 20) -> None:
         self.history, self.images = history, images
         self.max_bytes = max_bytes
         self._num_bytes = 0
@@ -80,17 +79,10 @@ class Conversations:
         parts, text = image_parts(messages), self.render(messages, cache_salt, **how)
         if not parts:
             return self.history.encode(text, cache_salt)
-        self.prepare(())  # refuses, if the model takes no images
-        images = self.prepare([*map(image_of, parts)], cache_salt)
-        assert self.images is not None
+        self.images.prepare(())  # refuses, if the model takes none
+        images = self.images.prepare([*map(image_of, parts)], cache_salt)
         prompt = self.history.encode(self.images.write(text, images), cache_salt)
         return replace(prompt, images=self.images.place(prompt.tokens, images))
-
-    def prepare(self, given: Sequence[Any], cache_salt: str | None = None) -> list[Any]:
-        """Images as the model reads them; `InvalidRequest` if it takes none, or not these."""
-        if self.images is None:
-            raise InvalidRequest("this model takes no images: send text")
-        return self.images.prepare(given, cache_salt)
 
     def remember(
         self, prompt: TokenisedText, generated: Sequence[int], message: ParsedMessage | None = None

@@ -104,6 +104,7 @@ class HashModel:
     """As much of `PagedModel` as an engine needs."""
 
     state_shapes: Any = MappingProxyType({})
+    both_ways = False
 
     def __init__(self, vocab: int = VOCAB, eos: int = VOCAB - 1) -> None:
         self.device = torch.device("cpu")

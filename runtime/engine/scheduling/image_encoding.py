@@ -24,7 +24,7 @@ class ImageEncoding:
     """
 
     def __init__(self, encode: EncodeImage | None = None) -> None:
-        self._encode = encode
+        self.encode = encode
         self._thread = ThreadPoolExecutor(1, "vision-tower")
         self._coming: dict[bytes, tuple[Future[Any], Sequence]] = {}
         """What is encoded, and the waiting sequence that asked for it first."""
@@ -47,10 +47,10 @@ class ImageEncoding:
         return not all(there)
 
     def _is_there(self, image: Image, sequence: Sequence) -> bool:
-        assert self._encode is not None and sequence.request.images is not None
+        assert self.encode is not None and sequence.request.images is not None
         if image.digest not in self._coming:
             if len(self._coming) < MOST:
-                future = self._thread.submit(self._encode, image)
+                future = self._thread.submit(self.encode, image)
                 self._coming[image.digest] = future, sequence
             return False
         future, _ = self._coming[image.digest]

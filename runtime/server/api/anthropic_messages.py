@@ -22,13 +22,13 @@ from radixcache.runtime.server.api.extension import extension
 from radixcache.runtime.server.http.bodies import BodyRoute, on_thread
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.protocol.anthropic import CountRequest, MessagesRequest
-from radixcache.runtime.server.protocol.images import num_images, with_images
+from radixcache.runtime.server.protocol.images import with_images
 from radixcache.runtime.server.protocol.turn import Turn
 from radixcache.runtime.server.serving import ContextDep, ServingContext, client_of
 from radixcache.runtime.tokens.conversation import Conversations
 from radixcache.runtime.tokens.history import TokenisedText, common_prefix
 from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
-from radixcache.runtime.tokens.tool_calls import arguments_of
+from radixcache.runtime.tokens.tool_calls import arguments_of, image_parts
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -82,8 +82,7 @@ def _length(
         text = turns.render([*map(with_images, messages)], turn.cache_salt, **how)
     except InvalidRequest:
         return 0
-    if shown := [placed.image for placed in prompt.images[: num_images(messages)]]:
-        assert turns.images is not None
+    if shown := [placed.image for placed in prompt.images[: len(image_parts(messages))]]:
         text = turns.images.write(text, shown)
     end = common_prefix(text, prompt.text)
     cut = int(np.searchsorted(prompt.cuts[:, 0], end, side="right"))

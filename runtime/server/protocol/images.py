@@ -3,7 +3,6 @@ do; they are read later, on a thread."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, model_validator
@@ -88,12 +87,6 @@ def content_of(
         else:
             content.append({"type": "image_url", "image_url": {"url": part.image}})
     return content
-
-
-def num_images(messages: Iterable[Message]) -> int:
-    """How many images are in messages whose content is as `content_of` gives it."""
-    lists = [message["content"] for message in messages if isinstance(message["content"], list)]
-    return sum(part["type"] == "image_url" for content in lists for part in content)
 
 
 def with_images(message: Message) -> Message:

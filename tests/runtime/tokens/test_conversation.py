@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from radixcache.errors import InvalidRequest
+from radixcache.runtime.multimodal.images import NoImages
 from radixcache.runtime.tokens.conversation import Conversations, thoughts_of
 from radixcache.runtime.tokens.history import TokenHistory
 from radixcache.runtime.tokens.tokenizer import Tokenizer
@@ -49,7 +50,7 @@ class Talk(Conversations):
     def __init__(self, template: str = QWEN3) -> None:
         self.plain = make_tokenizer()
         self.plain.chat_template = template
-        super().__init__(TokenHistory(Tokenizer(self.plain)))
+        super().__init__(TokenHistory(Tokenizer(self.plain)), NoImages("no images"))
 
     def answered(self, text: str, more: str = "", **values: Any) -> list[dict[str, Any]]:
         """The question, `text` as its answer, and a result; `more` was generated, and cut off."""
