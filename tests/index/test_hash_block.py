@@ -131,6 +131,17 @@ def test_prefill_gives_vllms_pages_counts_and_queue() -> None:
 # -- what vLLM does not have -----------------------------------------------------------------------
 
 
+def test_a_block_that_a_lease_looks_at_is_not_evicted() -> None:
+    cache = a_cache()
+    cache.release(run(cache, some(3 * B)))
+    looking = cache.acquire(some(2 * B + 1))
+    assert looking.num_tokens == 2 * B and cache.evict(10) == 1
+    assert cache.cached_length(some(3 * B)) == 2 * B
+    cache.release(looking)
+    assert cache.evict(10) == 2 and not cache.cached_length(some(3 * B))
+    cache.check()
+
+
 def test_misuse_is_refused() -> None:
     cache = a_cache()
     lease = run(cache, some(20))
