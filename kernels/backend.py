@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from radixcache.kernels.attention import AttentionBackend, AttentionPlan, LayerPages
+from radixcache.kernels.draw import MultiStep
 from radixcache.kernels.recurrence import Recurrence, StepStates
 from radixcache.kernels.spec import (
     MLP,
@@ -98,8 +99,10 @@ class Layers(ABC):
     Attributes:
         rounds: not 0 while linears with quantized weights round their rows to 8 bits; None if none
             can.
+        multi_step: whether `decode` runs.
     """
 
+    multi_step = False
     rounds: c_int32 | None = None
 
     @abstractmethod
@@ -139,6 +142,10 @@ class Layers(ABC):
                 behind the last norm; these have no logits.
             images: of the step; their tokens are any that a layer's own inputs take.
         """
+
+    def decode(self, pool: Pool, plan: AttentionPlan, how: MultiStep) -> Pair:
+        """`PagedModel.decode` of steps that are planned, where `multi_step`."""
+        raise NotImplementedError
 
 
 class Backend(ABC):

@@ -27,12 +27,13 @@ from radixcache.kernels.attention import (
     SharedPrefix,
 )
 from radixcache.kernels.backend import Backend, TritonKernels
+from radixcache.kernels.draw import DrawTokens
 from radixcache.kernels.flashinfer.load import explain_failure
 from radixcache.kernels.kv_format import FP8, encode
 from radixcache.kernels.native.attention import NativeAttention
 from radixcache.kernels.native.library import DTYPES, problem
 from radixcache.kernels.native.operators import NativeBackend
-from radixcache.kernels.native.sampling import DrawTokens, draw_tokens
+from radixcache.kernels.native.sampling import draw_tokens
 from radixcache.kernels.recurrence import Recurrence, Slots, Tokens
 from radixcache.kernels.spec import Architecture, Unknown
 from radixcache.kernels.torch.attention import TorchAttention

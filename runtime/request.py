@@ -140,6 +140,14 @@ class Sequence:
         return max(len(self.request.prompt_token_ids), len(self._tokens) - 1)
 
     @property
+    def needs_logits(self) -> bool:
+        """Whether its tokens depend on more than the draw, or their log-probabilities are asked
+        for."""
+        request = self.request
+        edits = self.grammar is not None or request.penalties is not None
+        return edits or request.params.logprobs is not None
+
+    @property
     def token_cost(self) -> int:
         """How much of the step's token budget each computed token takes."""
         return 1 if self.scoring is None else self.scoring.token_cost

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from radixcache.kernels.attention import AttentionPlan, LayerKind, TablesPlan
-from radixcache.kernels.backend import ImageRows, Layers, Pool, SlotUse
+from radixcache.kernels.backend import ImageRows, Layers, Pair, Pool, SlotUse
+from radixcache.kernels.draw import MultiStep
 from radixcache.kernels.huge_pages import use_huge_pages
 from radixcache.kernels.native import model as native
 from radixcache.kernels.native.attention import NativePlan, heads_of
@@ -54,6 +55,7 @@ class NativeLayers(Layers):
         self._joint = self._first  # behind the last sublayer so far
         self._pages: list[LayerKind] = []  # of the layers that have some
         self._pool: Pool | None = None
+        self.multi_step = not architecture.is_recurrent
 
     def embedding(self, embedding: Weight, head: Weight | None) -> None:
         self._table = self._pack([embedding])
@@ -131,8 +133,7 @@ class NativeLayers(Layers):
         pooled: torch.Tensor | None = None,
         images: ImageRows | None = None,
     ) -> torch.Tensor:
-        full, window = (plan.full, plan.window) if isinstance(plan, TablesPlan) else (plan, plan)
-        assert isinstance(full, NativePlan) and isinstance(window, NativePlan)
+        full, window = _tables_of(plan)
         if pool is not self._pool:
             tensors = {} if pool.states is None else pool.states.tensors
             self._pool = pool
@@ -141,6 +142,11 @@ class NativeLayers(Layers):
         return self._model.forward(
             full, window, pool.layers, self._states, states, *rows, pooled=pooled, images=images
         )
+
+    def decode(self, pool: Pool, plan: AttentionPlan, how: MultiStep) -> Pair:
+        full, window = _tables_of(plan)
+        token_ids, positions = full.numbers
+        return self._model.decode(full, window, pool.layers, token_ids, positions, how)
 
     # ---- Structures of one layer.
 
@@ -330,6 +336,13 @@ class NativeLayers(Layers):
 
 def _format(weight: Weight) -> Any:
     return weight.format if isinstance(weight, Quantized) else weight.dtype
+
+
+def _tables_of(plan: AttentionPlan) -> tuple[NativePlan, NativePlan]:
+    """The plans of layers without a window, and with one; or the same twice."""
+    full, window = (plan.full, plan.window) if isinstance(plan, TablesPlan) else (plan, plan)
+    assert isinstance(full, NativePlan) and isinstance(window, NativePlan)
+    return full, window
 
 
 def _check_shapes(weights: Weights, shapes: dict[str, tuple[int, ...]]) -> None:

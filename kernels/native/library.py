@@ -23,6 +23,7 @@ _KERNELS = {  # in the order of native.cpp
     "linear": "*l**li",
     "rows": "**l*i",
     "forward": "********l**l*i",
+    "decode": "*****i",
 }
 _FUNCTIONS = {
     "pack": "*lill*i",

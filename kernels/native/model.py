@@ -12,10 +12,12 @@ import torch
 from numpy.typing import NDArray
 
 from radixcache.kernels.attention import LayerPages
-from radixcache.kernels.backend import ImageRows, SlotUse
+from radixcache.kernels.backend import ImageRows, Pair, SlotUse
+from radixcache.kernels.draw import MultiStep
 from radixcache.kernels.native.attention import NO_WINDOW, Heads, NativePlan, Pages, pages_of
 from radixcache.kernels.native.library import check, kernel
 from radixcache.kernels.native.linear import PackedLinear, Weight
+from radixcache.kernels.native.sampling import draw_table
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2", "clamped")  # in the order of operators.h
 SCORES = ("softmax", "sigmoid", "softmax of chosen")  # in the order of experts.h
@@ -131,6 +133,13 @@ class _Images(ctypes.Structure):
     _fields_ = [
         *_fields(c_void_p, "rows embeddings deep positions"),
         *_fields(ctypes.c_int64, "count layers"),
+    ]
+
+
+class _Decode(ctypes.Structure):
+    _fields_ = [
+        *_fields(c_void_p, "ids positions draws stops interrupt tokens highest logits"),
+        *_fields(ctypes.c_int64, "steps stop_count done"),
     ]
 
 
@@ -254,18 +263,12 @@ class NativeModel:
             IndexError: a token or row that does not exist.
             MemoryError: what the step computes does not fit into memory.
         """
-        tokens, rows = len(token_ids), len(logit_rows)
-        if positions.shape != (tokens,):
-            raise ValueError(f"{tokens} tokens at {len(positions)} positions")
-        if pages is not self._pages:
-            self._page_structs, self._pages = self._check_pages(pages), pages
-        firsts = {windowed: pages[at].k for windowed, at in self._first_of.items()}
-        batch = plan.address_for(tokens, firsts.get(False, pages[0].k))
-        window_batch = window.address_for(tokens, firsts.get(True, pages[0].k))
+        rows, tokens = len(logit_rows), len(token_ids)
+        tables = self._tables(plan, window, pages, token_ids, positions)
         if states is not self._states:
             self._state_addresses, self._states = self._check_states(states), states
-        tables = _slot_tables(slots, plan, len(states[0])) if self._recurs else []
-        used = _States(*(table.ctypes.data for table in tables))
+        used_slots = _slot_tables(slots, plan, len(states[0])) if self._recurs else []
+        used = _States(*(table.ctypes.data for table in used_slots))
         used.tensors = ctypes.addressof(self._state_addresses)
         count = 0 if pooled is None else len(pooled)
         if pooled is not None:
@@ -273,13 +276,69 @@ class NativeModel:
         given = None if images is None else self._check_images(images, tokens)
         logits = torch.empty(rows - count, self._vocab_size)
         kernel("forward", self._dtype)(
-            *(ctypes.addressof(self._model), batch, window_batch),
-            *(self._page_structs, ctypes.addressof(used)),
+            *(*tables, ctypes.addressof(used)),
             *(token_ids.ctypes.data, positions.ctypes.data, logit_rows.ctypes.data, rows),
             *(logits.data_ptr(), None if pooled is None else pooled.data_ptr(), count),
             None if given is None else ctypes.addressof(given),
         )
         return logits
+
+    def decode(
+        self,
+        plan: NativePlan,
+        window: NativePlan,
+        pages: Sequence[LayerPages],
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        how: MultiStep,
+    ) -> Pair:
+        """Run up to S steps of B sequences that decode, none recurrent: the tokens, [B, D] int64,
+        and the highest logit of each, [B, D] float32 (`draw_tokens`), of the D steps that were run.
+
+        Args:
+            plan, window, pages, positions: as in `forward`, for S new tokens of each sequence.
+            token_ids: [B * S], of which the first of each sequence is read.
+
+        Raises:
+            ValueError: the tensors do not fit together, or to the plan.
+            IndexError: a token that does not exist.
+            MemoryError: what the steps compute does not fit into memory.
+        """
+        tables = self._tables(plan, window, pages, token_ids, positions)
+        count, tokens = len(plan.query_lens), len(token_ids)
+        steps = tokens // max(count, 1)
+        fits = len(how.draws) == tokens and (plan.query_lens == steps).all()
+        if self._recurs or not steps or not fits:
+            raise ValueError(f"{tokens} tokens of {count} sequences are no decodes of one length")
+        drawn, highest = torch.empty(count, steps, dtype=torch.int64), torch.empty(count, steps)
+        logits, draws = torch.empty(count, self._vocab_size), draw_table(how.draws)
+        stops = np.array(how.stops, np.int64)
+        use = _Decode(
+            *(array.ctypes.data for array in (token_ids, positions, draws, stops)),
+            *(ctypes.addressof(how.interrupt), drawn.data_ptr(), highest.data_ptr()),
+            *(logits.data_ptr(), steps, len(stops)),
+        )
+        kernel("decode", self._dtype)(*tables, ctypes.addressof(use))
+        return drawn[:, : use.done], highest[:, : use.done]
+
+    def _tables(
+        self,
+        plan: NativePlan,
+        window: NativePlan,
+        pages: Sequence[LayerPages],
+        token_ids: NDArray[np.int64],
+        positions: NDArray[np.int64],
+    ) -> tuple[int | ctypes.Array[Pages], ...]:
+        """The addresses of the model, of both batches and of the pages, which fit together."""
+        tokens = len(token_ids)
+        if positions.shape != (tokens,):
+            raise ValueError(f"{tokens} tokens at {len(positions)} positions")
+        if pages is not self._pages:
+            self._page_structs, self._pages = self._check_pages(pages), pages
+        firsts = {windowed: pages[at].k for windowed, at in self._first_of.items()}
+        batch = plan.address_for(tokens, firsts.get(False, pages[0].k))
+        window_batch = window.address_for(tokens, firsts.get(True, pages[0].k))
+        return ctypes.addressof(self._model), batch, window_batch, self._page_structs
 
     def _check_images(self, images: ImageRows, tokens: int) -> _Images:
         rows, embeddings, deep, positions = images

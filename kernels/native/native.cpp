@@ -2,9 +2,8 @@
 // Each returns 1, or 0 if memory ran out, or -1 for a number that is out of range; but for `plan`.
 
 #include "blocks.h"
+#include "decode.h"
 #include "merges.h"
-#include "model.h"
-#include "sampling.h"
 
 namespace {
 
@@ -54,8 +53,16 @@ int32_t forward(const Model& model, const Batch& batch, const Batch& window, con
     });
 }
 
+template <class T>
+int32_t decode_steps(const Model& model, const Batch& batch, const Batch& window, const Pages* pages,
+                     Decode& of, int threads) {
+    for (int64_t s = 0; s < batch.sequences; s++)
+        if (of.ids[s * of.steps] < 0 || of.ids[s * of.steps] >= model.embedding.columns) return -1;
+    return enough_memory([&] { decode<T>(model, batch, window, pages, of, threads); });
+}
+
 #define KERNELS(T)                                                                                 \
-    (void*)attend<T>, (void*)linear<T>, (void*)rows<T>, (void*)forward<T>
+    (void*)attend<T>, (void*)linear<T>, (void*)rows<T>, (void*)forward<T>, (void*)decode_steps<T>
 
 }  // namespace
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as List
+from ctypes import c_int32
 from functools import wraps
 from threading import get_ident
 from typing import Any, NamedTuple, TypeVar, cast
@@ -14,6 +15,7 @@ import torch
 
 from radixcache.base import CacheStats, PrefixCache, Tokens, TokensLike, as_namespace, as_tokens
 from radixcache.errors import ContextExceeded, InvalidRequest, WrongThread
+from radixcache.kernels.draw import MultiStep
 from radixcache.kernels.upload import Fetch, on_device, send
 from radixcache.runtime.engine.model_runner import ModelRunner
 from radixcache.runtime.engine.output_processor import OutputProcessor
@@ -34,6 +36,12 @@ from radixcache.runtime.sampling.prompt_logprobs import PromptLogprobs, ScoredPr
 from radixcache.runtime.spec_decode.proposer import NO_TOKENS
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+
+MULTI_STEP_SECONDS = 0.02
+"""The aim for steps that run in one call: their tokens come together."""
+
+MAX_STEPS = 8
+"""Steps that run in one call at most."""
 
 
 def whole(method: _F) -> _F:
@@ -85,6 +93,7 @@ class _Step(NamedTuple):
     pending: PendingStep
     prefills: list[tuple[int, int]]
     num_rows: int
+    num_steps: int = 1
 
 
 class Engine:
@@ -99,8 +108,11 @@ class Engine:
         seed: seeds the noise of requests without a seed of their own.
         grammar_backend: compiles the structures that requests ask for.
         sampler: draws the tokens; by default one with `seed`.
-        overlap: launch a step before the tokens of the one before it are read, where the device
-            and the model allow that.
+        overlap: launch a step before the tokens of the one before it are read, or run several in
+            one call, where the device and the model allow that.
+
+    Attributes:
+        interrupt: while it is not 0, a call of `step` runs one step; another thread may set it.
     """
 
     def __init__(
@@ -133,6 +145,10 @@ class Engine:
         self._next_id = 0
         self._ahead: _Step | None = None
         self.overlap = overlap and model.can_overlap
+        self.multi_step = overlap and model.multi_step
+        self.interrupt = c_int32(0)
+        self._decode_seconds = 0.0
+        """What the last step without prefill took."""
         self._thread: int | None = None
         self._cut_off = False
         """A call is under way, or was cut off before it recovered."""
@@ -159,7 +175,7 @@ class Engine:
         """
         began = time.perf_counter()
         with on_device(self.model.device):
-            step = self._ahead or self._sample(self._launch())
+            step = self._ahead or self._run_steps() or self._sample(self._launch())
             self._ahead = None
             if step is not None:
                 ahead = self._launch(step.pending)
@@ -167,6 +183,8 @@ class Engine:
                 self._ahead = self._sample(ahead)
         seconds = time.perf_counter() - began
         prefills = step.prefills if step is not None else []
+        if step is not None and not prefills:
+            self._decode_seconds = seconds / step.num_steps
         self.scheduler.budget.note(prefills, seconds)
         self.scheduler.admission.loads.note_step(sum(count - 1 for _, count in prefills), seconds)
         if step is not None and step.num_rows and self.scheduler.proposer is not None:
@@ -382,6 +400,30 @@ class Engine:
             problem += f" of {room + length - 1:,} tokens: give it more (--kv-cache-memory-bytes)"
             raise ContextExceeded.of(self.max_model_len, problem)
         return min(wanted, room)
+
+    def _run_steps(self) -> _Step | None:
+        """Run several steps of sequences that only decode; None if `_launch` has to run the next.
+
+        The tokens of the later steps are like a draft that comes true: the model's own.
+        """
+        if not self.multi_step or self._decode_seconds * 2 > MULTI_STEP_SECONDS:
+            return None
+        steps = int(min(MULTI_STEP_SECONDS / max(self._decode_seconds, 1e-9), MAX_STEPS))
+        chunks = self.scheduler.schedule_decodes(steps)
+        if not chunks:
+            return None
+        sequences = [chunk.sequence for chunk in chunks]
+        stops = {*self.model.eos_token_ids}
+        for sequence in sequences:
+            stops.update(sequence.request.params.stop_token_ids or ())
+        rows = [Row(c.sequence, c.draft[:n]) for c in chunks for n in range(1 + len(c.draft))]
+        how = MultiStep(self.sampler.draws(rows), [*stops], self.interrupt)
+        tokens, highest = self.runner.decode(chunks, how)
+        self.scheduler.commit()
+        drafts, steps = tokens.numpy().astype(np.int32), tokens.shape[1]
+        rows = [Row(s, drafts[at, :n]) for at, s in enumerate(sequences) for n in range(steps)]
+        pending = PendingStep(rows, tokens, [], Fetch(tokens.flatten(), highest.flatten()))
+        return _Step(pending, [], len(chunks), steps)
 
     def _launch(self, before: PendingStep | None = None) -> _Forward | None:
         """Schedule a step and enqueue it up to its logits; None if there is nothing to do.

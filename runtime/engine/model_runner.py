@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from radixcache.base import Tokens
 from radixcache.kernels.attention import PagedBatch, SharedPrefix
-from radixcache.kernels.backend import ImageRows
+from radixcache.kernels.backend import ImageRows, Pair
 from radixcache.kernels.cascade import MIN_SAVED, group_by_prefix
+from radixcache.kernels.draw import MultiStep
 from radixcache.kernels.upload import send
 from radixcache.lease import PageCopy, WindowTable
 from radixcache.pages import Pages
@@ -25,7 +26,6 @@ from radixcache.runtime.model.paged_model import PagedModel, Unread
 from radixcache.runtime.multimodal.features import ImageFeatures
 from radixcache.runtime.multimodal.image import EncodeImage
 from radixcache.runtime.multimodal.prompt_images import Part
-from radixcache.states import SequenceStates
 
 
 class ModelRunner:
@@ -82,6 +82,17 @@ class ModelRunner:
         if pooled:
             place = torch.empty(len(pooled), self._model.hidden_size, device=self._model.device)
         return chunks, self._compute(chunks, tokens, batch, rows, unread, place), place
+
+    def decode(self, chunks: list[Chunk], how: MultiStep) -> Pair:
+        """Run several steps of chunks that decode, whose drafts stand for the tokens that are drawn
+        on the way; returns what `PagedModel.decode` does."""
+        chunks, batch = self._batch(chunks)
+        tokens, positions = np.concatenate([chunk.tokens for chunk in chunks]), None
+        self._copy_pages(chunks)
+        if any(chunk.sequence.request.images is not None for chunk in chunks):
+            _, positions = self._place_images(chunks, tokens)
+        positions = batch.positions if positions is None else positions
+        return self._model.decode(tokens, batch, positions, self._pool, how)
 
     def _unread(self, chunks: list[Chunk], before: PendingStep | None) -> Unread | None:
         """The unread tokens of the step before that these chunks compute."""
@@ -173,20 +184,9 @@ class ModelRunner:
         pooled: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The logits of these rows, by a CUDA graph if there is one for the batch; the last of
-        them go into `pooled` without logits.
-
-        The page copies run before, all in the device's order: a page may be evicted and written
-        again while the step before still reads it.
-        """
-        copies, window_copies, states = list[PageCopy](), list[PageCopy](), list[SequenceStates]()
-        for chunk in chunks:
-            lease = chunk.lease
-            copies += lease.take_copies()
-            window_copies += lease.take_window_copies()
-            if chunk.states is not None:
-                states.append(chunk.states)
-        if copies or window_copies:
-            self._pool.copy(copies, window_copies)
+        them go into `pooled` without logits."""
+        self._copy_pages(chunks)
+        states = [chunk.states for chunk in chunks if chunk.states is not None]
         more: dict[str, Any] = {} if pooled is None else {"pooled": pooled}
         positions = None
         if any(chunk.sequence.request.images is not None for chunk in chunks):
@@ -197,6 +197,16 @@ class ModelRunner:
             if logits is not None:
                 return logits
         return self._model.forward(tokens, batch, rows, self._pool, states, unread, **more)
+
+    def _copy_pages(self, chunks: list[Chunk]) -> None:
+        """Copy the pages that the chunks' leases ask for, before they are computed, all in the
+        device's order: a page may be evicted and written again while the step before reads it."""
+        copies, window_copies = list[PageCopy](), list[PageCopy]()
+        for chunk in chunks:
+            copies += chunk.lease.take_copies()
+            window_copies += chunk.lease.take_window_copies()
+        if copies or window_copies:
+            self._pool.copy(copies, window_copies)
 
     def _place_images(
         self, chunks: list[Chunk], tokens: Tokens

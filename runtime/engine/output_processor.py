@@ -64,8 +64,7 @@ class OutputProcessor:
                     accepted += goes_on
                     self.end_if_done(sequence)
             sequence.num_first = sequence.num_first or sequence.num_generated
-            if draft:
-                assert self._scheduler.proposer is not None
+            if draft and self._scheduler.proposer is not None:
                 self._scheduler.proposer.learn(sequence, len(draft), accepted)
 
     def answer(self, sequences: Iterable[Sequence]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from radixcache.kernels.choose import choose_draw, choose_filter
-from radixcache.kernels.native.sampling import GREEDY, Draw, DrawTokens
+from radixcache.kernels.draw import GREEDY, Draw
 from radixcache.kernels.torch.top_p import Filter, filter_by_sort
 from radixcache.kernels.upload import Fetch, on_device, send
 from radixcache.runtime.engine.logits_processors import LogitsProcessors
@@ -63,15 +63,33 @@ class Sampler:
             rows: those of a sequence follow each other, each with one drafted token more.
         """
         params = [row.sequence.request.params for row in rows]
-        generators = self._generators(rows, params)
         edited = self._masked(rows, self._processors.edit(rows, logits))
-        tokens, highest = sample(edited, params, generators, self._top_p_filter, self._draw)
+        if self._draw is not None:
+            tokens, highest = self._draw(edited, self.draws(rows))
+        else:
+            generators = self._generators(rows, params)
+            tokens, highest = sample(edited, params, generators, self._top_p_filter)
         counts = {row: p.logprobs for row, p in enumerate(params) if p.logprobs is not None}
         top: tuple[torch.Tensor, ...] = ()
         if counts:
             asking = send([*counts], logits.device)
             top = top_logprobs(logits[asking], tokens[asking], [*counts.values()])
         return PendingStep(rows, tokens, [*counts], Fetch(tokens, highest, *top))
+
+    def draws(self, rows: list[Row]) -> list[Draw]:
+        """How the native kernel draws the tokens of these rows. The noise follows from the
+        request, or its seed, and the token's place: whatever else is in the step, and however many
+        steps a call runs, the draw is the same."""
+        return [draw_of(row.sequence.request.params, self._noise(row)) for row in rows]
+
+    def _noise(self, row: Row) -> float:
+        request, index = row.sequence.request, row.sequence.index
+        if request.params.temperature <= 0:
+            return 0.0
+        source = f"{self._generator.initial_seed()} {request.request_id} {index}"
+        if request.params.seed is not None:
+            source = f"{request.params.seed + index}"
+        return (_hash(f"{source} {row.position}") >> 11) / 2**53
 
     def _generators(self, rows: list[Row], params: list[SamplingParams]) -> list[torch.Generator]:
         """Each row's generator: with a seed, it follows from the token's place, so that the draw is
@@ -83,8 +101,7 @@ class Sampler:
         for at, generator in zip(seeded, self._seeded, strict=False):
             sequence, seed = rows[at].sequence, params[at].seed
             assert seed is not None
-            place = f"{seed + sequence.index} {rows[at].position}".encode()
-            noise = int.from_bytes(blake2b(place, digest_size=8).digest(), "little")
+            noise = _hash(f"{seed + sequence.index} {rows[at].position}")
             generators[at] = generator.manual_seed(noise)
         return generators
 
@@ -109,25 +126,21 @@ def sample(
     params: list[SamplingParams],
     generators: list[torch.Generator],
     top_p_filter: Filter = filter_by_sort,
-    draw: DrawTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token for each row, [R] int64, and the row's highest logit, [R] float32.
 
     Both stay on the logits' device, without waiting. Where the highest is not finite, the token
     means nothing: none was left (-inf), or some logits are not numbers (NaN).
 
-    Every row needs only its own noise, whatever the other rows are: `draw` takes one number of it;
-    else the largest of probability / noise is a draw from the probabilities (an exponential race).
+    Every row needs only its own noise, whatever the other rows are: the largest of probability /
+    noise is a draw from the probabilities (an exponential race).
 
     Args:
         logits: [R, vocab] float32.
         params: one for each row.
         generators: each row's source of noise, on the logits' device; greedy rows use none.
         top_p_filter: applies top_k and top_p.
-        draw: does all of it, on a CPU.
     """
-    if draw is not None:
-        return draw(logits, [*map(_draw_of, params, generators)])
     tokens = logits.argmax(-1)
     highest = logits.gather(-1, tokens[:, None])[:, 0]
     drawn = [row for row, p in enumerate(params) if p.temperature > 0]
@@ -153,12 +166,17 @@ def _temperature(params: SamplingParams) -> float:
     return min(max(params.temperature, 1e-30), 1e38)
 
 
-def _draw_of(params: SamplingParams, generator: torch.Generator) -> Draw:
+def draw_of(params: SamplingParams, uniform: float) -> Draw:
+    """How a kernel draws a token with noise in [0, 1)."""
     if params.temperature <= 0:
         return GREEDY
     top_k = min(max(params.top_k, 0), 2**31 - 1)
-    noise = torch.rand((), dtype=torch.float64, generator=generator).item()
-    return Draw(params.top_p, noise, _temperature(params), params.min_p, top_k)
+    return Draw(params.top_p, uniform, _temperature(params), params.min_p, top_k)
+
+
+def _hash(text: str) -> int:
+    """64 bits."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def _probabilities(

@@ -110,6 +110,7 @@ class Worker:
         """Queue `function`; takes no lock once the thread runs, so finalizers may call it."""
         future: Future[T] = Future()
         self._commands.put((future, function))
+        self._engine.interrupt.value = 1
         if not self._started:
             with self._starting:
                 if self._thread.ident is None and not self._stop:
@@ -237,6 +238,7 @@ class Worker:
     def _run_commands(self) -> None:
         """Run the queued commands; wait for one if the engine has no work."""
         wait = not self._engine.has_work
+        self._engine.interrupt.value = 0
         with suppress(queue.Empty):
             while True:
                 self._command = future, function = self._commands.get(block=wait)

@@ -11,12 +11,15 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from radixcache.errors import ModelError
-from radixcache.kernels.attention import AttentionBackend, AttentionPlan
-from radixcache.kernels.backend import ImageRows
+from radixcache.kernels.attention import AttentionBackend, AttentionPlan, PagedBatch
+from radixcache.kernels.backend import ImageRows, Pair
 from radixcache.kernels.choose import choose_attention, choose_backend
+from radixcache.kernels.draw import MultiStep
 from radixcache.kernels.quantized import dense_rows
 from radixcache.kernels.spec import Architecture, Unknown, Weight, Weights
 from radixcache.runtime.checkpoints.pooling import Pooling
@@ -122,7 +125,7 @@ class Decoder(PagedModel):
         self._layers.loaded(last_norm)
         if self._backend.weights_by:
             self.layers_by += f" (weights: {', '.join(sorted(self._backend.weights_by))})"
-        self.rounds = self._layers.rounds
+        self.rounds, self.multi_step = self._layers.rounds, self._layers.multi_step
         self._check(tokens, checked, expected, weights)
 
     def _score_head(
@@ -153,6 +156,17 @@ class Decoder(PagedModel):
         images: ImageRows | None = None,
     ) -> torch.Tensor:
         return self._layers.run(pool, plan, states, pooled, images)
+
+    @torch.inference_mode()
+    def decode(
+        self,
+        token_ids: NDArray[np.integer],
+        batch: PagedBatch,
+        positions: NDArray[np.integer],
+        pool: KVPool,
+        how: MultiStep,
+    ) -> Pair:
+        return self._layers.decode(pool, self.attention.plan(batch, token_ids, positions), how)
 
     def _check(
         self,

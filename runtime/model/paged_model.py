@@ -26,8 +26,9 @@ from radixcache.kernels.attention import (
     PagedBatch,
     fp8_pages,
 )
-from radixcache.kernels.backend import ImageRows
+from radixcache.kernels.backend import ImageRows, Pair
 from radixcache.kernels.choose import choose_attention
+from radixcache.kernels.draw import MultiStep
 from radixcache.kernels.kv_format import FP8, stored_dim
 from radixcache.kernels.native.library import problem
 from radixcache.kernels.spec import StateShapes
@@ -94,6 +95,9 @@ class PagedModel(ABC):
 
     rope_axes = both_ways = False
     """Whether images have three positions, and whether their rows see each other both ways."""
+
+    multi_step = False
+    """Whether `decode` runs."""
 
     plans_slots = False
     """Whether a plan takes `slot_arrays` to the device."""
@@ -265,6 +269,27 @@ class PagedModel(ABC):
         with self._step(batch, pool, states):
             logits = self._logits(pool, plan, states, pooled, images)
         return logits if logits.dtype == torch.float32 else logits.float()
+
+    def decode(
+        self,
+        token_ids: NDArray[np.integer],
+        batch: PagedBatch,
+        positions: NDArray[np.integer],
+        pool: KVPool,
+        how: MultiStep,
+    ) -> Pair:
+        """Run up to S steps of B sequences that decode, one token a step, where `multi_step`.
+
+        Args:
+            token_ids: [B * S], of which the first of each sequence is read.
+            batch: the tables of S new tokens of each sequence.
+            positions: [B * S] of RoPE.
+
+        Returns:
+            Of the D steps that were run, the tokens, [B, D] int64, and the highest logit behind
+            each, [B, D] float32, not finite where no token could be chosen.
+        """
+        raise NotImplementedError
 
     def _step(
         self, batch: PagedBatch, pool: KVPool, states: Sequence[SequenceStates]

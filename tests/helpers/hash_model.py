@@ -6,6 +6,7 @@ pass costs next to nothing: for tests that need many runs, with an independent a
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from radixcache import HashBlockCache, PagePool, RadixCache
 from radixcache.kernels.attention import PagedBatch
+from radixcache.kernels.native.library import problem
 from radixcache.left_pages import LeftPages
 from radixcache.pages import Pages
 from radixcache.runtime.engine.build import choose_logits_cache, choose_planner
@@ -26,6 +28,7 @@ from radixcache.runtime.model.kv_pool import WindowLayout
 from radixcache.runtime.model.paged_model import Unread
 from radixcache.runtime.spec_decode.proposer import DraftProposer
 from tests.helpers.engines import CACHES
+from tests.helpers.multi_step import decode_by_steps
 
 VOCAB = 29
 Ints = NDArray[np.integer]
@@ -112,6 +115,7 @@ class HashModel:
         self.eos_token_ids = [eos]
         self.attention: Any = SimpleNamespace(reads_shared_once=False)
         self.max_graph_rows = 0
+        self._random = random.Random(vocab)
         self.unwritten = 0
         """Slots that were read before anybody had written them."""
         self.fails_at = 0
@@ -120,6 +124,14 @@ class HashModel:
     @property
     def can_overlap(self) -> bool:
         return self.device.type != "cpu"
+
+    @property
+    def multi_step(self) -> bool:
+        return not self.can_overlap and not self.state_shapes and problem() is None
+
+    def decode(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """So many steps as somebody on another thread leaves time for."""
+        return decode_by_steps(self, *arguments, most=self._random.randint(1, 8))
 
     def forward(
         self,

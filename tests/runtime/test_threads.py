@@ -380,7 +380,7 @@ def test_the_end_of_the_engine_is_told_to_every_task(path: Path) -> None:
         async with AsyncLLM(path, kv_cache_memory_bytes="1MiB") as model:
             tasks = [asyncio.create_task(model.generate(text, LONG)) for text in "abc"]
             while not model.llm.engine.has_work:
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(0)
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(end) for end in ends] == [EngineStopped] * 3
         with pytest.raises(EngineStopped):

@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable, Collection
 from itertools import islice
 
+import numpy as np
+
 from radixcache.base import PrefixCache
 from radixcache.errors import InvalidRequest, OutOfPages, first_line
 from radixcache.runtime.engine.logits_cache import PromptLogitsCache
@@ -28,6 +30,7 @@ from radixcache.runtime.kv_offload.page_loader import NO_LOADS, PageLoader
 from radixcache.runtime.multimodal.image import EncodeImage
 from radixcache.runtime.request import PromptKey, Request, Sequence
 from radixcache.runtime.spec_decode.proposer import MAX_DRAFT, NO_TOKENS, DraftProposer
+from radixcache.states import SequenceStates
 
 OnPublish = Callable[[Sequence, int], None]
 
@@ -149,13 +152,39 @@ class Scheduler:
         except OutOfPages:
             return []
         self.admission.loads.begin_step()
-        chunks: list[Chunk] = []
-        for sequence in going:
-            start, sequence.num_computed = sequence.num_computed, sequence.num_computed + 1
-            states = self.planner.plan(sequence, start, start + 1)
-            chunks.append(Chunk(sequence, 1, states, is_unread=True))
+        chunks = [Chunk(s, 1, self._plan_decode(s), is_unread=True) for s in going]
         self._fill(chunks, sampled)
         return chunks
+
+    def schedule_decodes(self, steps: int) -> list[Chunk]:
+        """The chunks of so many steps in one call, or fewer, if all running sequences only decode,
+        and their tokens need only be drawn; else none. None waits, and no page is evicted.
+
+        The draft of a chunk stands for the tokens that are drawn on the way.
+        """
+        going, more = self.running, steps - 1
+        if self.waiting or self.proposer is not None or not going:
+            return []
+        for sequence in going:
+            if sequence.num_pending != 1 or sequence.in_prefill or sequence.needs_logits:
+                return []
+            more = min(more, sequence.max_tokens - sequence.num_generated - 1)
+        try:
+            for sequence in going:
+                if more > 0:
+                    self.reserve_decode(sequence)
+                    more = min(more, self._reserve_draft(sequence, 1 + more) - 1)
+        except OutOfPages:
+            return []
+        if more < 1:
+            return []
+        self.answered = {}
+        draft = np.zeros(more, np.int32)
+        return [Chunk(s, 1, self._plan_decode(s), draft) for s in going]
+
+    def _plan_decode(self, sequence: Sequence) -> SequenceStates | None:
+        start, sequence.num_computed = sequence.num_computed, sequence.num_computed + 1
+        return self.planner.plan(sequence, start, start + 1)
 
     def _fill(self, chunks: list[Chunk], sampled: Collection[Sequence] | None = None) -> None:
         """Add chunks of running sequences, without those `sampled`, and of waiting ones."""

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from radixcache import SamplingParams
-from radixcache.kernels.choose import choose_draw, choose_filter
-from radixcache.kernels.native.sampling import Draw, draw_tokens
+from radixcache.kernels.choose import choose_filter
+from radixcache.kernels.draw import Draw
+from radixcache.kernels.native.sampling import draw_tokens
 from radixcache.kernels.torch.top_p import Filter, filter_by_sort
 from radixcache.runtime.engine import sampler
-from radixcache.runtime.engine.sampler import sample
+from radixcache.runtime.engine.sampler import draw_of, sample
 from tests.helpers.native import needs_kernels
 
 SEED = 20_261_125
@@ -96,7 +97,7 @@ def test_a_kernel_draws_each_kept_token_for_its_share_of_the_noise(vocab, kind, 
     """400 draws with even noise: of each token as many as its probability says, but for one."""
     logits, draws = make_logits(kind, vocab, torch.Generator().manual_seed(SEED)), 400
     params = SamplingParams(**options)
-    how = sampler._draw_of(params, torch.Generator())
+    how = draw_of(params, 0.0)
     even = [how._replace(uniform=(i + 0.5) / draws) for i in range(draws)]
     tokens, highest = draw_tokens(logits.expand(draws, -1), even)
     assert (highest == logits.max()).all()
@@ -135,9 +136,12 @@ def test_frequencies_follow_the_distribution(options, by) -> None:
     generator, draws = torch.Generator().manual_seed(SEED), 20_000
     logits = torch.randn(6, generator=generator)
     params = SamplingParams(**options)
-    draw = choose_draw(torch.device("cpu")) if by == "native" else None
-    rows = logits.expand(draws, -1), [params] * draws, [generator] * draws
-    tokens, _ = sample(*rows, draw=draw)
+    rows = logits.expand(draws, -1)
+    if by == "native":
+        noise = torch.rand(draws, generator=generator, dtype=torch.float64).tolist()
+        tokens, _ = draw_tokens(rows, [draw_of(params, uniform) for uniform in noise])
+    else:
+        tokens, _ = sample(rows, [params] * draws, [generator] * draws)
     seen = np.bincount(tokens.numpy(), minlength=6)[logits.argsort(descending=True).numpy()]
     probs, kept = brute_force(logits, params)
     expected = np.where(kept == 1, probs, 0) / probs[kept == 1].sum() * draws
@@ -159,8 +163,10 @@ def test_what_is_no_number_is_told_and_no_filter_sees_it(params, bad, by, place)
         assert probs.isfinite().all()
         return filter_by_sort(probs, top_k, top_p)
 
-    draw = draw_tokens if by == "native" else None
-    tokens, highest = sample(logits, [params] * 3, [torch.Generator()] * 3, keep, draw)
+    if by == "native":
+        tokens, highest = draw_tokens(logits, [draw_of(params, 0.5)] * 3)
+    else:
+        tokens, highest = sample(logits, [params] * 3, [torch.Generator()] * 3, keep)
     assert highest.isfinite().tolist() == [True, False, True]
     assert torch.equal(highest[[0, 2]], logits[[0, 2]].amax(-1)) and 0 <= tokens[1] < 50
     assert torch.equal(highest[1].nan_to_num(9), torch.tensor(bad).nan_to_num(9))
