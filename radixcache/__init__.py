@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from radixcache.base import CacheStats, PrefixCache
+from radixcache.base import PrefixCache
 from radixcache.errors import (
     Busy,
     CacheBroken,
@@ -31,6 +31,7 @@ from radixcache.lease import Lease, PageCopy
 from radixcache.no_cache import NoCache
 from radixcache.pages import PagePool
 from radixcache.radix import RadixCache
+from radixcache.stats import CacheStats
 
 if TYPE_CHECKING:
     from radixcache.runtime.async_llm import AsyncLLM

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from radixcache.nodes import Tokens
 from radixcache.stored_pages import StoredPage
 from radixcache.stored_windows import StoredWindow
 from radixcache.tier import LowerTier
+from radixcache.tokens import Tokens
 from radixcache.windows import WindowIndex
 
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from sortedcontainers import SortedList
 
-from radixcache.base import Tokens
 from radixcache.nodes import Node
+from radixcache.tokens import Tokens
 from radixcache.tree import RadixTree
 
 MOST_COMING = 128

@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens, mutation
+from radixcache.base import PrefixCache, mutation
 from radixcache.block_hash import as_block_namespace, first_parent, hash_block
 from radixcache.blocks import (
     Block,
@@ -24,6 +24,7 @@ from radixcache.free_queue import FreeQueue
 from radixcache.lease import Lease
 from radixcache.pages import PagePool, Pages
 from radixcache.snapshot import Ends, Outline
+from radixcache.tokens import Tokens, TokensLike, as_tokens
 
 _NO_TOKENS: Tokens = np.empty(0, np.int32)
 

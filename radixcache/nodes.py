@@ -17,28 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixcache.pages import Pages
-
-Tokens = NDArray[np.int32]
-"""Token ids, one-dimensional int32."""
+from radixcache.tokens import Tokens
 
 NO_CHILDREN: dict[int, Node] = cast(Any, MappingProxyType({}))
 NOBODY: set[Cursor] = cast(Any, frozenset())
 """Shared by all nodes without leases, most of them leaves: an empty set has 200 bytes."""
-
-_GLANCE, _MANY = 256, 8192
-"""More than `_MANY` tokens are compared only if the first `_GLANCE` are equal: most mismatches come
-early. With fewer tokens, the second comparison costs more than it saves."""
-
-
-def common_length(a: Tokens, b: Tokens) -> int:
-    """Length of the common prefix of two equally long, non-empty arrays. O(n), vectorised."""
-    if len(a) > _MANY:
-        same = common_length(a[:_GLANCE], b[:_GLANCE])
-        if same < _GLANCE:
-            return same
-    different = a != b
-    first = int(different.argmax())
-    return first if different[first] else len(a)
 
 
 class Cursor(Protocol):

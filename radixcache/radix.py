@@ -8,7 +8,7 @@ from typing import cast
 
 import numpy as np
 
-from radixcache.base import PrefixCache, Tokens, TokensLike, as_namespace, as_tokens, mutation
+from radixcache.base import PrefixCache, as_namespace, mutation
 from radixcache.errors import LeaseError, OutOfPages
 from radixcache.events import Evicted, Stored
 from radixcache.eviction import EvictionOrder
@@ -18,6 +18,7 @@ from radixcache.leased_pages import LeasedPages
 from radixcache.nodes import Node
 from radixcache.pages import PagePool, Pages
 from radixcache.snapshot import Outline
+from radixcache.tokens import Tokens, TokensLike, as_tokens
 from radixcache.tree import RadixTree
 
 

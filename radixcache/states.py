@@ -17,8 +17,8 @@ from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 from radixcache.errors import InvalidRequest, OutOfPages
-from radixcache.nodes import Tokens
 from radixcache.saved_states import Key, Kind, SavedState, SavedStateIndex, key_of
+from radixcache.tokens import Tokens
 
 ALWAYS_FREE = 2
 """Slots that spare states leave: a running sequence takes one, and its end may need another."""

@@ -9,8 +9,8 @@ from hashlib import blake2b
 from itertools import islice
 from typing import Literal, NamedTuple, Protocol
 
-from radixcache.nodes import Tokens
 from radixcache.pages import Pages
+from radixcache.tokens import Tokens
 
 Medium = Literal["host", "disk"]
 State = Literal["writing", "stored", "lost"]

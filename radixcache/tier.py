@@ -26,7 +26,6 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from radixcache.errors import InvalidRequest
-from radixcache.nodes import Tokens, common_length
 from radixcache.pages import Pages, as_count
 from radixcache.stored_pages import (
     Medium,
@@ -37,6 +36,7 @@ from radixcache.stored_pages import (
     StoredRun,
     TierListener,
 )
+from radixcache.tokens import Tokens, common_length
 
 S = TypeVar("S", bound=PageStore)
 

@@ -19,9 +19,10 @@ import numpy as np
 
 from radixcache.base import as_namespace
 from radixcache.lease import Lease, RadixLease
-from radixcache.nodes import NO_CHILDREN, Node, Run, Tokens, common_length
+from radixcache.nodes import NO_CHILDREN, Node, Run
 from radixcache.pages import PagePool, Pages
 from radixcache.snapshot import Ends, Outline
+from radixcache.tokens import Tokens, common_length
 
 MAX_RUNS = 4
 """So few runs on a path, the root's included, are not worth joining."""

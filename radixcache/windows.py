@@ -31,7 +31,6 @@ import numpy as np
 
 from radixcache.lease import NO_PAGES, Lease, PageCopy, WindowTable
 from radixcache.left_pages import LeftPages
-from radixcache.nodes import Tokens
 from radixcache.pages import PagePool, Pages
 from radixcache.saved_states import (
     MOST_SAVED_STATES,
@@ -42,6 +41,7 @@ from radixcache.saved_states import (
     key_of,
 )
 from radixcache.stored_windows import StoredWindows
+from radixcache.tokens import Tokens
 
 MOST_LOOK_BACK = 256
 """The largest window for which tokens are computed again in place of a saved state."""

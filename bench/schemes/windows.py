@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixcache import HashBlockCache, PagePool, PrefixCache, RadixCache
-from radixcache.base import Tokens
 from radixcache.bench.schemes.states import TemplatePlanner
 from radixcache.bench.workloads.workload import Workload
 from radixcache.free_queue import FreeQueue
@@ -24,6 +23,7 @@ from radixcache.runtime.engine.scheduling.saved_state_planner import NO_SAVED_ST
 from radixcache.runtime.engine.scheduling.window_planner import WindowPlanner
 from radixcache.runtime.request import Request, Sequence
 from radixcache.saved_states import Kind, SavedState
+from radixcache.tokens import Tokens
 from radixcache.windows import Window, WindowIndex, window_page_size
 
 

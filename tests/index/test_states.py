@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from radixcache import InvalidRequest, OutOfPages
-from radixcache.base import Tokens
 from radixcache.saved_states import SavedState
 from radixcache.states import StateIndex
+from radixcache.tokens import Tokens
 from tests.helpers.cover import seeds
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from radixcache.base import Tokens
 from radixcache.lease import Lease
 from radixcache.runtime.engine.scheduling.saved_state_planner import SavedStatePlanner
 from radixcache.runtime.request import Request, Sequence
 from radixcache.saved_states import Kind
+from radixcache.tokens import Tokens
 from radixcache.windows import LeftWindow, Window, WindowIndex
 
 
