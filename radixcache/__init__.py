@@ -30,7 +30,7 @@ from radixcache.hash_block import HashBlockCache
 from radixcache.lease import Lease, PageCopy
 from radixcache.no_cache import NoCache
 from radixcache.pages import PagePool
-from radixcache.radix import RadixCache
+from radixcache.radix.cache import RadixCache
 from radixcache.stats import CacheStats
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ import numpy as np
 from radixcache.lease import Lease
 from radixcache.no_cache import NoCache
 from radixcache.pages import PagePool
-from radixcache.radix import RadixCache, RadixLease
+from radixcache.radix.cache import RadixCache
+from radixcache.radix.nodes import RadixLease
 from radixcache.tokens import Tokens, TokensLike, as_tokens
 
 

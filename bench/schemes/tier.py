@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from radixcache.errors import OutOfPages
 from radixcache.pages import PagePool, Pages
-from radixcache.radix import RadixCache
+from radixcache.radix.cache import RadixCache
 from radixcache.runtime.kv_offload.page_loader import NO_LOADS, PageLoader
 from radixcache.runtime.request import Sequence
 from radixcache.stored_pages import StoredPages

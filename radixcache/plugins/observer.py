@@ -19,10 +19,10 @@ from functools import wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 from radixcache.base import PrefixCache
-from radixcache.ghost import GhostIndex
 from radixcache.hash_block import HashBlockCache
 from radixcache.pages import PagePool
-from radixcache.radix import RadixCache
+from radixcache.radix.cache import RadixCache
+from radixcache.radix.ghost import GhostIndex
 from radixcache.runtime.engine.explain import Explainer
 from radixcache.tokens import Tokens, TokensLike, as_tokens
 

@@ -16,7 +16,7 @@ from radixcache.errors import InvalidRequest
 from radixcache.hash_block import HashBlockCache
 from radixcache.no_cache import NoCache
 from radixcache.pages import PagePool
-from radixcache.radix import RadixCache
+from radixcache.radix.cache import RadixCache
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL, check_model
 from radixcache.runtime.engine.args import EngineArgs
 from radixcache.runtime.engine.engine import Engine

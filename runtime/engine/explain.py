@@ -46,7 +46,7 @@ from numpy.typing import NDArray
 
 from radixcache.base import PrefixCache
 from radixcache.below import find_below, parts_below
-from radixcache.ghost import GhostIndex
+from radixcache.radix.ghost import GhostIndex
 from radixcache.runtime.explanation import BELOW, CONTEXT, REASONS, Miss
 from radixcache.runtime.multimodal.prompt_images import PromptImages
 from radixcache.stored_pages import UNMEASURED, LoadCost, Medium

@@ -23,7 +23,7 @@ import torch
 from radixcache.below import find_below
 from radixcache.errors import OutOfPages
 from radixcache.lease import Lease
-from radixcache.radix import RadixCache
+from radixcache.radix.cache import RadixCache
 from radixcache.runtime.kv_offload.page_loader import PageLoader
 from radixcache.runtime.kv_offload.store import PrefillTime, Store
 from radixcache.runtime.model.kv_pool import KVPool

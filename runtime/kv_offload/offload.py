@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from radixcache.errors import InvalidRequest
-from radixcache.radix import RadixCache
+from radixcache.radix.cache import RadixCache
 from radixcache.runtime.config.sizes import format_memory, parse_memory
 from radixcache.runtime.kv_offload import session
 from radixcache.runtime.kv_offload.host import HostStore

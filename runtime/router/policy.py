@@ -29,7 +29,7 @@ import numpy as np
 
 from radixcache.base import as_namespace
 from radixcache.errors import InvalidRequest
-from radixcache.ghost import GhostIndex
+from radixcache.radix.ghost import GhostIndex
 from radixcache.tokens import Tokens, TokensLike, as_tokens, common_length
 
 QUEUED = 0.9

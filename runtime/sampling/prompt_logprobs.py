@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from radixcache.kernels.upload import send
 from radixcache.lease import Lease
 from radixcache.pages import PagePool
-from radixcache.radix import RadixCache
+from radixcache.radix.cache import RadixCache
 from radixcache.runtime.sampling.params import MAX_PROMPT_LOGPROBS
 from radixcache.tokens import Tokens
 
