@@ -26,7 +26,7 @@ from radixcache.errors import (
     WrongThread,
 )
 from radixcache.events import Cleared, Evicted, Stored
-from radixcache.hash_block import HashBlockCache
+from radixcache.hash_block.cache import HashBlockCache
 from radixcache.lease import Lease, PageCopy
 from radixcache.no_cache import NoCache
 from radixcache.pages import PagePool

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from radixcache import HashBlockCache, PagePool, PrefixCache, RadixCache
 from radixcache.bench.schemes.states import TemplatePlanner
 from radixcache.bench.workloads.workload import Workload
-from radixcache.free_queue import FreeQueue
+from radixcache.hash_block.free_queue import FreeQueue
 from radixcache.lease import NO_PAGES, Lease
 from radixcache.left_pages import LeftPages
 from radixcache.pages import Pages

@@ -19,7 +19,7 @@ from functools import wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 from radixcache.base import PrefixCache
-from radixcache.hash_block import HashBlockCache
+from radixcache.hash_block.cache import HashBlockCache
 from radixcache.pages import PagePool
 from radixcache.radix.cache import RadixCache
 from radixcache.radix.ghost import GhostIndex

@@ -13,7 +13,7 @@ import torch
 
 from radixcache.base import PrefixCache
 from radixcache.errors import InvalidRequest
-from radixcache.hash_block import HashBlockCache
+from radixcache.hash_block.cache import HashBlockCache
 from radixcache.no_cache import NoCache
 from radixcache.pages import PagePool
 from radixcache.radix.cache import RadixCache

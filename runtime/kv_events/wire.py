@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from radixcache.block_hash import ExtraKey, as_block_namespace, first_parent, hash_block
-from radixcache.blocks import BlockEvicted, BlocksStored
 from radixcache.events import Cleared, Evicted, Stored
+from radixcache.hash_block.blocks import BlockEvicted, BlocksStored
+from radixcache.hash_block.hashes import ExtraKey, as_block_namespace, first_parent, hash_block
 from radixcache.stored_pages import Medium, StoredPage
 from radixcache.tokens import Tokens
 

@@ -20,7 +20,7 @@ from hypothesis import Phase
 from hypothesis.stateful import invariant
 
 from radixcache import LLM, HashBlockCache, PagePool, PrefixCache, RadixCache
-from radixcache.block_hash import first_parent, hash_block
+from radixcache.hash_block.hashes import first_parent, hash_block
 from radixcache.runtime.kv_events.config import KVEventsConfig
 from radixcache.stored_pages import StoredPage
 from radixcache.tier import LowerTier

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixcache.base import PrefixCache, mutation
-from radixcache.block_hash import as_block_namespace, first_parent, hash_block
-from radixcache.blocks import (
+from radixcache.errors import InvalidRequest, OutOfPages
+from radixcache.hash_block.blocks import (
     Block,
     BlockEvicted,
     BlockMap,
@@ -19,8 +19,8 @@ from radixcache.blocks import (
     PromptHashes,
     Row,
 )
-from radixcache.errors import InvalidRequest, OutOfPages
-from radixcache.free_queue import FreeQueue
+from radixcache.hash_block.free_queue import FreeQueue
+from radixcache.hash_block.hashes import as_block_namespace, first_parent, hash_block
 from radixcache.lease import Lease
 from radixcache.pages import PagePool, Pages
 from radixcache.snapshot import Ends, Outline
