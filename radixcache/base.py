@@ -39,7 +39,7 @@ from radixcache.pages import PagePool, Pages, as_count
 from radixcache.pins import Pins
 from radixcache.snapshot import Outline
 from radixcache.stats import CacheStats
-from radixcache.tier import LowerTier
+from radixcache.tiers.lower import LowerTier
 from radixcache.tokens import Tokens, TokensLike, as_tokens
 from radixcache.windows import WindowIndex
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from radixcache.pages import Pages
 from radixcache.saved_states import MOST_SAVED_STATES, Key, Kind, SavedState, SavedStateIndex
-from radixcache.stored_pages import StoredPage
-from radixcache.tier import LowerTier
+from radixcache.tiers.lower import LowerTier
+from radixcache.tiers.stored_pages import StoredPage
 from radixcache.tokens import Tokens
 
 _KINDS: tuple[Kind, ...] = ("boundary", "branch", "prompt", "end")

@@ -21,7 +21,7 @@ from radixcache.runtime.sampling.penalties import PenaltyState
 from radixcache.runtime.tokens.conversation import thoughts_of
 from radixcache.runtime.tokens.detokenizer import Detokenizer
 from radixcache.runtime.tokens.stops import StopStrings
-from radixcache.stored_pages import Medium
+from radixcache.tiers.stored_pages import Medium
 from radixcache.tokens import Tokens
 
 if TYPE_CHECKING:  # the index benchmark runs the scheduler without torch

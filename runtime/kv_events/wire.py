@@ -12,7 +12,7 @@ import numpy as np
 from radixcache.events import Cleared, Evicted, Stored
 from radixcache.hash_block.blocks import BlockEvicted, BlocksStored
 from radixcache.hash_block.hashes import ExtraKey, as_block_namespace, first_parent, hash_block
-from radixcache.stored_pages import Medium, StoredPage
+from radixcache.tiers.stored_pages import Medium, StoredPage
 from radixcache.tokens import Tokens
 
 MEDIA: dict[Medium, str] = {"host": "CPU", "disk": "DISK"}

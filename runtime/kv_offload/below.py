@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from radixcache.stored_pages import StoredPage
 from radixcache.stored_windows import StoredWindow
-from radixcache.tier import LowerTier
+from radixcache.tiers.lower import LowerTier
+from radixcache.tiers.stored_pages import StoredPage
 from radixcache.tokens import Tokens
 from radixcache.windows import WindowIndex
 

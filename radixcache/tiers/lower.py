@@ -27,7 +27,7 @@ import numpy as np
 
 from radixcache.errors import InvalidRequest
 from radixcache.pages import Pages, as_count
-from radixcache.stored_pages import (
+from radixcache.tiers.stored_pages import (
     Medium,
     PageGroup,
     PageStore,
