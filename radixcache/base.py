@@ -38,10 +38,10 @@ from radixcache.lease import NO_PAGES, Lease
 from radixcache.pages import PagePool, Pages, as_count
 from radixcache.pins import Pins
 from radixcache.snapshot import Outline
+from radixcache.states.windows import WindowIndex
 from radixcache.stats import CacheStats
 from radixcache.tiers.lower import LowerTier
 from radixcache.tokens import Tokens, TokensLike, as_tokens
-from radixcache.windows import WindowIndex
 
 
 def as_namespace(namespace: Hashable) -> Hashable:

@@ -18,8 +18,8 @@ from radixcache.runtime.engine.scheduling.saved_state_planner import (
 )
 from radixcache.runtime.engine.scheduling.state_planner import StatePlanner
 from radixcache.runtime.request import Request, Sequence
-from radixcache.saved_states import H, Kind, SavedState, SavedStateIndex
-from radixcache.states import SequenceStates, StateIndex
+from radixcache.states.recurrent import SequenceStates, StateIndex
+from radixcache.states.saved import H, Kind, SavedState, SavedStateIndex
 from radixcache.tokens import Tokens
 
 

@@ -40,7 +40,7 @@ class StoredPage:
 
     @property
     def is_of_window(self) -> bool:
-        """Whether it is of a window (`radixcache.stored_windows`), whose tokens are no text's."""
+        """Whether it is of a window (`states.stored_windows`), whose tokens are no text's."""
         return self.tokens.item(0) < 0
 
 

@@ -48,8 +48,8 @@ from radixcache.runtime.sampling.grammar import GrammarBackend
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.spec_decode.proposer import DraftProposer
 from radixcache.runtime.tokens.tokenizer import Tokenizer
-from radixcache.states import StateIndex
-from radixcache.windows import WindowIndex
+from radixcache.states.recurrent import StateIndex
+from radixcache.states.windows import WindowIndex
 
 CACHES: dict[str, type[RadixCache] | type[HashBlockCache] | type[NoCache]] = {
     "radix": RadixCache,

@@ -24,7 +24,7 @@ from radixcache.runtime.model.paged_model import PagedModel, Unread
 from radixcache.runtime.multimodal.features import ImageFeatures
 from radixcache.runtime.multimodal.image import EncodeImage
 from radixcache.runtime.multimodal.prompt_images import Part
-from radixcache.states import SequenceStates
+from radixcache.states.recurrent import SequenceStates
 from radixcache.tokens import Tokens
 
 

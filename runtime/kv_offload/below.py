@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from radixcache.stored_windows import StoredWindow
+from radixcache.states.stored_windows import StoredWindow
+from radixcache.states.windows import WindowIndex
 from radixcache.tiers.lower import LowerTier
 from radixcache.tiers.stored_pages import StoredPage
 from radixcache.tokens import Tokens
-from radixcache.windows import WindowIndex
 
 
 class Below(NamedTuple):

@@ -19,7 +19,7 @@ from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
 from radixcache.runtime.tokens.conversation import Conversations
-from radixcache.stored_windows import StoredWindows
+from radixcache.states.stored_windows import StoredWindows
 from radixcache.tiers.lower import LowerTier
 
 if TYPE_CHECKING:  # imports xxhash and sqlite3

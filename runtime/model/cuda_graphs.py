@@ -28,7 +28,7 @@ from radixcache.kernels.cascade import MIN_ROWS
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel, Unread
 from radixcache.runtime.model.state_pool import slot_arrays
-from radixcache.states import SequenceStates
+from radixcache.states.recurrent import SequenceStates
 from radixcache.tokens import Tokens
 
 _log = logging.getLogger("radixcache")

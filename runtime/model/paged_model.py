@@ -45,7 +45,7 @@ from radixcache.runtime.model.pooler import Pooler
 from radixcache.runtime.model.state_pool import StatePool, slot_arrays
 
 if TYPE_CHECKING:
-    from radixcache.states import SequenceStates
+    from radixcache.states.recurrent import SequenceStates
 
 
 class Unread(NamedTuple):

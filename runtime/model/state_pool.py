@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from radixcache.kernels.attention import PagedBatch
 from radixcache.kernels.spec import StateName, StateShapes
-from radixcache.states import SequenceStates
+from radixcache.states.recurrent import SequenceStates
 
 
 class StatePool:

@@ -20,8 +20,8 @@ import numpy as np
 
 from radixcache.lease import Lease
 from radixcache.runtime.request import Request, Sequence
-from radixcache.saved_states import Key, Kind, SavedState, SavedStateIndex
-from radixcache.states import SequenceStates
+from radixcache.states.recurrent import SequenceStates
+from radixcache.states.saved import Key, Kind, SavedState, SavedStateIndex
 from radixcache.tokens import Tokens
 
 MIN_RECOMPUTED = 16

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from radixcache.runtime.engine.scheduling.saved_state_planner import SavedStatePlanner
 from radixcache.runtime.request import Request, Sequence
-from radixcache.saved_states import Kind
-from radixcache.states import SequenceStates, StateIndex
+from radixcache.states.recurrent import SequenceStates, StateIndex
+from radixcache.states.saved import Kind
 from radixcache.tokens import Tokens
 
 NEAR = 128

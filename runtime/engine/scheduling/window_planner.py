@@ -7,9 +7,9 @@ from collections.abc import Hashable
 from radixcache.lease import Lease
 from radixcache.runtime.engine.scheduling.saved_state_planner import SavedStatePlanner
 from radixcache.runtime.request import Request, Sequence
-from radixcache.saved_states import Kind
+from radixcache.states.saved import Kind
+from radixcache.states.windows import LeftWindow, Window, WindowIndex
 from radixcache.tokens import Tokens
-from radixcache.windows import LeftWindow, Window, WindowIndex
 
 
 class WindowPlanner(SavedStatePlanner[Window]):
