@@ -17,14 +17,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from radixcache.kernels.attention import AttentionBackend, AttentionPlan, LayerPages
-from radixcache.kernels.recurrence import Recurrence, StepStates
+from radixcache.kernels.recurrence import Recurrence, StateName, StepStates
 from radixcache.kernels.spec import (
     MLP,
     RECURRENT,
     Architecture,
     Attention,
     Experts,
-    StateName,
     Weight,
     Weights,
 )

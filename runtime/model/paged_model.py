@@ -30,7 +30,7 @@ from radixcache.kernels.backend import ImageRows
 from radixcache.kernels.choose import choose_attention
 from radixcache.kernels.kv_format import FP8, stored_dim
 from radixcache.kernels.native.library import problem
-from radixcache.kernels.spec import StateShapes
+from radixcache.kernels.recurrence import StateShapes
 from radixcache.kernels.upload import send
 from radixcache.runtime.checkpoints.pooling import Pooling
 from radixcache.runtime.model.generation import GenerationDefaults

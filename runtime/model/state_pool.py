@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from radixcache.kernels.attention import PagedBatch
-from radixcache.kernels.spec import StateName, StateShapes
+from radixcache.kernels.recurrence import StateName, StateShapes
 from radixcache.states.recurrent import SequenceStates
 
 

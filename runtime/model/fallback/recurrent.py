@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
 from radixcache.kernels.attention import PagedBatch
-from radixcache.kernels.spec import StateName, StateShapes
+from radixcache.kernels.recurrence import StateName, StateShapes
 from radixcache.runtime.model.state_pool import StatePool
 from radixcache.states.recurrent import SequenceStates
 
