@@ -18,14 +18,13 @@ import torch
 
 from radixcache.kernels.attention import AttentionBackend, AttentionPlan, LayerPages
 from radixcache.kernels.draw import MultiStep
-from radixcache.kernels.recurrence import Recurrence, StepStates
+from radixcache.kernels.recurrence import Recurrence, StateName, StepStates
 from radixcache.kernels.spec import (
     MLP,
     RECURRENT,
     Architecture,
     Attention,
     Experts,
-    StateName,
     Weight,
     Weights,
 )

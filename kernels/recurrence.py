@@ -6,10 +6,15 @@ adds key times value to it, and reads it with its query.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+
+StateName = tuple[str, int, int]
+"""A state: "conv" or "recurrent", the layer's number, and the state's number in the layer."""
+
+StateShapes = Mapping[StateName, tuple[tuple[int, ...], torch.dtype]]
 
 
 class Slots(NamedTuple):

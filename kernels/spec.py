@@ -10,7 +10,6 @@ keeps pair by pair are reordered; fused tensors are cut; factors that fold into 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +17,7 @@ import torch
 
 from radixcache.kernels.attention import LayerKind
 from radixcache.kernels.quantized import Quantized
+from radixcache.kernels.recurrence import StateName, StateShapes
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -25,11 +25,6 @@ Weights = dict[str, Any]
 """A layer's weights by the names of `layer_shapes`: a `Weight`, or a list of one per expert."""
 
 Weight = torch.Tensor | Quantized
-
-StateName = tuple[str, int, int]
-"""A state: "conv" or "recurrent", the layer's number, and the state's number in the layer."""
-
-StateShapes = Mapping[StateName, tuple[tuple[int, ...], torch.dtype]]
 
 
 class Unknown(Exception):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from radixcache.base import CacheStats, PrefixCache
+from radixcache.base import PrefixCache
 from radixcache.errors import (
     Busy,
     CacheBroken,
@@ -26,11 +26,12 @@ from radixcache.errors import (
     WrongThread,
 )
 from radixcache.events import Cleared, Evicted, Stored
-from radixcache.hash_block import HashBlockCache
+from radixcache.hash_block.cache import HashBlockCache
 from radixcache.lease import Lease, PageCopy
 from radixcache.no_cache import NoCache
 from radixcache.pages import PagePool
-from radixcache.radix import RadixCache
+from radixcache.radix.cache import RadixCache
+from radixcache.stats import CacheStats
 
 if TYPE_CHECKING:
     from radixcache.runtime.async_llm import AsyncLLM

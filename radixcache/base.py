@@ -18,7 +18,7 @@ The token at absolute position p of a sequence lives in slot ``p % page_size`` o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from functools import wraps
 from threading import get_ident
 from typing import Any, ClassVar, TypeVar, cast
@@ -35,37 +35,13 @@ from radixcache.errors import (
 )
 from radixcache.events import Cleared, Evicted, Listener, Stored
 from radixcache.lease import NO_PAGES, Lease
-from radixcache.nodes import Tokens as Tokens
 from radixcache.pages import PagePool, Pages, as_count
 from radixcache.pins import Pins
 from radixcache.snapshot import Outline
-from radixcache.stats import CacheStats as CacheStats
-from radixcache.tier import LowerTier
-from radixcache.windows import WindowIndex
-
-TokensLike = Tokens | Sequence[int]
-"""The tokens that the interface accepts; it converts anything but an int32 array once."""
-
-_INT32 = np.dtype(np.int32)
-
-
-def as_tokens(tokens: TokensLike) -> Tokens:
-    """Convert tokens to a one-dimensional int32 array, without a copy if they are one already;
-    `InvalidRequest` unless they are a flat sequence of 32-bit integers."""
-    try:
-        array = np.asarray(tokens)
-    except (MemoryError, RecursionError):
-        raise
-    except Exception:  # rows of different lengths, or an object that cannot become an array
-        raise InvalidRequest("tokens must be a flat sequence of integers") from None
-    if array is tokens and array.dtype == _INT32 and array.ndim == 1:
-        return array
-    hides = isinstance(tokens, np.ma.MaskedArray)  # `array` has the numbers behind the mask, too
-    if hides or array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise InvalidRequest("tokens must be a flat sequence of integers")
-    if array.size and not -(2**31) <= array.min() <= array.max() < 2**31:
-        raise InvalidRequest("token ids must fit 32 bits")
-    return array.astype(np.int32)
+from radixcache.states.windows import WindowIndex
+from radixcache.stats import CacheStats
+from radixcache.tiers.lower import LowerTier
+from radixcache.tokens import Tokens, TokensLike, as_tokens
 
 
 def as_namespace(namespace: Hashable) -> Hashable:

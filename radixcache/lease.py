@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 
 from radixcache.errors import LeaseError
-from radixcache.nodes import Node
 from radixcache.pages import PagePool, Pages
 
 
@@ -157,18 +156,3 @@ class Lease:
                 f"publishing {count} tokens after {self.num_tokens} needs a reserve of "
                 f"{self.num_tokens + count}, the lease holds {self.capacity}"
             )
-
-
-class RadixLease(Lease):
-    """A lease whose cursor is a place in the tree: `num_tokens` tokens down, inside `node`.
-
-    The lease pins that one node. Its ancestors cannot go either, because only leaves are evicted.
-    """
-
-    __slots__ = ("node",)
-
-    def __init__(
-        self, node: Node, page_size: int, query_tokens: int, namespace: Hashable, resumed: bool
-    ) -> None:
-        super().__init__(page_size, query_tokens, namespace, resumed)
-        self.node = node

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from radixcache.base import PrefixCache, Tokens, TokensLike, mutation
+from radixcache.base import PrefixCache, mutation
 from radixcache.lease import Lease
 from radixcache.pages import PagePool
 from radixcache.snapshot import Outline
+from radixcache.tokens import Tokens, TokensLike
 
 
 class NoCache(PrefixCache):

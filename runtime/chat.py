@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from radixcache.base import Tokens, as_tokens
 from radixcache.errors import EngineStopped, InvalidRequest
 from radixcache.runtime.engine.input_processor import check_params
 from radixcache.runtime.explanation import Explanation
@@ -20,6 +19,7 @@ from radixcache.runtime.outputs import RequestOutput
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import check_tools
+from radixcache.tokens import Tokens, as_tokens
 
 
 class Chat:

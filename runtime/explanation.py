@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
-from radixcache.stored_pages import UNMEASURED, LoadCost, Medium
+from radixcache.tiers.stored_pages import UNMEASURED, LoadCost, Medium
 
 Reason = Literal[
     "first_seen", "diverged", "evicted", "page_not_finished", "no_saved_state", "on_host",

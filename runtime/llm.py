@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 from weakref import finalize
 
-from radixcache.base import CacheStats, PrefixCache, TokensLike, as_tokens
+from radixcache.base import PrefixCache
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.engine.args import EngineArgs
 from radixcache.runtime.engine.build import build_engine, model_path
@@ -51,6 +51,8 @@ from radixcache.runtime.tokens.history import TokenHistory
 from radixcache.runtime.tokens.tokenizer import Message
 from radixcache.runtime.tokens.tool_calls import check_tools
 from radixcache.runtime.tokens.tool_parser import MessageParser
+from radixcache.stats import CacheStats
+from radixcache.tokens import TokensLike, as_tokens
 
 T = TypeVar("T")
 

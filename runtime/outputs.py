@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from radixcache.base import Tokens
+from radixcache.tokens import Tokens
 
 MIN_REPEATS = 4
 MIN_REPEATED = 48

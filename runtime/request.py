@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from radixcache.base import Tokens
 from radixcache.lease import Lease
 from radixcache.runtime.explanation import Loaded, Miss
 from radixcache.runtime.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
@@ -22,7 +21,8 @@ from radixcache.runtime.sampling.penalties import PenaltyState
 from radixcache.runtime.tokens.conversation import thoughts_of
 from radixcache.runtime.tokens.detokenizer import Detokenizer
 from radixcache.runtime.tokens.stops import StopStrings
-from radixcache.stored_pages import Medium
+from radixcache.tiers.stored_pages import Medium
+from radixcache.tokens import Tokens
 
 if TYPE_CHECKING:  # the index benchmark runs the scheduler without torch
     from radixcache.runtime.multimodal.prompt_images import PromptImages

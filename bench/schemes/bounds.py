@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from radixcache.bench.workloads.workload import Tokens, Workload
-from radixcache.nodes import common_length
+from radixcache.tokens import common_length
 
 _NEVER = 1 << 60
 

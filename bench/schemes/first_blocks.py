@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from radixcache.base import Tokens, TokensLike, as_tokens
 from radixcache.errors import OutOfPages
 from radixcache.lease import Lease, PageCopy
 from radixcache.no_cache import NoCache
 from radixcache.pages import PagePool
+from radixcache.tokens import Tokens, TokensLike, as_tokens
 
 Key = tuple[Hashable, bytes]
 """Namespace, and a hash of all tokens from the first to the block's last."""

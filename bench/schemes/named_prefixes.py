@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from radixcache.base import Tokens, TokensLike, as_tokens
 from radixcache.lease import Lease
 from radixcache.no_cache import NoCache
 from radixcache.pages import PagePool, Pages
+from radixcache.tokens import Tokens, TokensLike, as_tokens
 
 
 @dataclass(eq=False)

@@ -7,11 +7,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from radixcache.base import Tokens, TokensLike, as_tokens
 from radixcache.lease import Lease
 from radixcache.no_cache import NoCache
 from radixcache.pages import PagePool
-from radixcache.radix import RadixCache, RadixLease
+from radixcache.radix.cache import RadixCache
+from radixcache.radix.nodes import RadixLease
+from radixcache.tokens import Tokens, TokensLike, as_tokens
 
 
 class PageLease(Lease):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from radixcache.base import Tokens
 from radixcache.bench.workloads.workload import Workload
 from radixcache.runtime.engine.scheduling.saved_state_planner import (
     NO_SAVED_STATES,
@@ -19,8 +18,9 @@ from radixcache.runtime.engine.scheduling.saved_state_planner import (
 )
 from radixcache.runtime.engine.scheduling.state_planner import StatePlanner
 from radixcache.runtime.request import Request, Sequence
-from radixcache.saved_states import H, Kind, SavedState, SavedStateIndex
-from radixcache.states import SequenceStates, StateIndex
+from radixcache.states.recurrent import SequenceStates, StateIndex
+from radixcache.states.saved import H, Kind, SavedState, SavedStateIndex
+from radixcache.tokens import Tokens
 
 
 class TemplatePlanner(SavedStatePlanner[H]):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from radixcache.base import Tokens
 from radixcache.errors import OutOfPages
 from radixcache.pages import PagePool, Pages
-from radixcache.radix import RadixCache
+from radixcache.radix.cache import RadixCache
 from radixcache.runtime.kv_offload.page_loader import NO_LOADS, PageLoader
 from radixcache.runtime.request import Sequence
-from radixcache.stored_pages import StoredPages
-from radixcache.tier import LowerTier
+from radixcache.tiers.lower import LowerTier
+from radixcache.tiers.stored_pages import StoredPages
+from radixcache.tokens import Tokens
 
 
 class NoBytes:

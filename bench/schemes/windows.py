@@ -13,18 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from radixcache import HashBlockCache, PagePool, PrefixCache, RadixCache
-from radixcache.base import Tokens
 from radixcache.bench.schemes.states import TemplatePlanner
 from radixcache.bench.workloads.workload import Workload
-from radixcache.free_queue import FreeQueue
+from radixcache.hash_block.free_queue import FreeQueue
 from radixcache.lease import NO_PAGES, Lease
-from radixcache.left_pages import LeftPages
 from radixcache.pages import Pages
 from radixcache.runtime.engine.scheduling.saved_state_planner import NO_SAVED_STATES, Planner
 from radixcache.runtime.engine.scheduling.window_planner import WindowPlanner
 from radixcache.runtime.request import Request, Sequence
-from radixcache.saved_states import Kind, SavedState
-from radixcache.windows import Window, WindowIndex, window_page_size
+from radixcache.states.left_pages import LeftPages
+from radixcache.states.saved import Kind, SavedState
+from radixcache.states.windows import Window, WindowIndex, window_page_size
+from radixcache.tokens import Tokens
 
 
 class WindowedModel(NamedTuple):

@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from radixcache.base import Tokens as Tokens
+from radixcache.tokens import Tokens as Tokens
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any, cast
 import torch
 from torch.nn import functional as F
 
-from radixcache.kernels.recurrence import Recurrence, Slots, StepStates, Tokens
-from radixcache.kernels.spec import DeltaNet, Mamba2, ShortConv, StateName, Weights
+from radixcache.kernels.recurrence import Recurrence, Slots, StateName, StepStates, Tokens
+from radixcache.kernels.spec import DeltaNet, Mamba2, ShortConv, Weights
 
 _VECTORS = ("conv", "conv.bias", "rate", "rate_bias", "skip", "mixer_norm")
 

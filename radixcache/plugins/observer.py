@@ -18,12 +18,13 @@ from collections.abc import Callable, Hashable
 from functools import wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec
 
-from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens
-from radixcache.ghost import GhostIndex
-from radixcache.hash_block import HashBlockCache
+from radixcache.base import PrefixCache
+from radixcache.hash_block.cache import HashBlockCache
 from radixcache.pages import PagePool
-from radixcache.radix import RadixCache
+from radixcache.radix.cache import RadixCache
+from radixcache.radix.ghost import GhostIndex
 from radixcache.runtime.engine.explain import Explainer
+from radixcache.tokens import Tokens, TokensLike, as_tokens
 
 FILE = "RADIXCACHE_REPORT"
 """The environment variable that names a file to which JSON lines are appended, if it is set."""

@@ -19,8 +19,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from radixcache.base import Tokens
 from radixcache.plugins.observer import Observer, fail_safe, prometheus, summary
+from radixcache.tokens import Tokens
 
 TRIED = ("0.32.", "0.33.")
 """Versions that the connector was tested with."""

@@ -13,10 +13,10 @@ import torch
 
 from radixcache.base import PrefixCache
 from radixcache.errors import InvalidRequest
-from radixcache.hash_block import HashBlockCache
+from radixcache.hash_block.cache import HashBlockCache
 from radixcache.no_cache import NoCache
 from radixcache.pages import PagePool
-from radixcache.radix import RadixCache
+from radixcache.radix.cache import RadixCache
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL, check_model
 from radixcache.runtime.engine.args import EngineArgs
 from radixcache.runtime.engine.engine import Engine
@@ -48,8 +48,8 @@ from radixcache.runtime.sampling.grammar import GrammarBackend
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.spec_decode.proposer import DraftProposer
 from radixcache.runtime.tokens.tokenizer import Tokenizer
-from radixcache.states import StateIndex
-from radixcache.windows import WindowIndex
+from radixcache.states.recurrent import StateIndex
+from radixcache.states.windows import WindowIndex
 
 CACHES: dict[str, type[RadixCache] | type[HashBlockCache] | type[NoCache]] = {
     "radix": RadixCache,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 import torch
 
-from radixcache.base import CacheStats, PrefixCache, Tokens, TokensLike, as_namespace, as_tokens
+from radixcache.base import PrefixCache, as_namespace
 from radixcache.errors import ContextExceeded, InvalidRequest, WrongThread
 from radixcache.kernels.draw import MultiStep
 from radixcache.kernels.upload import Fetch, on_device, send
@@ -34,6 +34,8 @@ from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.sampling.penalties import PenaltyState
 from radixcache.runtime.sampling.prompt_logprobs import PromptLogprobs, ScoredPrompts, token_cost
 from radixcache.runtime.spec_decode.proposer import NO_TOKENS
+from radixcache.stats import CacheStats
+from radixcache.tokens import Tokens, TokensLike, as_tokens
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

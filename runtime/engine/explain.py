@@ -44,13 +44,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens
-from radixcache.below import find_below, parts_below
-from radixcache.ghost import GhostIndex
-from radixcache.nodes import common_length
+from radixcache.base import PrefixCache
+from radixcache.radix.ghost import GhostIndex
 from radixcache.runtime.explanation import BELOW, CONTEXT, REASONS, Miss
+from radixcache.runtime.kv_offload.below import find_below, parts_below
 from radixcache.runtime.multimodal.prompt_images import PromptImages
-from radixcache.stored_pages import UNMEASURED, LoadCost, Medium
+from radixcache.tiers.stored_pages import UNMEASURED, LoadCost, Medium
+from radixcache.tokens import Tokens, TokensLike, as_tokens, common_length
 
 Marks = NDArray[np.bool_]
 """See `table_of`."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeGuard, cast
 
 import numpy as np
 
-from radixcache.base import Tokens, TokensLike, as_tokens
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.multimodal.image import PlacedImage
 from radixcache.runtime.outputs import RequestOutput
@@ -16,6 +15,7 @@ from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.tokens.conversation import Conversations
 from radixcache.runtime.tokens.history import TokenHistory, TokenisedText
 from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
+from radixcache.tokens import Tokens, TokensLike, as_tokens
 
 if TYPE_CHECKING:  # imports torch, which a router does without
     from radixcache.runtime.multimodal.images import Images

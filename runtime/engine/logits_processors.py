@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from radixcache.base import Tokens
 from radixcache.kernels.upload import send
 from radixcache.runtime.engine.rows import Row
 from radixcache.runtime.request import Sequence
 from radixcache.runtime.sampling.params import SamplingParams
+from radixcache.tokens import Tokens
 
 
 class LogitsProcessors:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from radixcache.base import Tokens
 from radixcache.kernels.attention import PagedBatch, SharedPrefix
 from radixcache.kernels.backend import ImageRows, Pair
 from radixcache.kernels.cascade import MIN_SAVED, group_by_prefix
@@ -26,6 +25,7 @@ from radixcache.runtime.model.paged_model import PagedModel, Unread
 from radixcache.runtime.multimodal.features import ImageFeatures
 from radixcache.runtime.multimodal.image import EncodeImage
 from radixcache.runtime.multimodal.prompt_images import Part
+from radixcache.tokens import Tokens
 
 
 class ModelRunner:

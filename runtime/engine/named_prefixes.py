@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from radixcache.base import Tokens, TokensLike, as_tokens
 from radixcache.errors import InvalidRequest, PinError
 from radixcache.runtime.kv_offload.notes import PrefixNote
 from radixcache.runtime.request import Request
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.tokens.tokenizer import Message
+from radixcache.tokens import Tokens, TokensLike, as_tokens
 
 if TYPE_CHECKING:  # imports torch
     from radixcache.runtime.engine.engine import Engine

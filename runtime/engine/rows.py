@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from radixcache.base import Tokens
 from radixcache.runtime.request import Sequence
+from radixcache.tokens import Tokens
 
 
 class Row(NamedTuple):

@@ -11,12 +11,13 @@ from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING
 
-from radixcache.base import PrefixCache, Tokens
+from radixcache.base import PrefixCache
 from radixcache.errors import InvalidRequest, first_sentence
 from radixcache.events import Cleared
 from radixcache.runtime.kv_events.config import KVEventsConfig
 from radixcache.runtime.kv_events.wire import MEDIA, DroppedBelow, Event, StoredBelow, Wire
-from radixcache.stored_pages import StoredPage
+from radixcache.tiers.stored_pages import StoredPage
+from radixcache.tokens import Tokens
 
 if TYPE_CHECKING:
     import zmq

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from radixcache.base import Tokens
-from radixcache.block_hash import ExtraKey, as_block_namespace, first_parent, hash_block
-from radixcache.blocks import BlockEvicted, BlocksStored
 from radixcache.events import Cleared, Evicted, Stored
-from radixcache.stored_pages import Medium, StoredPage
+from radixcache.hash_block.blocks import BlockEvicted, BlocksStored
+from radixcache.hash_block.hashes import ExtraKey, as_block_namespace, first_parent, hash_block
+from radixcache.tiers.stored_pages import Medium, StoredPage
+from radixcache.tokens import Tokens
 
 MEDIA: dict[Medium, str] = {"host": "CPU", "disk": "DISK"}
 """vLLM's names of the tiers below its device's memory, which is always called "GPU"."""

@@ -43,7 +43,7 @@ from radixcache.runtime.kv_offload.store import PageSource, Store
 from radixcache.runtime.model.host.system_memory import total_memory
 from radixcache.runtime.model.kv_pool import KVPool, host_rows
 from radixcache.runtime.model.paged_model import PagedModel
-from radixcache.stored_pages import StoredPage, StoredPages
+from radixcache.tiers.stored_pages import StoredPage, StoredPages
 
 MAX_QUEUED_BYTES = 256 << 20
 """Most bytes of pages that wait to be written (more are dropped), or that are read at a time."""

@@ -22,7 +22,7 @@ from radixcache.pages import Pages
 from radixcache.runtime.config.sizes import format_memory
 from radixcache.runtime.kv_offload.store import Store
 from radixcache.runtime.model.kv_pool import KVPool, count_pages, host_rows
-from radixcache.stored_pages import StoredPage, StoredPages
+from radixcache.tiers.stored_pages import StoredPage, StoredPages
 
 MOST_BYTES = 256 << 20
 """Loaded in one step: 5 ms at 55 GB/s (computed, PCIe 5), 2,048 tokens of Llama-3.1-8B."""

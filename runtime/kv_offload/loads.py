@@ -20,17 +20,17 @@ from time import perf_counter
 
 import torch
 
-from radixcache.below import find_below
 from radixcache.errors import OutOfPages
 from radixcache.lease import Lease
-from radixcache.radix import RadixCache
+from radixcache.radix.cache import RadixCache
+from radixcache.runtime.kv_offload.below import find_below
 from radixcache.runtime.kv_offload.page_loader import PageLoader
 from radixcache.runtime.kv_offload.store import PrefillTime, Store
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.request import Sequence
-from radixcache.stored_pages import LoadCost, Medium, StoredPage
-from radixcache.stored_windows import StoredWindow
-from radixcache.tier import LowerTier
+from radixcache.states.stored_windows import StoredWindow
+from radixcache.tiers.lower import LowerTier
+from radixcache.tiers.stored_pages import LoadCost, Medium, StoredPage
 
 _TRIES = 3
 """Loads in vain, as the pool evicted the tokens before them; then the request is computed."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from radixcache.errors import InvalidRequest
-from radixcache.radix import RadixCache
+from radixcache.radix.cache import RadixCache
 from radixcache.runtime.config.sizes import format_memory, parse_memory
 from radixcache.runtime.kv_offload import session
 from radixcache.runtime.kv_offload.host import HostStore
@@ -19,8 +19,8 @@ from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
 from radixcache.runtime.tokens.conversation import Conversations
-from radixcache.stored_windows import StoredWindows
-from radixcache.tier import LowerTier
+from radixcache.states.stored_windows import StoredWindows
+from radixcache.tiers.lower import LowerTier
 
 if TYPE_CHECKING:  # imports xxhash and sqlite3
     from radixcache.runtime.kv_offload.disk import DiskStore

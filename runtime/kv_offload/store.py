@@ -12,7 +12,7 @@ import torch
 
 from radixcache.pages import Pages
 from radixcache.runtime.model.kv_pool import KVPool
-from radixcache.stored_pages import Medium, StoredPage, StoredPages
+from radixcache.tiers.stored_pages import Medium, StoredPage, StoredPages
 
 
 class Rate:

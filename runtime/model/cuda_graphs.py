@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from radixcache.base import Tokens
 from radixcache.errors import first_line
 from radixcache.kernels.attention import AttentionBackend, AttentionPlan, PagedBatch, SharedPrefix
 from radixcache.kernels.capture import Capture, Compute
@@ -29,7 +28,8 @@ from radixcache.kernels.cascade import MIN_ROWS
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel, Unread
 from radixcache.runtime.model.state_pool import slot_arrays
-from radixcache.states import SequenceStates
+from radixcache.states.recurrent import SequenceStates
+from radixcache.tokens import Tokens
 
 _log = logging.getLogger("radixcache")
 

@@ -33,7 +33,7 @@ from radixcache.runtime.model.pooler import Pooler, ScoreHead
 from radixcache.runtime.model.progress import track
 from radixcache.runtime.model.selfcheck import PagedTexts
 from radixcache.runtime.model.weights.sources import ModelWeights
-from radixcache.states import SequenceStates
+from radixcache.states.recurrent import SequenceStates
 
 _CHECKED_TOKENS = 12
 _CHECKED_ROWS = 4096

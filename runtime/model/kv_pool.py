@@ -18,7 +18,7 @@ from radixcache.kernels.upload import send
 from radixcache.runtime.config.sizes import parse_memory
 from radixcache.runtime.model.host import cgroups
 from radixcache.runtime.model.host.system_memory import free_memory, machine_memory
-from radixcache.windows import window_page_size
+from radixcache.states.windows import window_page_size
 
 if TYPE_CHECKING:
     from radixcache.runtime.model.state_pool import StatePool

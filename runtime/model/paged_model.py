@@ -31,7 +31,7 @@ from radixcache.kernels.choose import choose_attention
 from radixcache.kernels.draw import MultiStep
 from radixcache.kernels.kv_format import FP8, stored_dim
 from radixcache.kernels.native.library import problem
-from radixcache.kernels.spec import StateShapes
+from radixcache.kernels.recurrence import StateShapes
 from radixcache.kernels.upload import send
 from radixcache.runtime.checkpoints.pooling import Pooling
 from radixcache.runtime.model.generation import GenerationDefaults
@@ -46,7 +46,7 @@ from radixcache.runtime.model.pooler import Pooler
 from radixcache.runtime.model.state_pool import StatePool, slot_arrays
 
 if TYPE_CHECKING:
-    from radixcache.states import SequenceStates
+    from radixcache.states.recurrent import SequenceStates
 
 
 class Unread(NamedTuple):

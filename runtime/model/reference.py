@@ -28,7 +28,7 @@ from radixcache.kernels.torch.recurrence import recur
 from radixcache.runtime.model.loop import Kept, LayerLoop, LoadedLayer, Step
 from radixcache.runtime.model.state_pool import StatePool, slot_arrays
 from radixcache.runtime.model.weights.sources import ModelWeights
-from radixcache.states import SequenceStates
+from radixcache.states.recurrent import SequenceStates
 
 _PART = 8192  # rows of a weight
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from radixcache.kernels.attention import PagedBatch
 from radixcache.runtime.model.paged_model import PagedModel
-from radixcache.states import SequenceStates
+from radixcache.states.recurrent import SequenceStates
 
 
 class PagedTexts:

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from radixcache.kernels.attention import PagedBatch
-from radixcache.kernels.spec import StateName, StateShapes
-from radixcache.states import SequenceStates
+from radixcache.kernels.recurrence import StateName, StateShapes
+from radixcache.states.recurrent import SequenceStates
 
 
 class StatePool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from radixcache.base import Tokens
+from radixcache.tokens import Tokens
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PILImage

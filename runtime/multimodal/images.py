@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from radixcache.base import Tokens
 from radixcache.errors import InvalidRequest
 from radixcache.kernels.kv_format import FP8
 from radixcache.runtime.checkpoints.model_files import find_file, find_gguf
@@ -21,6 +20,7 @@ from radixcache.runtime.multimodal.image import Image, ImageKeys, ImageSource, P
 from radixcache.runtime.multimodal.image_input import check_number, check_total, image_source
 from radixcache.runtime.multimodal.processor import ImageProcessor
 from radixcache.runtime.multimodal.tower import VisionTower
+from radixcache.tokens import Tokens
 
 
 class Images:

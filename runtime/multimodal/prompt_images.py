@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from radixcache.base import Tokens
 from radixcache.runtime.multimodal.image import Image, PlacedImage
+from radixcache.tokens import Tokens
 
 
 class Part(NamedTuple):

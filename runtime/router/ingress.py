@@ -21,7 +21,6 @@ from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
-from radixcache.base import Tokens
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.router.members import MEMBERS
 from radixcache.runtime.router.pins import Pin, Pins, deletion, key_of, salt_of, with_salt
@@ -32,6 +31,7 @@ from radixcache.runtime.server.api.exchange import event, wait_for_disconnect
 from radixcache.runtime.server.args import ServerArgs
 from radixcache.runtime.server.http.bodies import on_thread
 from radixcache.runtime.server.http.errors import ApiError
+from radixcache.tokens import Tokens
 
 T = TypeVar("T")
 

@@ -27,10 +27,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from radixcache.base import Tokens, TokensLike, as_namespace, as_tokens
+from radixcache.base import as_namespace
 from radixcache.errors import InvalidRequest
-from radixcache.ghost import GhostIndex
-from radixcache.nodes import common_length
+from radixcache.radix.ghost import GhostIndex
+from radixcache.tokens import Tokens, TokensLike, as_tokens, common_length
 
 QUEUED = 0.9
 """Weight of a queued token. At 1, the second of two requests with a common prefix would avoid the

@@ -14,7 +14,6 @@ from math import inf
 from pathlib import Path
 from typing import Any, cast
 
-from radixcache.base import Tokens, as_tokens
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.server.api.chat_turn import turn_of
@@ -29,6 +28,7 @@ from radixcache.runtime.server.protocol.openai import (
 )
 from radixcache.runtime.server.protocol.responses import ResponsesRequest
 from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
+from radixcache.tokens import Tokens, as_tokens
 
 Body = Mapping[str, Any]
 

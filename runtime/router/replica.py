@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from starlette.types import Message, Scope
 
-from radixcache.base import Tokens
 from radixcache.errors import EngineStopped
 from radixcache.runtime.engine.args import EngineArgs
 from radixcache.runtime.router.scaling import LOAD, QUEUED_TOKENS
 from radixcache.runtime.server.args import ServerArgs
+from radixcache.tokens import Tokens
 
 if TYPE_CHECKING:  # imports torch
     from radixcache.runtime.server.jobs import Job

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from radixcache.base import Tokens
 from radixcache.errors import Busy, InvalidRequest
 from radixcache.kernels.upload import send
 from radixcache.runtime.model.host.system_memory import give_back
@@ -33,6 +32,7 @@ from radixcache.runtime.sampling.grammar_compiler import (
 )
 from radixcache.runtime.sampling.structured_outputs import StructuredOutputsParams
 from radixcache.runtime.tokens.tokenizer import Tokenizer
+from radixcache.tokens import Tokens
 
 if TYPE_CHECKING:  # imported when the first structure is requested
     from llguidance import LLMatcher, LLTokenizer

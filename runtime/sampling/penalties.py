@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from radixcache.base import Tokens
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.sampling.params import SamplingParams
+from radixcache.tokens import Tokens
 
 NOTHING_LEFT = (
     "no token is left to go on with: what was asked for (allowed_token_ids, bad_words, "

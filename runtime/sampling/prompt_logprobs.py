@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from radixcache.base import Tokens
 from radixcache.kernels.upload import send
 from radixcache.lease import Lease
 from radixcache.pages import PagePool
-from radixcache.radix import RadixCache
+from radixcache.radix.cache import RadixCache
 from radixcache.runtime.sampling.params import MAX_PROMPT_LOGPROBS
+from radixcache.tokens import Tokens
 
 Scores = NDArray[np.void]
 """[T, 1 + k] of `SCORE`: the token itself, then the k likeliest in its place, likeliest first."""

@@ -16,10 +16,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from radixcache.base import Tokens
 from radixcache.runtime.request import Sequence
 from radixcache.runtime.spec_decode.draft_length import SOURCES, DraftLength, Source
 from radixcache.runtime.spec_decode.suffix_index import MAX_MATCH, Segment, SuffixIndex
+from radixcache.tokens import Tokens
 
 MAX_DRAFT = 32
 """Tokens drafted for a sequence in one step at most."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from radixcache.base import Tokens
+from radixcache.tokens import Tokens
 
 MAX_MATCH = 64
 """Tokens that are compared backwards."""

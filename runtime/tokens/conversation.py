@@ -10,7 +10,6 @@ from secrets import token_hex
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
-from radixcache.base import Tokens
 from radixcache.errors import InvalidRequest
 from radixcache.runtime.tokens.history import TokenHistory, TokenisedText
 from radixcache.runtime.tokens.tool_calls import (
@@ -22,6 +21,7 @@ from radixcache.runtime.tokens.tool_calls import (
 )
 from radixcache.runtime.tokens.tool_formats import THINK
 from radixcache.runtime.tokens.tool_parser import MessageParser
+from radixcache.tokens import Tokens
 
 _Message = Mapping[str, Any]
 

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from sortedcontainers import SortedList
 
-from radixcache.base import Tokens
 from radixcache.runtime.tokens.tokenizer import Tokenizer
+from radixcache.tokens import Tokens
 
 _OVERLAP = 32  # most generated tokens that are tokenised again with the text after them
 _CHARACTER = 4  # most tokens of one character: UTF-8 has at most four bytes

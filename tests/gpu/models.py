@@ -12,7 +12,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from radixcache import HashBlockCache, NoCache, PagePool, RadixCache, SamplingParams
-from radixcache.base import Tokens
 from radixcache.runtime.engine.build import choose_logits_cache, choose_planner
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.scheduling.scheduler import Scheduler
@@ -22,6 +21,7 @@ from radixcache.runtime.model.families.describe import describe
 from radixcache.runtime.model.generation import GenerationDefaults
 from radixcache.runtime.model.weights.sources import SafetensorsSource
 from radixcache.runtime.request import Request
+from radixcache.tokens import Tokens
 from tests.gpu.place import Place
 
 Cache = type[RadixCache] | type[HashBlockCache] | type[NoCache]

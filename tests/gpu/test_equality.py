@@ -17,8 +17,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from radixcache import HashBlockCache, NoCache, RadixCache
-from radixcache.base import Tokens
 from radixcache.runtime.engine import model_runner
+from radixcache.tokens import Tokens
 from tests.gpu.conftest import Row
 from tests.gpu.models import Cache, engine_on, free_memory, random_llama, run_all
 from tests.gpu.place import Place

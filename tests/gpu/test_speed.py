@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from radixcache.base import Tokens
 from radixcache.runtime.engine.engine import Engine
+from radixcache.tokens import Tokens
 from tests.gpu.conftest import Row
 from tests.gpu.models import engine_on, free_memory, greedy, random_llama, random_tokens, run_all
 from tests.gpu.place import Place, Work

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from radixcache import HashBlockCache, PagePool, RadixCache
 from radixcache.kernels.attention import PagedBatch
 from radixcache.kernels.native.library import problem
-from radixcache.left_pages import LeftPages
 from radixcache.pages import Pages
 from radixcache.runtime.engine.build import choose_logits_cache, choose_planner
 from radixcache.runtime.engine.engine import Engine
@@ -27,6 +26,7 @@ from radixcache.runtime.engine.scheduling.scheduler import Scheduler
 from radixcache.runtime.model.kv_pool import WindowLayout
 from radixcache.runtime.model.paged_model import Unread
 from radixcache.runtime.spec_decode.proposer import DraftProposer
+from radixcache.states.left_pages import LeftPages
 from tests.helpers.engines import CACHES
 from tests.helpers.multi_step import decode_by_steps
 

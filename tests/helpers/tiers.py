@@ -31,9 +31,9 @@ from radixcache.runtime.kv_offload.offload import Offload
 from radixcache.runtime.kv_offload.store import Store
 from radixcache.runtime.model.kv_pool import KVPool, LayerShape, WindowLayout
 from radixcache.runtime.request import Request
-from radixcache.stored_pages import StoredPage, StoredPages
-from radixcache.stored_windows import StoredWindows
-from radixcache.tier import LowerTier
+from radixcache.states.stored_windows import StoredWindows
+from radixcache.tiers.lower import LowerTier
+from radixcache.tiers.stored_pages import StoredPage, StoredPages
 from tests.helpers import simulated_cuda
 from tests.helpers.engines import generated
 from tests.helpers.hash_model import VOCAB, HashModel, greedy, hash_engine

@@ -27,8 +27,8 @@ from radixcache import (
     Stored,
 )
 from radixcache.pages import Pages
-from radixcache.stored_pages import StoredPage, StoredPages
-from radixcache.tier import LowerTier
+from radixcache.tiers.lower import LowerTier
+from radixcache.tiers.stored_pages import StoredPage, StoredPages
 
 NAMESPACES: tuple[Hashable, ...] = (None, "tenant")
 SENTINEL = 1_000_000

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from radixcache import HashBlockCache, NoCache, PagePool, PrefixCache, RadixCache
-from radixcache.base import Tokens
+from radixcache.tokens import Tokens
 
 
 def text(length: int, seed: int) -> Tokens:

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from radixcache.ghost import GhostIndex
 from radixcache.pages import PagePool
-from radixcache.radix import RadixCache
+from radixcache.radix.cache import RadixCache
+from radixcache.radix.ghost import GhostIndex
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from radixcache import HashBlockCache, InvalidRequest, OutOfPages, PagePool
-from radixcache.block_hash import BlockNamespace, Image, first_parent, hash_block
-from radixcache.hash_block import BlockLease
+from radixcache.hash_block.cache import BlockLease
+from radixcache.hash_block.hashes import BlockNamespace, Image, first_parent, hash_block
 from tests.index.drive import begin, put
 
 B = 16

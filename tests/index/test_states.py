@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from radixcache import InvalidRequest, OutOfPages
-from radixcache.base import Tokens
-from radixcache.saved_states import SavedState
-from radixcache.states import StateIndex
+from radixcache.states.recurrent import StateIndex
+from radixcache.states.saved import SavedState
+from radixcache.tokens import Tokens
 from tests.helpers.cover import seeds
 
 
@@ -23,7 +23,7 @@ def text(*tokens: int) -> Tokens:
 
 @seeds(1, 30)
 def test_random_calls_agree_with_a_plain_list(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixcache.saved_states.STRIDE", 3)
+    monkeypatch.setattr("radixcache.states.saved.STRIDE", 3)
     rng = random.Random(seed)
     index = StateIndex(rng.randint(2, 9))
     kept: dict[tuple[object, bytes], int] = {}
@@ -159,7 +159,7 @@ def test_a_look_up_tries_few_of_many_saved_states(monkeypatch: pytest.MonkeyPatc
             return super().get(*args)
 
     tried: list[Any] = []
-    monkeypatch.setattr("radixcache.saved_states.STRIDE", 8)
+    monkeypatch.setattr("radixcache.states.saved.STRIDE", 8)
     index = StateIndex(1000)
     index._kept = Counted()
     texts = [text(*[1] * 12, *[n] * (n + 8)) for n in range(2, 300)]

@@ -13,8 +13,8 @@ import pytest
 
 from radixcache import InvalidRequest, PagePool, RadixCache
 from radixcache.pages import Pages
-from radixcache.stored_pages import StoredPage, StoredPages
-from radixcache.tier import LowerTier
+from radixcache.tiers.lower import LowerTier
+from radixcache.tiers.stored_pages import StoredPage, StoredPages
 from tests.index.drive import put
 
 

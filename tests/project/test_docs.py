@@ -55,7 +55,8 @@ def test_nothing_says_to_install_what_is_not_published() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    "pages states radix no_cache block_hash free_queue hash_block runtime.engine.explain".split(),
+    "pages states.recurrent radix.cache radix.ghost no_cache hash_block.cache hash_block.hashes "
+    "hash_block.free_queue runtime.engine.explain".split(),
 )
 def test_doctests(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"radixcache.{module}"))

@@ -24,7 +24,7 @@ from radixcache import LLM, Chat, InvalidRequest, ModelError, SamplingParams
 from radixcache.kernels.attention import PagedBatch
 from radixcache.runtime.checkpoints.model_files import check_model
 from radixcache.runtime.model.load import load_model
-from tests.helpers.gguf_files import write_model
+from tests.helpers.gguf.files import write_model
 from tests.helpers.models import tiny_model
 
 SEED = 20_261_204

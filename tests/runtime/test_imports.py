@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.gguf_files import gguf_bytes, write_model
-from tests.helpers.gguf_tokenizers import byte_level_metadata
+from tests.helpers.gguf.files import gguf_bytes, write_model
+from tests.helpers.gguf.tokenizers import byte_level_metadata
 from tests.helpers.sources import ROOT
 from tests.runtime.tokens.tiny_tokenizers import byte_level
 

@@ -20,10 +20,10 @@ from hypothesis import Phase
 from hypothesis.stateful import invariant
 
 from radixcache import LLM, HashBlockCache, PagePool, PrefixCache, RadixCache
-from radixcache.block_hash import first_parent, hash_block
+from radixcache.hash_block.hashes import first_parent, hash_block
 from radixcache.runtime.kv_events.config import KVEventsConfig
-from radixcache.stored_pages import StoredPage
-from radixcache.tier import LowerTier
+from radixcache.tiers.lower import LowerTier
+from radixcache.tiers.stored_pages import StoredPage
 from tests.helpers.sources import ROOT
 from tests.index.contract import Contract, run_examples
 from tests.runtime.kv_consumer import (

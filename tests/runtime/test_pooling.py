@@ -30,9 +30,9 @@ from tests.helpers.engines import (
     make_engine,
     prompts,
 )
-from tests.helpers.gguf_files import HIDDEN, Stored, write_folder, write_model
-from tests.helpers.gguf_tokenizers import CONTROL, NORMAL, USER_DEFINED
-from tests.helpers.gguf_tokenizers import metadata_of as tokenizer_metadata
+from tests.helpers.gguf.files import HIDDEN, Stored, write_folder, write_model
+from tests.helpers.gguf.tokenizers import CONTROL, NORMAL, USER_DEFINED
+from tests.helpers.gguf.tokenizers import metadata_of as tokenizer_metadata
 from tests.helpers.models import EOS, tiny_model
 
 MEMORY = "4MiB"

@@ -36,7 +36,7 @@ from vllm.v1.request import Request
 
 from bench.peers.conformance.round import Round, chain
 from bench.peers.vllm_manager import make_hasher
-from radixcache.block_hash import BlockNamespace, Image, first_parent
+from radixcache.hash_block.hashes import BlockNamespace, Image, first_parent
 
 
 def compare_hashes() -> list[str]:

@@ -21,15 +21,15 @@ from vllm.v1.request import RequestStatus
 
 from bench.peers.vllm_manager import Driver
 from radixcache import CacheStats, HashBlockCache, LeaseError, OutOfPages, PagePool
-from radixcache.block_hash import (
+from radixcache.events import Cleared, Evicted, Stored
+from radixcache.hash_block.cache import BlockLease
+from radixcache.hash_block.hashes import (
     BlockNamespace,
     Image,
     as_block_namespace,
     first_parent,
     hash_block,
 )
-from radixcache.events import Cleared, Evicted, Stored
-from radixcache.hash_block import BlockLease
 
 
 class Difference(Exception):

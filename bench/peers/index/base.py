@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from radixcache.base import Tokens as Tokens
+from radixcache.tokens import Tokens as Tokens
 
 
 class Index(Protocol):

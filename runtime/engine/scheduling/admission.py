@@ -8,7 +8,7 @@ from functools import partial
 from math import inf
 from typing import Literal
 
-from radixcache.base import PrefixCache, Tokens
+from radixcache.base import PrefixCache
 from radixcache.lease import Lease
 from radixcache.runtime.engine.logits_cache import PromptLogitsCache
 from radixcache.runtime.engine.scheduling.chunk import Chunk
@@ -19,6 +19,7 @@ from radixcache.runtime.engine.scheduling.saved_state_planner import Planner
 from radixcache.runtime.engine.scheduling.step_budget import StepBudget
 from radixcache.runtime.kv_offload.page_loader import NO_LOADS, PageLoader
 from radixcache.runtime.request import PromptKey, Sequence
+from radixcache.tokens import Tokens
 
 Policy = Literal["lpm", "fcfs"]
 

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from radixcache.base import Tokens
 from radixcache.lease import Lease
 from radixcache.runtime.request import Sequence
 from radixcache.runtime.spec_decode.proposer import NO_TOKENS
-from radixcache.states import SequenceStates
+from radixcache.states.recurrent import SequenceStates
+from radixcache.tokens import Tokens
 
 _UNREAD = np.zeros(1, np.int32)
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Hashable
 
 import numpy as np
 
-from radixcache.base import Tokens
 from radixcache.runtime.request import Sequence
+from radixcache.tokens import Tokens
 
 Match = Callable[[Tokens, Hashable], int]
 """The number of leading tokens that would not be computed."""

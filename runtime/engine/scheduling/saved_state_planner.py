@@ -18,11 +18,11 @@ from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
 
-from radixcache.base import Tokens
 from radixcache.lease import Lease
 from radixcache.runtime.request import Request, Sequence
-from radixcache.saved_states import Key, Kind, SavedState, SavedStateIndex
-from radixcache.states import SequenceStates
+from radixcache.states.recurrent import SequenceStates
+from radixcache.states.saved import Key, Kind, SavedState, SavedStateIndex
+from radixcache.tokens import Tokens
 
 MIN_RECOMPUTED = 16
 """If a hit computes so many cached tokens again, it leaves a saved state where they end."""

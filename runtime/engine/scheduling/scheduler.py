@@ -30,7 +30,7 @@ from radixcache.runtime.kv_offload.page_loader import NO_LOADS, PageLoader
 from radixcache.runtime.multimodal.image import EncodeImage
 from radixcache.runtime.request import PromptKey, Request, Sequence
 from radixcache.runtime.spec_decode.proposer import MAX_DRAFT, NO_TOKENS, DraftProposer
-from radixcache.states import SequenceStates
+from radixcache.states.recurrent import SequenceStates
 
 OnPublish = Callable[[Sequence, int], None]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from radixcache.base import Tokens
 from radixcache.runtime.engine.scheduling.saved_state_planner import SavedStatePlanner
 from radixcache.runtime.request import Request, Sequence
-from radixcache.saved_states import Kind
-from radixcache.states import SequenceStates, StateIndex
+from radixcache.states.recurrent import SequenceStates, StateIndex
+from radixcache.states.saved import Kind
+from radixcache.tokens import Tokens
 
 NEAR = 128
 """Tokens between a prompt's end and the state before it: most questions about a document are

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from radixcache.base import Tokens
 from radixcache.lease import Lease
 from radixcache.runtime.engine.scheduling.saved_state_planner import SavedStatePlanner
 from radixcache.runtime.request import Request, Sequence
-from radixcache.saved_states import Kind
-from radixcache.windows import LeftWindow, Window, WindowIndex
+from radixcache.states.saved import Kind
+from radixcache.states.windows import LeftWindow, Window, WindowIndex
+from radixcache.tokens import Tokens
 
 
 class WindowPlanner(SavedStatePlanner[Window]):

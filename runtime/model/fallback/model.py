@@ -46,7 +46,7 @@ from radixcache.runtime.model.fallback.recurrent import (
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.rope_scaling import fix_frequencies
-from radixcache.states import SequenceStates
+from radixcache.states.recurrent import SequenceStates
 
 IMPLEMENTATION = "radixcache"
 """The name under which our attention is registered in transformers."""

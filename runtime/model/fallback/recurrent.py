@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 
 from radixcache.kernels.attention import PagedBatch
-from radixcache.kernels.spec import StateName, StateShapes
+from radixcache.kernels.recurrence import StateName, StateShapes
 from radixcache.runtime.model.state_pool import StatePool
-from radixcache.states import SequenceStates
+from radixcache.states.recurrent import SequenceStates
 
 _CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
 """Names of a layer's cache argument in transformers: the first since 5.24, the others before."""

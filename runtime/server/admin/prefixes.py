@@ -7,7 +7,6 @@ from functools import partial
 
 from fastapi import APIRouter, Request
 
-from radixcache.base import TokensLike
 from radixcache.runtime.engine.named_prefixes import NamedPrefix
 from radixcache.runtime.server.api.exchange import find_prefix, finish
 from radixcache.runtime.server.http.bodies import BodyRoute
@@ -15,6 +14,7 @@ from radixcache.runtime.server.protocol.answers import DeletedPrefix, Prefix, Pr
 from radixcache.runtime.server.protocol.fields import CacheSalt, PrefixName
 from radixcache.runtime.server.protocol.openai import PrefixRequest
 from radixcache.runtime.server.serving import ContextDep, client_of
+from radixcache.tokens import TokensLike
 
 router = APIRouter(route_class=BodyRoute)
 

@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, Request
 
-from radixcache.base import Tokens, as_tokens
 from radixcache.errors import EngineStopped, InvalidRequest
-from radixcache.nodes import common_length
 from radixcache.runtime.outputs import RequestOutput
 from radixcache.runtime.server.api.chat_turn import Answers, begin, turn_of
 from radixcache.runtime.server.api.content_blocks import BlockExchange, Part, Step
@@ -29,6 +27,7 @@ from radixcache.runtime.tokens.conversation import Conversations
 from radixcache.runtime.tokens.history import TokenisedText, common_prefix
 from radixcache.runtime.tokens.tokenizer import Message, Tokenizer
 from radixcache.runtime.tokens.tool_calls import arguments_of, image_parts
+from radixcache.tokens import Tokens, as_tokens, common_length
 
 router = APIRouter(route_class=BodyRoute)
 

@@ -14,7 +14,6 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from radixcache.base import TokensLike
 from radixcache.errors import PinError
 from radixcache.runtime.engine.named_prefixes import NamedPrefix
 from radixcache.runtime.outputs import RequestOutput
@@ -23,6 +22,7 @@ from radixcache.runtime.server.http.errors import ApiError, as_api_error
 from radixcache.runtime.server.jobs import Job
 from radixcache.runtime.server.serving import ServingContext
 from radixcache.runtime.tokens.history import TokenisedText
+from radixcache.tokens import TokensLike
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, Request
 
-from radixcache.base import TokensLike, as_tokens
 from radixcache.runtime.outputs import CompletionOutput, Delta, RequestOutput
 from radixcache.runtime.server.api.exchange import JSON, STREAM_RESPONSE, find_prefix, submit
 from radixcache.runtime.server.api.extension import extension
@@ -21,6 +20,7 @@ from radixcache.runtime.server.protocol.openai import CompletionRequest
 from radixcache.runtime.server.serving import ContextDep, ServingContext, client_of
 from radixcache.runtime.tokens.detokenizer import TextOffsets
 from radixcache.runtime.tokens.tokenizer import Tokenizer
+from radixcache.tokens import TokensLike, as_tokens
 
 router = APIRouter(route_class=BodyRoute)
 

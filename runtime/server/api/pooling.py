@@ -12,7 +12,6 @@ from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
-from radixcache.base import as_tokens
 from radixcache.runtime.engine.input_processor import naming_prompt
 from radixcache.runtime.engine.pooling_inputs import Output, Pooled
 from radixcache.runtime.outputs import EmbeddingOutput, PooledOutput
@@ -26,6 +25,7 @@ from radixcache.runtime.server.protocol.pooling import (
     ScoreRequest,
 )
 from radixcache.runtime.server.serving import ContextDep, ServingContext, client_of
+from radixcache.tokens import as_tokens
 
 router = APIRouter(route_class=BodyRoute)
 

@@ -12,7 +12,6 @@ from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import AfterValidator, Field, model_validator
 
-from radixcache.base import TokensLike
 from radixcache.runtime.sampling.params import SamplingParams
 from radixcache.runtime.server.protocol.fields import (
     MAX_LOGPROBS,
@@ -45,6 +44,7 @@ from radixcache.runtime.server.protocol.unsupported import (
     REFUSED_IN_COMPLETIONS,
 )
 from radixcache.runtime.tokens.tokenizer import Tokenizer
+from radixcache.tokens import TokensLike
 
 
 class StreamOptions(StrictModel):

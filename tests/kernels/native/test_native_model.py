@@ -31,7 +31,7 @@ from radixcache.kernels.spec import (
 from radixcache.runtime.model import reference
 from radixcache.runtime.model.kv_pool import KVPool, LayerShape
 from radixcache.runtime.model.state_pool import StatePool
-from radixcache.states import SequenceStates
+from radixcache.states.recurrent import SequenceStates
 from tests.helpers.native import needs_kernels
 
 pytestmark = needs_kernels

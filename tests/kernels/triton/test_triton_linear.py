@@ -15,7 +15,7 @@ from radixcache import SamplingParams
 from radixcache.kernels.quantized import E4M3, Quantized
 from radixcache.runtime.model.load import load_model
 from tests.helpers import engines
-from tests.helpers.gguf_files import write_model
+from tests.helpers.gguf.files import write_model
 from tests.helpers.models import tiny_model
 from tests.helpers.quantised_files import quantise
 from tests.helpers.simulated_cuda import simulated_cuda

@@ -19,10 +19,10 @@ from radixcache import (
     PrefixCache,
     RadixCache,
 )
-from radixcache.base import as_tokens
 from radixcache.events import Evicted, Stored
 from radixcache.runtime.engine.explain import Explainer, find_rejoin, table_of
 from radixcache.runtime.explanation import Miss
+from radixcache.tokens import as_tokens
 
 SEED = 20_261_120
 NAMESPACES: tuple[Hashable, ...] = (None, "a", "b")

@@ -13,7 +13,6 @@ import torch
 from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from radixcache import InvalidRequest, SamplingParams
-from radixcache.base import as_tokens
 from radixcache.runtime.engine.engine import Engine
 from radixcache.runtime.engine.logits_processors import LogitsProcessors
 from radixcache.runtime.engine.output_processor import NOT_A_NUMBER
@@ -21,6 +20,7 @@ from radixcache.runtime.engine.rows import Row
 from radixcache.runtime.request import Request, Sequence
 from radixcache.runtime.sampling.penalties import NOTHING_LEFT, PenaltyState
 from radixcache.runtime.spec_decode.proposer import NO_TOKENS
+from radixcache.tokens import as_tokens
 from tests.helpers import engines
 from tests.helpers.engines import assert_no_page_is_lost, finish, generated, plain_model
 from tests.helpers.models import EOS, VOCAB_SIZE

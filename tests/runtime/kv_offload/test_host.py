@@ -27,7 +27,7 @@ from radixcache.runtime.kv_offload.host import HostStore
 from radixcache.runtime.kv_offload.offload import Offload
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.server.observe.metrics import engine_metrics
-from radixcache.stored_pages import StoredPage
+from radixcache.tiers.stored_pages import StoredPage
 from tests.helpers import engines
 from tests.helpers.cover import seeds
 from tests.helpers.engines import plain_greedy

@@ -14,7 +14,7 @@ import torch
 
 from radixcache import SamplingParams
 from radixcache.runtime.kv_offload import loads
-from radixcache.stored_pages import StoredPage
+from radixcache.tiers.stored_pages import StoredPage
 from tests.helpers.engines import generated
 from tests.helpers.hash_model import greedy
 from tests.helpers.tiers import Disk

@@ -12,8 +12,8 @@ import pytest
 from radixcache import SamplingParams
 from radixcache.runtime.engine.explain import Explainer
 from radixcache.runtime.model.kv_pool import WindowLayout
-from radixcache.stored_windows import StoredWindows
-from radixcache.tier import LowerTier
+from radixcache.states.stored_windows import StoredWindows
+from radixcache.tiers.lower import LowerTier
 from tests.helpers.cover import seeds
 from tests.helpers.engines import only_by_saved_states
 from tests.helpers.hash_model import VOCAB, greedy

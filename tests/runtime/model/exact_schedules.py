@@ -35,10 +35,10 @@ from radixcache.runtime.model.kv_pool import KVPool, WindowLayout, choose_window
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.request import Request, Sequence
-from radixcache.states import SequenceStates
-from radixcache.windows import WindowIndex
-from tests.helpers.gguf_converter import convert
-from tests.helpers.gguf_files import write_model
+from radixcache.states.recurrent import SequenceStates
+from radixcache.states.windows import WindowIndex
+from tests.helpers.gguf.converter import convert
+from tests.helpers.gguf.files import write_model
 from tests.helpers.models import VOCAB_SIZE, tiny_model
 from tests.helpers.tiers import MemoryStore, attach
 

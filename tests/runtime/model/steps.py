@@ -21,7 +21,7 @@ from radixcache.runtime.model.families.describe import describe
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.weights.sources import SafetensorsSource
-from radixcache.states import SequenceStates
+from radixcache.states.recurrent import SequenceStates
 from tests.helpers.models import VOCAB_SIZE, auto_class
 
 LENS = (70, 33, 50)

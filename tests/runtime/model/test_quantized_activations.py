@@ -23,7 +23,7 @@ from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.quantized_activations import check_activations
 from radixcache.runtime.model.weights.sources import GGUFSource
-from radixcache.states import SequenceStates
+from radixcache.states.recurrent import SequenceStates
 from tests.helpers.native import needs_kernels
 from tests.runtime.model.exact_schedules import CONVERTED, GGUFS, folder
 

@@ -8,7 +8,6 @@ import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
@@ -22,7 +21,6 @@ from radixcache.runtime.router.ingress import TRIES
 from radixcache.runtime.router.members import MEMBERS
 from radixcache.runtime.router.prompts import Prompts
 from radixcache.runtime.router.replica import Description
-from radixcache.runtime.router.scaling import by_queued_tokens
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.server.pools import GrammarPool
 from tests.helpers.pictures import data_url, file_of, picture
@@ -495,14 +493,3 @@ async def test_the_metrics_of_others_come_though_a_replica_hangs(
     assert any('replica="a"' in line for line in lines)
     assert not any('replica="b"' in line for line in lines)
     world.before = None
-
-
-@pytest.mark.parametrize(
-    ("loads", "wanted"), [([], 0), ([0.0], 0), ([0.2, 0.3], 1), ([1.0, 1.0, 0.1], 3)]
-)
-def test_there_should_be_as_many_replicas_as_the_loads_would_keep_busy(
-    loads: list[float], wanted: int
-):
-    metrics = {"load": {f"{index}": load for index, load in enumerate(loads)}}
-    context: Any = SimpleNamespace(aggregated_metrics=metrics if loads else None)
-    assert by_queued_tokens(context) == (wanted, {})

@@ -12,8 +12,8 @@ import pytest
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.router.prompts import Prompts
 from radixcache.runtime.tokens.tokenizer import Tokenizer
-from tests.helpers.gguf_files import gguf_bytes
-from tests.helpers.gguf_tokenizers import byte_level_metadata, sentencepiece_metadata
+from tests.helpers.gguf.files import gguf_bytes
+from tests.helpers.gguf.tokenizers import byte_level_metadata, sentencepiece_metadata
 from tests.runtime.tokens.tiny_tokenizers import byte_level
 
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from radixcache import LLM, SamplingParams
-from radixcache.base import as_tokens
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.engine.input_processor import Prompt
 from radixcache.runtime.engine.scheduling.chunk import Chunk
@@ -22,6 +21,7 @@ from radixcache.runtime.engine.scheduling.scheduler import Scheduler
 from radixcache.runtime.request import Request, Sequence
 from radixcache.runtime.sampling.prompt_logprobs import ScoredPrompts
 from radixcache.runtime.spec_decode.proposer import DraftProposer
+from radixcache.tokens import as_tokens
 from tests.helpers.cover import covering
 from tests.helpers.drafts import RandomProposer, draft_always, speculate
 from tests.helpers.engines import Layers, finish, make_engine, prompts, run

@@ -17,8 +17,8 @@ from radixcache.runtime.checkpoints.gguf_file import GGUFFile
 from radixcache.runtime.tokens import gguf_tokenizer
 from radixcache.runtime.tokens.gguf_tokenizer import _CUTS, read_tokenizer
 from radixcache.runtime.tokens.tokenizer import Tokenizer
-from tests.helpers.gguf_files import gguf_bytes, write_model
-from tests.helpers.gguf_tokenizers import (
+from tests.helpers.gguf.files import gguf_bytes, write_model
+from tests.helpers.gguf.tokenizers import (
     LETTERS,
     NORMAL,
     byte_level_metadata,

@@ -24,7 +24,7 @@ from radixcache.runtime.model.fallback.model import TransformersModel
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.state_pool import slot_arrays
-from radixcache.states import SequenceStates
+from radixcache.states.recurrent import SequenceStates
 from tests.helpers import engines
 from tests.helpers.cover import seeds
 from tests.helpers.decoders import DECODERS

@@ -27,7 +27,7 @@ from radixcache.runtime.model.gguf.config import describe_gguf, open_gguf, setti
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.weights.sources import GGUFSource
-from tests.helpers.gguf_files import (
+from tests.helpers.gguf.files import (
     Stored,
     decode,
     gguf_bytes,

@@ -9,7 +9,7 @@ import pytest
 
 from radixcache.runtime.checkpoints.gguf_file import GGUFFile
 from radixcache.runtime.model.gguf.config import generation_config_of
-from tests.helpers.gguf_files import gguf_bytes
+from tests.helpers.gguf.files import gguf_bytes
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -30,7 +30,7 @@ from radixcache.runtime.model.gguf.config import describe_gguf, settings_of
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.loop import LayerLoop
 from radixcache.runtime.model.weights.sources import GGUFSource, SafetensorsSource
-from tests.helpers.gguf_converter import FAMILIES, convert
+from tests.helpers.gguf.converter import FAMILIES, convert
 from tests.helpers.models import tiny_model
 from tests.helpers.native import needs_kernels
 from tests.helpers.sources import ROOT

@@ -18,8 +18,8 @@ from radixcache.runtime.model.families.describe import describe
 from radixcache.runtime.model.gguf.config import describe_gguf, open_gguf, settings_of
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.server.settings import read_settings
-from tests.helpers.gguf_converter import FAMILIES, convert
-from tests.helpers.gguf_files import Stored, gguf_bytes, metadata_of, write_model
+from tests.helpers.gguf.converter import FAMILIES, convert
+from tests.helpers.gguf.files import Stored, gguf_bytes, metadata_of, write_model
 from tests.helpers.models import tiny_model
 from tests.runtime.model.steps import run_steps
 

@@ -21,7 +21,7 @@ from radixcache.runtime.model.compatibility import quantization_of
 from radixcache.runtime.model.load import load_model
 from radixcache.runtime.model.weights.quantized_checkpoint import QuantizedCheckpoint
 from radixcache.runtime.model.weights.quantized_formats import FORMATS, Stem
-from radixcache.states import SequenceStates
+from radixcache.states.recurrent import SequenceStates
 from tests.helpers.models import tiny_model
 from tests.helpers.native import needs_kernels
 from tests.helpers.quantised_files import KINDS, Parts, quantise, save

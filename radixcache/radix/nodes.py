@@ -1,4 +1,4 @@
-"""The nodes of the tree, and the runs in which they keep their tokens and pages.
+"""The nodes of the tree, the leases that stand in them, and the runs of their tokens and pages.
 
 If a look-up compared node by node, a path of a hundred short nodes would take a hundred times as
 long as one long node. So nodes that follow each other on a path share a *run*, one buffer of their
@@ -9,43 +9,36 @@ then moves no token either.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Hashable
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from radixcache.lease import Lease
 from radixcache.pages import Pages
-
-Tokens = NDArray[np.int32]
-"""Token ids, one-dimensional int32."""
+from radixcache.tokens import Tokens
 
 NO_CHILDREN: dict[int, Node] = cast(Any, MappingProxyType({}))
-NOBODY: set[Cursor] = cast(Any, frozenset())
+NOBODY: set[RadixLease] = cast(Any, frozenset())
 """Shared by all nodes without leases, most of them leaves: an empty set has 200 bytes."""
 
-_GLANCE, _MANY = 256, 8192
-"""More than `_MANY` tokens are compared only if the first `_GLANCE` are equal: most mismatches come
-early. With fewer tokens, the second comparison costs more than it saves."""
 
+class RadixLease(Lease):
+    """A lease whose cursor is a place in the tree: `num_tokens` tokens down, inside `node`.
 
-def common_length(a: Tokens, b: Tokens) -> int:
-    """Length of the common prefix of two equally long, non-empty arrays. O(n), vectorised."""
-    if len(a) > _MANY:
-        same = common_length(a[:_GLANCE], b[:_GLANCE])
-        if same < _GLANCE:
-            return same
-    different = a != b
-    first = int(different.argmax())
-    return first if different[first] else len(a)
+    The lease pins that one node. Its ancestors cannot go either, because only leaves are evicted.
+    """
 
+    __slots__ = ("node",)
 
-class Cursor(Protocol):
-    """A lease as the tree sees it: a position inside `node`, `num_tokens` tokens from the root."""
-
-    num_tokens: int
-    node: Node
+    def __init__(
+        self, node: Node, page_size: int, query_tokens: int, namespace: Hashable, resumed: bool
+    ) -> None:
+        super().__init__(page_size, query_tokens, namespace, resumed)
+        self.node = node
 
 
 class Node:
@@ -126,14 +119,14 @@ class Node:
         if not self.children:
             self.children = NO_CHILDREN
 
-    def enter(self, lease: Cursor) -> None:
+    def enter(self, lease: RadixLease) -> None:
         """The cursor of `lease` is in this node now."""
         if self.leases is NOBODY:
             self.leases = set()
         self.leases.add(lease)
         lease.node = self
 
-    def leave(self, lease: Cursor) -> None:
+    def leave(self, lease: RadixLease) -> None:
         """The cursor of `lease` has left this node."""
         self.leases.remove(lease)
         if not self.leases:

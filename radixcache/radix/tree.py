@@ -18,10 +18,11 @@ from itertools import islice
 import numpy as np
 
 from radixcache.base import as_namespace
-from radixcache.lease import Lease, RadixLease
-from radixcache.nodes import NO_CHILDREN, Node, Run, Tokens, common_length
+from radixcache.lease import Lease
 from radixcache.pages import PagePool, Pages
+from radixcache.radix.nodes import NO_CHILDREN, Node, RadixLease, Run
 from radixcache.snapshot import Ends, Outline
+from radixcache.tokens import Tokens, common_length
 
 MAX_RUNS = 4
 """So few runs on a path, the root's included, are not worth joining."""
@@ -97,6 +98,23 @@ class RadixTree:
         while position <= node.start and node.parent is not None:
             node = node.parent
         return node
+
+    def find_usable(self, root: Node, tokens: Tokens) -> tuple[Node, int, int, int]:
+        """The node and length of the longest prefix that can be used, how much of it is written,
+        and how many tokens longer it will be once the tokens in flight are written."""
+        node, position = self.descend(root, 0, tokens)
+        written = longest = position
+        at = node
+        while (start := self.written(at)) < min(written, at.end):
+            written = start
+            if start > at.start or at.parent is None:
+                break
+            at = at.parent
+        if written < position:
+            whole_pages = position // self.page_size * self.page_size
+            position = max(written, whole_pages)
+            node = self.climb(node, position)
+        return node, position, written, longest - position
 
     def read_pages(self, node: Node, start: int, end: int) -> Pages:
         """Page table entries [start, end) of the path that ends in `node`. O(runs + pages)."""

@@ -35,7 +35,7 @@ from radixcache.runtime.model.weights.quantized_checkpoint import QuantizedCheck
 from radixcache.runtime.model.weights.sources import SafetensorsSource
 from tests.helpers.decoders import DECODERS
 from tests.helpers.models import MULTIMODAL, auto_class, tiny_model
-from tests.runtime.model.faults import faults
+from tests.runtime.model.families.faults import faults
 from tests.runtime.model.steps import TOKENS, logits_by_reference, read, settings_of
 
 TOLERANCE = 2e-5  # of the range of the logits; delta nets and Mamba 2 come to 6e-6

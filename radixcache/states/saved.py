@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Generic, Literal, NamedTuple, TypeVar
 
-from radixcache.nodes import Tokens
+from radixcache.tokens import Tokens
 
 Kind = Literal["boundary", "branch", "prompt", "end", "near", "trail"]
 """Why a saved state is kept: a message ends there; two prompts diverge there; a prompt ends there;

@@ -9,8 +9,8 @@ from hashlib import blake2b
 from itertools import islice
 from typing import Literal, NamedTuple, Protocol
 
-from radixcache.nodes import Tokens
 from radixcache.pages import Pages
+from radixcache.tokens import Tokens
 
 Medium = Literal["host", "disk"]
 State = Literal["writing", "stored", "lost"]
@@ -40,7 +40,7 @@ class StoredPage:
 
     @property
     def is_of_window(self) -> bool:
-        """Whether it is of a window (`radixcache.stored_windows`), whose tokens are no text's."""
+        """Whether it is of a window (`states.stored_windows`), whose tokens are no text's."""
         return self.tokens.item(0) < 0
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from radixcache.nodes import Tokens
-from radixcache.stored_pages import StoredPage
-from radixcache.stored_windows import StoredWindow
-from radixcache.tier import LowerTier
-from radixcache.windows import WindowIndex
+from radixcache.states.stored_windows import StoredWindow
+from radixcache.states.windows import WindowIndex
+from radixcache.tiers.lower import LowerTier
+from radixcache.tiers.stored_pages import StoredPage
+from radixcache.tokens import Tokens
 
 
 class Below(NamedTuple):

@@ -26,9 +26,8 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from radixcache.errors import InvalidRequest
-from radixcache.nodes import Tokens, common_length
 from radixcache.pages import Pages, as_count
-from radixcache.stored_pages import (
+from radixcache.tiers.stored_pages import (
     Medium,
     PageGroup,
     PageStore,
@@ -37,6 +36,7 @@ from radixcache.stored_pages import (
     StoredRun,
     TierListener,
 )
+from radixcache.tokens import Tokens, common_length
 
 S = TypeVar("S", bound=PageStore)
 

@@ -8,17 +8,17 @@ from typing import cast
 
 import numpy as np
 
-from radixcache.base import PrefixCache, Tokens, TokensLike, as_namespace, as_tokens, mutation
+from radixcache.base import PrefixCache, as_namespace, mutation
 from radixcache.errors import LeaseError, OutOfPages
 from radixcache.events import Evicted, Stored
-from radixcache.eviction import EvictionOrder
 from radixcache.lease import NO_PAGES, Lease, PageCopy
-from radixcache.lease import RadixLease as RadixLease
-from radixcache.leased_pages import LeasedPages
-from radixcache.nodes import Node
 from radixcache.pages import PagePool, Pages
+from radixcache.radix.eviction import EvictionOrder
+from radixcache.radix.leased_pages import LeasedPages
+from radixcache.radix.nodes import Node, RadixLease
+from radixcache.radix.tree import RadixTree
 from radixcache.snapshot import Outline
-from radixcache.tree import RadixTree
+from radixcache.tokens import Tokens, TokensLike, as_tokens
 
 
 class RadixCache(PrefixCache):
@@ -56,7 +56,7 @@ class RadixCache(PrefixCache):
 
     def match(self, tokens: TokensLike, namespace: Hashable = None) -> int:
         root = self._tree.find_root(namespace)
-        return 0 if root is None else self._find(root, 0, as_tokens(tokens)[:-1])[1]
+        return 0 if root is None else self._tree.find_usable(root, as_tokens(tokens)[:-1])[1]
 
     def cached_length(self, tokens: TokensLike, namespace: Hashable = None) -> int:
         return self.follow(tokens, namespace, 0)[0]
@@ -80,34 +80,17 @@ class RadixCache(PrefixCache):
         prompts = islice(self.coming(), count)
         return ((as_tokens(tokens), as_namespace(namespace)) for tokens, namespace in prompts)
 
-    def _find(self, node: Node, position: int, tokens: Tokens) -> tuple[Node, int, int, int]:
-        """The node and length of the longest prefix that can be used, how much of it is written,
-        and how many tokens longer it will be once the tokens in flight are written."""
-        node, position = self._tree.descend(node, position, tokens)
-        written = longest = position
-        at = node
-        while (start := self._tree.written(at)) < min(written, at.end):
-            written = start
-            if start > at.start or at.parent is None:
-                break
-            at = at.parent
-        if written < position:
-            whole_pages = position // self.page_size * self.page_size
-            position = max(written, whole_pages)
-            node = self._tree.climb(node, position)
-        return node, position, written, longest - position
-
     # -- the life of a lease -------------------------------------------------------------------
 
     def _acquire(
         self, tokens: Tokens, namespace: Hashable, resumed: bool, include_last: bool
     ) -> RadixLease:
         root = self._tree.root(namespace)
-        node, position, written, unusable = self._find(
-            root, 0, tokens if include_last else tokens[:-1]
+        node, position, written, unusable = self._tree.find_usable(
+            root, tokens if include_last else tokens[:-1]
         )
         if include_last and written < len(tokens):
-            node, position, written, unusable = self._find(root, 0, tokens[:-1])
+            node, position, written, unusable = self._tree.find_usable(root, tokens[:-1])
         lease = RadixLease(node, self.page_size, len(tokens), namespace, resumed)
         lease.next_step_tokens = unusable
         node.enter(lease)

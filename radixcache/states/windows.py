@@ -2,7 +2,7 @@
 
 A query at position p of such a layer sees the keys after p - W. So a running sequence keeps the
 pages of its last window alone, in a table beside that of the full layers, which see all tokens. A
-saved state at p (`radixcache.saved_states`) holds the pages of (p - W, p) by reference: a page may
+saved state at p (`radixcache.states.saved`) holds the pages of (p - W, p) by reference: a page may
 belong to several saved states and sequences. Both kinds of pages have the same bytes and come from
 one pool; a page of all full layers holds `page_size` tokens, a page of all windowed layers
 `WindowIndex.page_size`. Eviction takes the least recently used first, leaf or saved state.
@@ -15,7 +15,7 @@ those below it. So a sequence computes again as many tokens before the end of th
 all layers are as they were, to the bit. It leaves the KV of full layers alone: its first tokens see
 too little, and would spoil that KV for all.
 
-What a sequence leaves behind is found until its memory is used anew (`radixcache.left_pages`). A
+What a sequence leaves behind is found until its memory is used anew (`states.left_pages`). A
 prompt resumes at the deepest place before which one whole window is there, in use or free; then
 it makes a saved state where it parts from the cached text.
 """
@@ -30,10 +30,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, cast
 import numpy as np
 
 from radixcache.lease import NO_PAGES, Lease, PageCopy, WindowTable
-from radixcache.left_pages import LeftPages
-from radixcache.nodes import Tokens
 from radixcache.pages import PagePool, Pages
-from radixcache.saved_states import (
+from radixcache.states.left_pages import LeftPages
+from radixcache.states.saved import (
     MOST_SAVED_STATES,
     Key,
     Kind,
@@ -41,7 +40,8 @@ from radixcache.saved_states import (
     SavedStateIndex,
     key_of,
 )
-from radixcache.stored_windows import StoredWindows
+from radixcache.states.stored_windows import StoredWindows
+from radixcache.tokens import Tokens
 
 MOST_LOOK_BACK = 256
 """The largest window for which tokens are computed again in place of a saved state."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from itertools import islice
 
-from radixcache.eviction import EvictionOrder
-from radixcache.lease import RadixLease
-from radixcache.nodes import Node
-from radixcache.tree import RadixTree
+from radixcache.radix.eviction import EvictionOrder
+from radixcache.radix.nodes import Node, RadixLease
+from radixcache.radix.tree import RadixTree
 
 
 class LeasedPages:

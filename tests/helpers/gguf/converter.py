@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from tests.helpers.gguf_files import Stored, gguf_bytes
+from tests.helpers.gguf.files import Stored, gguf_bytes
 
 _TURNS = ["sliding_attention", "full_attention"]
 _THREE_OF_FOUR = {

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from radixcache.base import TokensLike, as_tokens
 from radixcache.pages import PagePool
-from radixcache.radix import RadixCache
+from radixcache.radix.cache import RadixCache
+from radixcache.tokens import TokensLike, as_tokens
 
 
 class GhostIndex(RadixCache):

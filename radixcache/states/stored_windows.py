@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from radixcache.nodes import Tokens
 from radixcache.pages import Pages
-from radixcache.saved_states import MOST_SAVED_STATES, Key, Kind, SavedState, SavedStateIndex
-from radixcache.stored_pages import StoredPage
-from radixcache.tier import LowerTier
+from radixcache.states.saved import MOST_SAVED_STATES, Key, Kind, SavedState, SavedStateIndex
+from radixcache.tiers.lower import LowerTier
+from radixcache.tiers.stored_pages import StoredPage
+from radixcache.tokens import Tokens
 
 _KINDS: tuple[Kind, ...] = ("boundary", "branch", "prompt", "end")
 

@@ -8,9 +8,9 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from radixcache.base import PrefixCache, Tokens, TokensLike, as_tokens, mutation
-from radixcache.block_hash import as_block_namespace, first_parent, hash_block
-from radixcache.blocks import (
+from radixcache.base import PrefixCache, mutation
+from radixcache.errors import InvalidRequest, OutOfPages
+from radixcache.hash_block.blocks import (
     Block,
     BlockEvicted,
     BlockMap,
@@ -19,11 +19,12 @@ from radixcache.blocks import (
     PromptHashes,
     Row,
 )
-from radixcache.errors import InvalidRequest, OutOfPages
-from radixcache.free_queue import FreeQueue
+from radixcache.hash_block.free_queue import FreeQueue
+from radixcache.hash_block.hashes import as_block_namespace, first_parent, hash_block
 from radixcache.lease import Lease
 from radixcache.pages import PagePool, Pages
 from radixcache.snapshot import Ends, Outline
+from radixcache.tokens import Tokens, TokensLike, as_tokens
 
 _NO_TOKENS: Tokens = np.empty(0, np.int32)
 

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from sortedcontainers import SortedList
 
-from radixcache.base import Tokens
-from radixcache.nodes import Node
-from radixcache.tree import RadixTree
+from radixcache.radix.nodes import Node
+from radixcache.radix.tree import RadixTree
+from radixcache.tokens import Tokens
 
 MOST_COMING = 128
 """Waiting prompts whose tokens are passed over: looking each one up takes some microseconds."""

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from radixcache.base import Tokens
 from radixcache.events import Evicted, Stored
+from radixcache.tokens import Tokens
 
 
 class Block(NamedTuple):

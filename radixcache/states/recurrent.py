@@ -1,7 +1,7 @@
 """The index of recurrent states: which slot holds the state after which prefix.
 
 Like pages, slots are numbers; the owner of the tensors reads and writes them. A slot is free, or
-belongs to a running sequence or to a saved state (`radixcache.saved_states`). A sequence always
+belongs to a running sequence or to a saved state (`radixcache.states.saved`). A sequence always
 gets one, at the expense of a saved state; a saved state without a free slot is not kept.
 
 A prompt that parts from a cached text needs a state before that place, which nobody knows ahead. So
@@ -17,8 +17,8 @@ from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 from radixcache.errors import InvalidRequest, OutOfPages
-from radixcache.nodes import Tokens
-from radixcache.saved_states import Key, Kind, SavedState, SavedStateIndex, key_of
+from radixcache.states.saved import Key, Kind, SavedState, SavedStateIndex, key_of
+from radixcache.tokens import Tokens
 
 ALWAYS_FREE = 2
 """Slots that spare states leave: a running sequence takes one, and its end may need another."""

@@ -1,0 +1,1 @@
+"""The hash-block mode: vLLM's automatic prefix caching, and its block hashes."""

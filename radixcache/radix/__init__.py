@@ -1,0 +1,1 @@
+"""The radix mode: the token-exact tree, and the cache over it."""

@@ -1,0 +1,1 @@
+"""What layers without full attention keep: states and windows, of sequences and saved ones."""
