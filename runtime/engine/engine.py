@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as List
-from ctypes import c_int32
 from functools import wraps
 from threading import get_ident
 from typing import Any, NamedTuple, TypeVar, cast
@@ -15,9 +14,9 @@ import torch
 
 from radixcache.base import PrefixCache, as_namespace
 from radixcache.errors import ContextExceeded, InvalidRequest, WrongThread
-from radixcache.kernels.draw import MultiStep
 from radixcache.kernels.upload import Fetch, on_device, send
 from radixcache.runtime.engine.model_runner import ModelRunner
+from radixcache.runtime.engine.multi_step_runner import MultiStepRunner
 from radixcache.runtime.engine.output_processor import OutputProcessor
 from radixcache.runtime.engine.rows import Row
 from radixcache.runtime.engine.sampler import PendingStep, Sampler
@@ -38,12 +37,6 @@ from radixcache.stats import CacheStats
 from radixcache.tokens import Tokens, TokensLike, as_tokens
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-
-MULTI_STEP_SECONDS = 0.02
-"""The aim for steps that run in one call: their tokens come together."""
-
-MAX_STEPS = 8
-"""Steps that run in one call at most."""
 
 
 def whole(method: _F) -> _F:
@@ -112,9 +105,6 @@ class Engine:
         sampler: draws the tokens; by default one with `seed`.
         overlap: launch a step before the tokens of the one before it are read, or run several in
             one call, where the device and the model allow that.
-
-    Attributes:
-        interrupt: while it is not 0, a call of `step` runs one step; another thread may set it.
     """
 
     def __init__(
@@ -147,10 +137,8 @@ class Engine:
         self._next_id = 0
         self._ahead: _Step | None = None
         self.overlap = overlap and model.can_overlap
-        self.multi_step = overlap and model.multi_step
-        self.interrupt = c_int32(0)
-        self._decode_seconds = 0.0
-        """What the last step without prefill took."""
+        several = MultiStepRunner(self.runner, scheduler, self.sampler, model.eos_token_ids)
+        self.multi_step = several if overlap and model.multi_step else None
         self._thread: int | None = None
         self._cut_off = False
         """A call is under way, or was cut off before it recovered."""
@@ -177,7 +165,7 @@ class Engine:
         """
         began = time.perf_counter()
         with on_device(self.model.device):
-            step = self._ahead or self._run_steps() or self._sample(self._launch())
+            step = self._ahead or self._run_several() or self._sample(self._launch())
             self._ahead = None
             if step is not None:
                 ahead = self._launch(step.pending)
@@ -185,8 +173,8 @@ class Engine:
                 self._ahead = self._sample(ahead)
         seconds = time.perf_counter() - began
         prefills = step.prefills if step is not None else []
-        if step is not None and not prefills:
-            self._decode_seconds = seconds / step.num_steps
+        if self.multi_step is not None and step is not None and step.num_rows:
+            self.multi_step.step_seconds = seconds / step.num_steps
         self.scheduler.budget.note(prefills, seconds)
         self.scheduler.admission.loads.note_step(sum(count - 1 for _, count in prefills), seconds)
         if step is not None and step.num_rows and self.scheduler.proposer is not None:
@@ -403,29 +391,9 @@ class Engine:
             raise ContextExceeded.of(self.max_model_len, problem)
         return min(wanted, room)
 
-    def _run_steps(self) -> _Step | None:
-        """Run several steps of sequences that only decode; None if `_launch` has to run the next.
-
-        The tokens of the later steps are like a draft that comes true: the model's own.
-        """
-        if not self.multi_step or self._decode_seconds * 2 > MULTI_STEP_SECONDS:
-            return None
-        steps = int(min(MULTI_STEP_SECONDS / max(self._decode_seconds, 1e-9), MAX_STEPS))
-        chunks = self.scheduler.schedule_decodes(steps)
-        if not chunks:
-            return None
-        sequences = [chunk.sequence for chunk in chunks]
-        stops = {*self.model.eos_token_ids}
-        for sequence in sequences:
-            stops.update(sequence.request.params.stop_token_ids or ())
-        rows = [Row(c.sequence, c.draft[:n]) for c in chunks for n in range(1 + len(c.draft))]
-        how = MultiStep(self.sampler.draws(rows), [*stops], self.interrupt)
-        tokens, highest = self.runner.decode(chunks, how)
-        self.scheduler.commit()
-        drafts, steps = tokens.numpy().astype(np.int32), tokens.shape[1]
-        rows = [Row(s, drafts[at, :n]) for at, s in enumerate(sequences) for n in range(steps)]
-        pending = PendingStep(rows, tokens, [], Fetch(tokens.flatten(), highest.flatten()))
-        return _Step(pending, [], len(chunks), steps)
+    def _run_several(self) -> _Step | None:
+        found = None if self.multi_step is None else self.multi_step.run()
+        return found and _Step(found[0], [], len(found[0].rows), found[1])
 
     def _launch(self, before: PendingStep | None = None) -> _Forward | None:
         """Schedule a step and enqueue it up to its logits; None if there is nothing to do.

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
+from ctypes import c_int32
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from radixcache.errors import EngineFailed, EngineStopped, WrongThread
@@ -63,6 +64,9 @@ class Worker:
         after_step: Callable[[], object] | None = None,
     ) -> None:
         self._engine = engine
+        several = engine.multi_step
+        self._interrupt = c_int32(0) if several is None else several.interrupt
+        """Not 0 while commands wait: the step that runs is the last of its call."""
         self._prefixes = prefixes
         self._after_step = after_step
         self._commands: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = (
@@ -110,7 +114,7 @@ class Worker:
         """Queue `function`; takes no lock once the thread runs, so finalizers may call it."""
         future: Future[T] = Future()
         self._commands.put((future, function))
-        self._engine.interrupt.value = 1
+        self._interrupt.value = 1
         if not self._started:
             with self._starting:
                 if self._thread.ident is None and not self._stop:
@@ -238,7 +242,7 @@ class Worker:
     def _run_commands(self) -> None:
         """Run the queued commands; wait for one if the engine has no work."""
         wait = not self._engine.has_work
-        self._engine.interrupt.value = 0
+        self._interrupt.value = 0
         with suppress(queue.Empty):
             while True:
                 self._command = future, function = self._commands.get(block=wait)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from radixcache import HashBlockCache, PagePool, RadixCache
 from radixcache.kernels.attention import PagedBatch
+from radixcache.kernels.draw import MultiStep
 from radixcache.kernels.native.library import problem
 from radixcache.pages import Pages
 from radixcache.runtime.engine.build import choose_logits_cache, choose_planner
@@ -129,9 +130,12 @@ class HashModel:
     def multi_step(self) -> bool:
         return not self.can_overlap and not self.state_shapes and problem() is None
 
-    def decode(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """So many steps as somebody on another thread leaves time for."""
-        return decode_by_steps(self, *arguments, most=self._random.randint(1, 8))
+    def decode(
+        self, token_ids: Ints, batch: PagedBatch, positions: Ints, pool: HashPool, how: MultiStep
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run any number of steps, as if another thread interrupted them."""
+        most = self._random.randint(1, 8)
+        return decode_by_steps(self, token_ids, batch, positions, pool, how, most)
 
     def forward(
         self,
