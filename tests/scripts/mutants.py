@@ -56,7 +56,7 @@ def survives(mutant: Mutant) -> bool:
             shutil.copy(ROOT / file, copy / file)
         path = copy / mutant.path
         path.write_text(changed(path.read_text(), mutant))
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider"]
         done = subprocess.run(
             [*command, *mutant.tests.split()],
             cwd=copy,

@@ -97,7 +97,15 @@ def test_a_call_of_another_thread_waits_for_one_step(llm: LLM, monkeypatch: Any)
     finish(engine)
 
 
-def test_a_call_on_the_workers_thread_interrupts_the_steps(monkeypatch: Any) -> None:
+def test_without_a_seed_completions_and_requests_draw_apart(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.5, max_tokens=30, n=3, ignore_eos=True)
+    requests = [llm.engine.add_request(llm.encode("abc"), params) for _ in range(2)]
+    finish(llm.engine)
+    drawn = [one.token_ids for request in requests for one in request.output().outputs]
+    assert len({*map(tuple, drawn)}) == 6
+
+
+def test_a_call_on_the_worker_interrupts_the_steps(monkeypatch: Any) -> None:
     llm = LLM(kv_cache_memory_bytes="4MiB")
     monkeypatch.setattr(multi_step_runner, "CALL_SECONDS", 1.0)
     decode, counts = llm.engine.model.decode, list[int]()
