@@ -207,6 +207,7 @@ def test_an_answer_leaves_the_state_before_its_last_token_ahead_as_without() -> 
         engine.step()
         found.append(again.sequences[0].cached_tokens)
         finish(engine)
+        assert not engine.model.wrong_states  # type: ignore[attr-defined]
         assert engine.scheduler.planner.index.counts["running"] == 0  # type: ignore[attr-defined]
     assert found == [24] * 4
 
