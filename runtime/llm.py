@@ -30,7 +30,6 @@ from radixcache.runtime.engine.pooling_inputs import (
     Texts,
     pooled_outputs,
 )
-from radixcache.runtime.engine.start_notes import start_notes
 from radixcache.runtime.engine.stream import Stream
 from radixcache.runtime.engine.worker import Worker
 from radixcache.runtime.explanation import Explanation
@@ -46,6 +45,7 @@ from radixcache.runtime.outputs import (
 )
 from radixcache.runtime.request import Request
 from radixcache.runtime.sampling.params import SamplingParams
+from radixcache.runtime.start_notes import start_notes
 from radixcache.runtime.tokens.conversation import Conversations, thoughts_of
 from radixcache.runtime.tokens.history import TokenHistory
 from radixcache.runtime.tokens.tokenizer import Message
