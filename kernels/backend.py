@@ -3,7 +3,7 @@
 `torch/`, `native/`, `flashinfer/` and `triton/` have the same files, as far as they have kernels:
 `attention`, `operators` (linear, RMS norm, add_norm, RoPE, activation), `experts`, `recurrence`,
 `top_p`, as `.py`, or `.h` in C++. A kernel that a folder lacks is torch's. `choose.py` finds out
-what runs; the loop over the layers is `runtime/model/loop.py`.
+what runs; the loop over the layers is `runtime/model/layer_loop.py`.
 """
 
 from __future__ import annotations

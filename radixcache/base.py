@@ -40,7 +40,7 @@ from radixcache.pins import Pins
 from radixcache.snapshot import Outline
 from radixcache.states.windows import WindowIndex
 from radixcache.stats import CacheStats
-from radixcache.tiers.lower import LowerTier
+from radixcache.tiers.index import LowerTier
 from radixcache.tokens import Tokens, TokensLike, as_tokens
 
 

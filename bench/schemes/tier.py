@@ -7,7 +7,7 @@ from radixcache.pages import PagePool, Pages
 from radixcache.radix.cache import RadixCache
 from radixcache.runtime.kv_offload.page_loader import NO_LOADS, PageLoader
 from radixcache.runtime.request import Sequence
-from radixcache.tiers.lower import LowerTier
+from radixcache.tiers.index import LowerTier
 from radixcache.tiers.stored_pages import StoredPages
 from radixcache.tokens import Tokens
 

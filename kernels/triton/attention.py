@@ -26,7 +26,7 @@ from radixcache.kernels.attention import (
     LayerKind,
     PagedBatch,
 )
-from radixcache.kernels.triton.kernels import append_kernel, decode_kernel
+from radixcache.kernels.triton.attention_kernels import append_kernel, decode_kernel
 from radixcache.kernels.triton.prefill import (
     INTERPRETED,
     MIN_SPLIT,

@@ -15,7 +15,7 @@ import torch
 import triton
 
 from radixcache.kernels.attention import LayerKind, LayerPages
-from radixcache.kernels.triton.kernels import merge_kernel, prefill_kernel
+from radixcache.kernels.triton.attention_kernels import merge_kernel, prefill_kernel
 
 SPLIT_TOKENS = 512
 """The most new tokens of a step whose keys are split."""

@@ -14,7 +14,7 @@ from radixcache.events import Evicted, Stored
 from radixcache.lease import NO_PAGES, Lease, PageCopy
 from radixcache.pages import PagePool, Pages
 from radixcache.radix.eviction import EvictionOrder
-from radixcache.radix.leased_pages import LeasedPages
+from radixcache.radix.held_pages import HeldPages
 from radixcache.radix.nodes import Node, RadixLease
 from radixcache.radix.tree import RadixTree
 from radixcache.snapshot import Outline
@@ -46,7 +46,7 @@ class RadixCache(PrefixCache):
         self._tree = RadixTree(self.pool)
         self._order = EvictionOrder(self._tree)
         self._leases: dict[RadixLease, None] = {}
-        self._held = LeasedPages(self._tree, self._order, self._leases)
+        self._held = HeldPages(self._tree, self._order, self._leases)
         self._in_flight: dict[RadixLease, int] = {}
         """Leases on in-flight tokens, in order, each with the length of its written prefix."""
         for tier in () if self.lower is None else self.lower.chain():

@@ -16,7 +16,7 @@ import numpy as np
 
 from radixcache.pages import Pages
 from radixcache.states.saved import MOST_SAVED_STATES, Key, Kind, SavedState, SavedStateIndex
-from radixcache.tiers.lower import LowerTier
+from radixcache.tiers.index import LowerTier
 from radixcache.tiers.stored_pages import StoredPage
 from radixcache.tokens import Tokens
 

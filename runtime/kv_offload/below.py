@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from radixcache.states.stored_windows import StoredWindow
 from radixcache.states.windows import WindowIndex
-from radixcache.tiers.lower import LowerTier
+from radixcache.tiers.index import LowerTier
 from radixcache.tiers.stored_pages import StoredPage
 from radixcache.tokens import Tokens
 

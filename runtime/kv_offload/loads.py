@@ -29,7 +29,7 @@ from radixcache.runtime.kv_offload.store import PrefillTime, Store
 from radixcache.runtime.model.kv_pool import KVPool
 from radixcache.runtime.request import Sequence
 from radixcache.states.stored_windows import StoredWindow
-from radixcache.tiers.lower import LowerTier
+from radixcache.tiers.index import LowerTier
 from radixcache.tiers.stored_pages import LoadCost, Medium, StoredPage
 
 _TRIES = 3

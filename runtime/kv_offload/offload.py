@@ -20,7 +20,7 @@ from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.progress import report
 from radixcache.runtime.tokens.conversation import Conversations
 from radixcache.states.stored_windows import StoredWindows
-from radixcache.tiers.lower import LowerTier
+from radixcache.tiers.index import LowerTier
 
 if TYPE_CHECKING:  # imports xxhash and sqlite3
     from radixcache.runtime.kv_offload.disk import DiskStore

@@ -1,8 +1,9 @@
-"""The decoder loop: the forward pass of every family that has a description.
+"""A model of a family that has a description: its weights are read, checked and run by our loop.
 
 transformers' layers are modules of many small operations, and importing them takes most of a start.
-This is one loop over the layers of an `Architecture`, by the kernels of a `Backend`. Its logits are
-compared with `reference` at load; transformers' layers run if they differ.
+The forward pass is one loop over the layers of an `Architecture` (`layer_loop.py`; natively one
+call), by the kernels of a `Backend`. Its logits are compared with `reference` at load;
+transformers' layers run if they differ.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from radixcache.runtime.model import reference
 from radixcache.runtime.model.generation import GenerationDefaults
 from radixcache.runtime.model.host.system_memory import give_back
 from radixcache.runtime.model.kv_pool import KVPool
-from radixcache.runtime.model.loop import LayerLoop, layers_of
+from radixcache.runtime.model.layer_loop import LayerLoop, layers_of
 from radixcache.runtime.model.paged_model import PagedModel
 from radixcache.runtime.model.pooler import Pooler, ScoreHead
 from radixcache.runtime.model.progress import track

@@ -25,7 +25,7 @@ from radixcache.kernels.torch.attention import TorchAttention
 from radixcache.kernels.torch.experts import activate, choose
 from radixcache.kernels.torch.operators import TorchBackend
 from radixcache.kernels.torch.recurrence import recur
-from radixcache.runtime.model.loop import Kept, LayerLoop, LoadedLayer, Step
+from radixcache.runtime.model.layer_loop import Kept, LayerLoop, LoadedLayer, Step
 from radixcache.runtime.model.state_pool import StatePool, slot_arrays
 from radixcache.runtime.model.weights.sources import ModelWeights
 from radixcache.states.recurrent import SequenceStates

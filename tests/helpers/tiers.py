@@ -32,7 +32,7 @@ from radixcache.runtime.kv_offload.store import Store
 from radixcache.runtime.model.kv_pool import KVPool, LayerShape, WindowLayout
 from radixcache.runtime.request import Request
 from radixcache.states.stored_windows import StoredWindows
-from radixcache.tiers.lower import LowerTier
+from radixcache.tiers.index import LowerTier
 from radixcache.tiers.stored_pages import StoredPage, StoredPages
 from tests.helpers import simulated_cuda
 from tests.helpers.engines import generated

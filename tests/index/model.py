@@ -27,7 +27,7 @@ from radixcache import (
     Stored,
 )
 from radixcache.pages import Pages
-from radixcache.tiers.lower import LowerTier
+from radixcache.tiers.index import LowerTier
 from radixcache.tiers.stored_pages import StoredPage, StoredPages
 
 NAMESPACES: tuple[Hashable, ...] = (None, "tenant")

@@ -13,7 +13,7 @@ import pytest
 
 from radixcache import InvalidRequest, PagePool, RadixCache
 from radixcache.pages import Pages
-from radixcache.tiers.lower import LowerTier
+from radixcache.tiers.index import LowerTier
 from radixcache.tiers.stored_pages import StoredPage, StoredPages
 from tests.index.drive import put
 

@@ -22,7 +22,7 @@ from hypothesis.stateful import invariant
 from radixcache import LLM, HashBlockCache, PagePool, PrefixCache, RadixCache
 from radixcache.hash_block.hashes import first_parent, hash_block
 from radixcache.runtime.kv_events.config import KVEventsConfig
-from radixcache.tiers.lower import LowerTier
+from radixcache.tiers.index import LowerTier
 from radixcache.tiers.stored_pages import StoredPage
 from tests.helpers.sources import ROOT
 from tests.index.contract import Contract, run_examples

@@ -20,8 +20,8 @@ from triton.compiler import ASTSource
 
 from radixcache.kernels.attention import LayerKind
 from radixcache.kernels.kv_format import stored_dim
+from radixcache.kernels.triton import attention_kernels as triton_kernels
 from radixcache.kernels.triton import experts as triton_experts
-from radixcache.kernels.triton import kernels as triton_kernels
 from radixcache.kernels.triton import linear as triton_linear
 from radixcache.kernels.triton import recurrence as triton_recurrence
 from radixcache.kernels.triton.prefill import MIN_SPLIT, block_of, rows_of

@@ -13,7 +13,7 @@ from radixcache import SamplingParams
 from radixcache.runtime.engine.explain import Explainer
 from radixcache.runtime.model.kv_pool import WindowLayout
 from radixcache.states.stored_windows import StoredWindows
-from radixcache.tiers.lower import LowerTier
+from radixcache.tiers.index import LowerTier
 from tests.helpers.cover import seeds
 from tests.helpers.engines import only_by_saved_states
 from tests.helpers.hash_model import VOCAB, greedy

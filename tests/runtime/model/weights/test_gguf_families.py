@@ -27,8 +27,8 @@ from radixcache.runtime.model.families.describe import describe
 from radixcache.runtime.model.gguf.architectures import ROWS
 from radixcache.runtime.model.gguf.blocks import read_tensor
 from radixcache.runtime.model.gguf.config import describe_gguf, settings_of
+from radixcache.runtime.model.layer_loop import LayerLoop
 from radixcache.runtime.model.load import load_model
-from radixcache.runtime.model.loop import LayerLoop
 from radixcache.runtime.model.weights.sources import GGUFSource, SafetensorsSource
 from tests.helpers.gguf.converter import FAMILIES, convert
 from tests.helpers.models import tiny_model

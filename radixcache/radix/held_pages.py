@@ -10,7 +10,7 @@ from radixcache.radix.nodes import Node, RadixLease
 from radixcache.radix.tree import RadixTree
 
 
-class LeasedPages:
+class HeldPages:
     """The number of pages that leases hold, in the tree or alone. A reservation adds to it; after a
     lease was acquired, has moved or ended it is unknown, and counted again only when needed."""
 
