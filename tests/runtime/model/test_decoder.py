@@ -22,7 +22,7 @@ from radixcache.kernels.native.attention import NativeAttention
 from radixcache.kernels.spec import Architecture, Attention, Unknown, Weights
 from radixcache.kernels.torch.attention import TorchAttention, TorchPlan
 from radixcache.kernels.torch.operators import TorchLinear
-from radixcache.runtime.model import decoder, loop
+from radixcache.runtime.model import decoder, layer_loop
 from radixcache.runtime.model.decoder import Decoder
 from radixcache.runtime.model.fallback import loading
 from radixcache.runtime.model.fallback.model import TransformersModel
@@ -212,7 +212,7 @@ def refuses_fault(folder: Path, fault: str, scale: float, dtype: str, patch: Any
         return choose_backend(change(architecture, scale), *rest)
 
     def make(backend: Backend) -> Any:
-        layers: Any = loop.layers_of(backend)
+        layers: Any = layer_loop.layers_of(backend)
         load_layer, load_last, weights = layers.layer, layers.loaded, list[Weights]()
 
         def loaded(last_norm: torch.Tensor) -> None:
