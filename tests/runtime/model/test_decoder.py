@@ -340,7 +340,7 @@ def wrong_pool(model: Any) -> KVPool:
 )
 def test_a_step_of_many_rows_gives_what_steps_of_few_give(qwen, backend, monkeypatch) -> None:
     """More rows than an MLP holds at once."""
-    monkeypatch.setattr(loop, "_MLP_ROWS", 5)
+    monkeypatch.setattr(layer_loop, "_MLP_ROWS", 5)
     attention = backend() if backend is NativeAttention else backend(torch.device("cpu"))
     model = load_model(qwen, device="cpu", attention=attention)
     tokens = np.random.default_rng(1).integers(0, model.vocab_size, 1100)
