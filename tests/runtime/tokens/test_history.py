@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
 import pytest
-from tokenizers import AddedToken, Regex, pre_tokenizers
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
@@ -22,6 +22,7 @@ from tests.runtime.tokens.tiny_tokenizers import (
     LOSSLESS,
     awkward_added_tokens,
     byte_level,
+    cut_by,
     prepending,
     tabletalk,
     train_on_bytes,
@@ -257,14 +258,7 @@ def test_an_answer_that_was_cut_keeps_the_tokens_before(
 
 def test_text_right_behind_an_answer_is_tokenised_as_one_with_it() -> None:
     """`. ` and `.\n` are tokens here: where the answer ends, none may be cut in two."""
-    backend = byte_level()
-    pattern = Regex(r" ?\p{L}+|[.?]\n|.")
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(pattern, "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    backend = cut_by(r" ?\p{L}+|[.?]\n|.")
     train_on_bytes(backend, ["The end.\nThe end.\n", "It is the end.\nUser: Why?"])
     tokenizer = wrap(backend)
     history = TokenHistory(tokenizer)
