@@ -299,9 +299,6 @@ def test_an_abort_that_fails_is_tried_again(llm: LLM, monkeypatch: pytest.Monkey
     assert next(failures, None) is None, "nothing failed"
 
 
-# ---------------------------------------------------------------------------------- coroutines
-
-
 def test_tasks_get_the_answers_of_threads(llm: LLM) -> None:
     rng = random.Random(SEED)
     texts = [words(rng) for _ in range(12)]

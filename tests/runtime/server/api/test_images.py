@@ -90,9 +90,6 @@ def without_images(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": content}
 
 
-# What comes out.
-
-
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("path", PATHS)
 def test_a_picture_comes_as_it_was_sent(
@@ -174,9 +171,6 @@ def test_an_answer_says_that_it_is_not_kept(scripted: LiveServer, monkeypatch: p
     assert scripted.get(f"/v1/responses/{answer['id']}").status_code == 404
 
 
-# URLs.
-
-
 @pytest.mark.parametrize("path", PATHS)
 def test_urls_are_fetched_from_allowed_hosts(
     llm: LLM, rendered: Rendered, path: str, monkeypatch: pytest.MonkeyPatch
@@ -237,8 +231,6 @@ def test_fetched_images_have_a_bound_together(monkeypatch: pytest.MonkeyPatch):
     assert len(get(2)[0]["content"]) == 2
     pool.close()
 
-
-# What is refused.
 
 SVG = data_url(b"<svg/>", "image/svg+xml")
 WIDE = data_url(png_of(8000, 4000, b""))
