@@ -41,29 +41,21 @@ from tests.runtime.model.steps import (
 )
 from tests.scripts.families import OTHERS
 
-
-def stock_model(folder: Path) -> TransformersModel:
-    """With transformers' own layers."""
-    model = load_transformers(folder, torch.float32, torch.device("cpu"))
-    assert isinstance(model, TransformersModel)
-    return model
-
-
 OPERATIONS = ["torch"] if problem() else ["torch", "native kernels"]
 OTHER_DECODERS = [family for family in [*DECODERS, *MULTIMODAL] if family not in LOOPED]
 
 
-def load_layers(folder: Path, layers: str, dtype: torch.dtype = torch.float32) -> PagedModel:
+def load_layers(folder: Path, layers: str) -> PagedModel:
     """With transformers' layers ("stock"), or with the loop and those operations."""
     cpu = torch.device("cpu")
     if layers == "stock":
-        model = load_transformers(folder, dtype, cpu)
+        model = load_transformers(folder, torch.float32, cpu)
         assert isinstance(model, TransformersModel)
         return model
     attention = TorchAttention(cpu) if layers == "torch" else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choose, "find_recurrence", lambda *_: loop)
-        model = load_model(folder, device=cpu, dtype=dtype, attention=attention)
+        model = load_model(folder, device=cpu, dtype="float32", attention=attention)
     assert isinstance(model, Decoder) and f"by radixcache with {layers}" in model.placement
     return model
 
@@ -150,7 +142,7 @@ def test_deep_models_that_round_much_are_judged_in_float32(tmp_path, monkeypatch
 
 
 def test_the_gate_refuses_logits_that_differ(path, monkeypatch) -> None:
-    model = stock_model(path)
+    model: Any = load_layers(path, "stock")
     check_logits(model)
     for wrong in ({"window": 20}, {"softcap": 1.0}, {"scale": 0.2}):
         with monkeypatch.context() as patch:

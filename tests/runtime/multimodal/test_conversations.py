@@ -13,6 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -134,8 +135,8 @@ def say(rng: random.Random, images: list[Image.Image]) -> dict[str, Any]:
 
 def converse(path: Path, seed: int, count: int, whole: Whole | None, **settings: Any) -> Whole:
     """Several conversations at once, over a few images, each turn compared."""
-    rng, sizes = random.Random(seed), [(48, 64), (80, 40), (56, 56), (33, 96)]
-    pool = [picture(*size, seed) for size in sizes]
+    rng, numbers = random.Random(seed), np.random.default_rng(seed)
+    pool = [picture(*size, numbers) for size in ((48, 64), (80, 40), (56, 56), (33, 96))]
     with engine(path, **settings) as llm, engine(path, cache="none") as plain:
         reference = whole or Whole(path, plain)
         conversations: list[Conversation] = [[] for _ in range(count)]

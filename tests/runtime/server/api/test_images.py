@@ -97,8 +97,9 @@ def test_a_picture_comes_as_it_was_sent(
 ):
     file = file_of(picture(), form)
     url = data_url(file, f"image/{form.lower()}")
-    details = {"PNG": {"detail": "auto"}, "JPEG": {"detail": "high"}, "WEBP": {"detail": None}}
-    shown = image(path, url, **(details.get(form, {}) if path != MESSAGES else {}))
+    details: Any = {"PNG": "auto", "JPEG": "high", "WEBP": None}
+    own = {"detail": details[form]} if form in details and path != MESSAGES else {}
+    shown = image(path, url, **own)
     answer = scripted.post(path, body(path, user([text(path, TEXT), shown])))
     assert answer.status_code == 200, answer.text
     assert rendered.last.keys() == {"role", "content"} and rendered.last["role"] == "user"
