@@ -73,13 +73,6 @@ def test_content_calls_and_thoughts_are_told_apart(template: str):
     assert all(len(i) == (9 if template == MISTRAL_11 else 29) for i in ids)
 
 
-def test_several_calls_in_one_list():
-    text = '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"a": 1}}]'
-    assert meaning(parse(text, MISTRAL).message()) == ("", "", [("f", {}), ("g", {"a": 1})])
-    text = '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"a": 1}}'
-    assert meaning(parse(text, LLAMA).message()) == ("", "", [("f", {}), ("g", {"a": 1})])
-
-
 @ALL
 def test_what_is_no_call_is_content(template: str):
     call = written(template, "f", {"a": "x"})
@@ -193,7 +186,15 @@ NO_CALLS = [
     (HERMES, "A mark: <tool_call> \n<tool_call>, two of them"),
     (LLAMA, '{"name": "Ada", "parameters": 5}'),
     (LLAMA, '{"name": "Ada"}'),
+    (HERMES, 'Hi <tool_call>{"na": "f", "arguments": {"a": 1}, "name": "f"}'),
+    (HERMES, "Hi <tool_call>{" + " " * 40 + '"arguments": {"a": 1}, "name": "f"}'),
+    (HERMES, 'Hi <tool_call>{"name": 1, "arguments": {"aaaaaaaaaa": 1}, "name": "f"}'),
 ]
+TWO = [
+    (MISTRAL, '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"a":1}}]'),
+    (LLAMA, '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"a": 1}}'),
+]
+SEVERAL = ("", "", [("f", {}), ("g", {"a": 1})])
 
 
 @pytest.mark.parametrize(
@@ -201,6 +202,7 @@ NO_CALLS = [
     [
         *((HERMES, *row) for row in NEARLY_RIGHT),
         *((*row, CALLED) for row in OF_OTHERS),
+        *((*row, SEVERAL) for row in TWO),
         *((template, text, (text, "", [])) for template, text in NO_CALLS),
     ],
 )
@@ -299,17 +301,6 @@ def test_a_bracket_is_not_compared_with_all_that_are_open():
     mended = MendedJson()
     assert mended.feed("[" + "{" * (MAX_DEPTH - 1) + "]", ended=False)[0].endswith("}]")
     assert mended.done
-
-
-def test_an_object_with_other_keys_is_told_from_a_call_alike_however_it_comes():
-    for text in (
-        'Hi <tool_call>{"na": "f", "arguments": {"a": 1}, "name": "f"}',
-        "Hi <tool_call>{" + " " * 40 + '"arguments": {"a": 1}, "name": "f"}',
-        'Hi <tool_call>{"name": 1, "arguments": {"aaaaaaaaaa": 1}, "name": "f"}',
-    ):
-        wanted = meaning(parse(text, HERMES).message())
-        for seed in range(3):
-            assert meaning(parse(text, HERMES, random.Random(seed)).message()) == wanted
 
 
 def test_arguments_stream_as_they_come():
