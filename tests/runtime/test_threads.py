@@ -55,9 +55,7 @@ def words(rng: random.Random) -> str:
 
 
 @pytest.mark.parametrize("calls", [12, pytest.param(200, marks=pytest.mark.exhaustive)])
-def test_threads_share_one_llm_with_aborts_and_edits_between(
-    path: Path, llm: LLM, calls: int
-) -> None:
+def test_threads_share_one_llm_with_aborts_and_edits_between(path: Path, llm: LLM, calls: int):
     print("seed", SEED)
     plans = []
     for thread in range(8):

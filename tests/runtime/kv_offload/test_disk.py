@@ -33,9 +33,7 @@ TEXT = [*range(1, 26)]
 
 
 @seeds(20_261_152, 20)
-def test_random_requests_over_restarts_get_the_tokens_of_their_own_texts(
-    tmp_path: Path, seed: int
-) -> None:
+def test_random_requests_over_restarts_get_the_tokens_of_their_own_texts(tmp_path: Path, seed: int):
     rng, total = Random(seed), Counter[str]()
     asker, page_size = Asker(rng), rng.choice([1, 3, 4, 16])
     windows = draw_windows(rng)
@@ -159,9 +157,7 @@ def test_rows_that_say_that_other_tokens_are_there_are_not_believed(tmp_path: Pa
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_spoiled_files_cost_no_more_than_computing(
-    tmp_path: Path, fault: Callable[[Path], None]
-) -> None:
+def test_spoiled_files_cost_no_more_than_computing(tmp_path: Path, fault: Callable[[Path], None]):
     first = Disk(tmp_path)
     first.answer(TEXT)
     first.close()
@@ -294,9 +290,7 @@ def test_a_reset_on_a_full_disk_leaves_no_text_behind(
 
 
 @pytest.mark.parametrize("at_the_end", [True, False])
-def test_a_reset_holds_though_the_manifest_cannot_be_written(
-    tmp_path: Path, at_the_end: bool
-) -> None:
+def test_a_reset_holds_though_the_manifest_cannot_be_written(tmp_path: Path, at_the_end: bool):
     """What is left in it goes at the end, or when another has let go of it."""
     first = Disk(tmp_path)
     first.put_down(TEXT)

@@ -211,9 +211,7 @@ def test_kv_of_anything_else_is_not_found(
     assert len([path for path in folder.iterdir() if path.is_dir()]) == 1, "the others' pages go"
 
 
-def test_a_fork_leaves_the_folder_to_its_owner(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fork_leaves_the_folder_to_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It has none of the threads that write: to wait for them would be for ever."""
     monkeypatch.setattr(disk, "MAX_QUEUED_BYTES", 1)
     with open_llm(tmp_path) as llm:

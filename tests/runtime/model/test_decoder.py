@@ -196,9 +196,7 @@ def test_a_fault_in_what_the_native_step_is_given_is_refused_at_load(
 
 
 @needs_kernels
-def test_a_deep_model_may_round_more_and_is_refused_all_the_same(
-    monkeypatch, caplog, tmp_path
-) -> None:
+def test_a_deep_model_may_round_more_and_is_refused_all_the_same(monkeypatch, caplog, tmp_path):
     deep = tiny_model("llama", tmp_path, tokenizer=False, num_hidden_layers=40)
     monkeypatch.setitem(decoder._TOLERANCES, torch.bfloat16, 1e-3)
     assert isinstance(load_model(deep, device="cpu", dtype="bfloat16"), Decoder)
@@ -210,9 +208,7 @@ def test_a_deep_model_may_round_more_and_is_refused_all_the_same(
 
 
 @needs_kernels
-def test_experts_may_change_places_in_bfloat16_and_faults_are_seen(
-    monkeypatch, caplog, tmp_path
-) -> None:
+def test_experts_may_change_places_in_bfloat16_and_faults_are_seen(monkeypatch, caplog, tmp_path):
     model = load_model(exact_schedules.folder("qwen3_next"), device="cpu", dtype="bfloat16")
     assert isinstance(model, Decoder)
     folder = tiny_model(

@@ -148,9 +148,7 @@ NARROW = [family for family in MODELS if family not in exact_schedules.NEVER_WID
         ("gemma3_text", "float32", "bfloat16", "off"),
     ],
 )
-def test_no_bit_of_random_schedules_differs_from_the_tokens_alone(
-    family, dtype, kv, activations
-) -> None:
+def test_no_bit_of_random_schedules_differs_from_the_tokens_alone(family, dtype, kv, activations):
     model = exact_model(family, dtype, kv, activations)
     assert model.quantized_activations == (activations == "on")
     tally = schedules(model, range(SEED, SEED + 4))

@@ -204,9 +204,7 @@ def test_so_they_do_by_the_loop_that_runs_on_a_gpu(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_next_turn_about_an_image_computes_its_new_tokens_alone(
-    folder: Path, family: str
-) -> None:
+def test_the_next_turn_about_an_image_computes_its_new_tokens_alone(folder: Path, family: str):
     image = picture(48, 64, 3)
     with engine(model(folder, family)) as llm:
         first = say(random.Random(0), [])

@@ -128,9 +128,7 @@ def test_tokens_that_depend_on_what_stands_before_them_are_no_delimiters() -> No
 @each_kind
 @pytest.mark.parametrize("max_bytes", [1 << 20, 20_000])
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.exhaustive)])
-def test_without_generated_tokens_a_history_changes_nothing(
-    kind: Kind, max_bytes: int, count: int
-) -> None:
+def test_without_generated_tokens_a_history_changes_nothing(kind: Kind, max_bytes: int, count: int):
     """Texts that go on, branch, repeat, are cut short and come under different salts."""
     tokenizer = wrap(kind())
     history = TokenHistory(tokenizer, max_bytes)
@@ -244,9 +242,7 @@ ASKED = "<|user|>What?<|end|><|assistant|>"
         ("Here: 漢", "Here: \ufffd", 8),  # within a character
     ],
 )
-def test_an_answer_that_was_cut_keeps_the_tokens_before(
-    generated: str, shown: str, kept: int
-) -> None:
+def test_an_answer_that_was_cut_keeps_the_tokens_before(generated: str, shown: str, kept: int):
     tokenizer = wrap(byte_level())
     history = TokenHistory(tokenizer)
     prompt = history.encode(ASKED)
