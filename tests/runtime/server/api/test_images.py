@@ -22,7 +22,6 @@ from radixcache.runtime.multimodal.image_input import image_of_url
 from radixcache.runtime.multimodal.images import NoImages
 from radixcache.runtime.server import pools
 from radixcache.runtime.server.api import response_store
-from radixcache.runtime.server.api.response_store import ResponseStore, StoredResponse
 from radixcache.runtime.server.http.errors import ApiError
 from radixcache.runtime.tokens.conversation import Conversations
 from radixcache.runtime.tokens.history import TokenisedText
@@ -154,15 +153,6 @@ def test_a_response_goes_on_with_its_pictures(scripted: LiveServer, rendered: Re
     assert shown["image"].identity == sha256(FILE).digest() and rendered.last == user("And now?")
     items = scripted.get(f"/v1/responses/{second['id']}/input_items?order=asc").json()["data"]
     assert items[0]["content"][1]["image_url"] == URL
-
-
-def test_a_response_without_room_is_not_kept_and_takes_no_other_with_it(scripted: LiveServer):
-    store = ResponseStore(max_bytes=20_000)
-    assert store.keep("small", StoredResponse([user("x")], {})) is None
-    large = StoredResponse([user([{"type": "image_url", "image_url": {"url": "x" * 20_000}}])], {})
-    kept = store.keep("large", large)
-    assert kept is not None and kept.exception() is not None
-    assert store.find("small", None) and store.find("large", None) is None
 
 
 def test_an_answer_says_that_it_is_not_kept(scripted: LiveServer, monkeypatch: pytest.MonkeyPatch):
