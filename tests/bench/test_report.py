@@ -72,8 +72,6 @@ def workload(*rows, **more):
     return replace(found, optimal_hits=optimum, **more)
 
 
-# Sentences.
-
 NOT_ALL = {"refused": 1}
 FEW = "too little data for a verdict"
 
@@ -157,9 +155,6 @@ def test_what_spoils_figures_is_said_in_words(rows, more, said):
     assert all(line.startswith(f"30%: {said}") for line in found), found
 
 
-# The terminal.
-
-
 def shown(report, width):
     out = StringIO()
     print_report(report, Console(file=out, width=width, highlight=False))
@@ -205,9 +200,6 @@ def test_without_what_draws_pages_the_table_is_printed(tmp_path, monkeypatch, ca
     assert main(["bench", TINY, "--report", "r.html"]) == 2
     assert "a report needs vl-convert" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-# JSON, and the page.
 
 
 def cells(page):
@@ -306,9 +298,6 @@ def test_a_report_of_a_model_with_windows_says_what_its_rules_are(capsys):
     page = unescape(Path("r.html").read_text())
     assert "all-kept: layers with a window keep all KV" in page and "hash-B" not in page
     assert "of optimum" not in page + capsys.readouterr().out, "nothing stands there"
-
-
-# Refusals, and files.
 
 
 @pytest.mark.parametrize(

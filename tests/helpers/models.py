@@ -6,6 +6,7 @@ page changes next to nothing. These weights make every head and every argmax a c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -201,7 +202,7 @@ def tiny_model(
         named = {name.replace("model.blocks", "model.layers"): x for name, x in stored.items()}
         save_file(named, Path(folder) / "model.safetensors", metadata={"format": "pt"})
     if tokenizer:
-        _byte_tokenizer().save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
     return Path(folder)
 
 
@@ -228,13 +229,16 @@ def make_peaky(model: PreTrainedModel) -> None:
             buffer.add_(torch.randn_like(buffer) * 0.1)
 
 
-def _byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer(
+    template: str = CHAT_TEMPLATE, specials: Sequence[str] = (), **more: Any
+) -> PreTrainedTokenizerFast:
+    """A token for each byte, then `<s>`, `</s>` and `specials`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=CHAT_TEMPLATE
-    )
+    tokenizer.add_special_tokens(["<s>", "</s>", *specials])
+    more |= {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **more)
     assert (fast.bos_token_id, fast.eos_token_id) == (BOS, EOS)
     return fast

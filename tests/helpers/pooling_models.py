@@ -36,9 +36,7 @@ PAIR_TEMPLATE = (
 )
 
 
-def embedding_model(
-    folder: Path, family: str = "qwen3", pooling: Any = None, **options: Any
-) -> Path:
+def embedding_model(folder: Path, pooling: Any = None, **options: Any) -> Path:
     """As Qwen3-Embedding is: tied, names without "model.", and EOS behind each text."""
     tiny_model("qwen3", folder, tie_word_embeddings=True, **options)
     stored = load_file(folder / "model.safetensors")

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
-from tests.helpers.models import make_peaky
+from tests.helpers.models import byte_tokenizer, make_peaky
 
 VOCAB_SIZE = 320
 BOS, EOS = 256, 257
@@ -282,11 +281,6 @@ def _make_even(model: torch.nn.Module) -> None:
 
 
 def _tokenizer(vlm: _Vlm) -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>", *(token for _, token in vlm.specials)])
     part = "{{% if part.type == 'image' %}}{}{{% else %}}{{{{ part.text }}}}{{% endif %}}"
     template = (
         "{{ bos_token }}{% for m in messages %}[{{ m.role }}]"
@@ -296,7 +290,5 @@ def _tokenizer(vlm: _Vlm) -> PreTrainedTokenizerFast:
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     named = {name: token for name, token in vlm.specials if name}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=template,
-        extra_special_tokens=named,
-    )  # fmt: skip
+    specials = [token for _, token in vlm.specials]
+    return byte_tokenizer(template, specials, extra_special_tokens=named)

@@ -79,9 +79,7 @@ def test_triton_is_taken_where_flashinfer_does_not_run(gpu, monkeypatch, caplog)
     (torch.float64, KINDS, "not torch.float64"),
     (torch.bfloat16, [LayerKind(4, 4, 80, 80, 0.1)], "no kernel for heads of 80/80"),
 ])  # fmt: skip
-def test_what_flashinfer_cannot_do_falls_back_with_the_reason(
-    gpu, caplog, dtype, kinds, reason
-) -> None:
+def test_what_flashinfer_cannot_do_falls_back_with_the_reason(gpu, caplog, dtype, kinds, reason):
     assert isinstance(choose.choose_attention(GPU, dtype, kinds), TorchAttention)
     assert reason in caplog.text
 

@@ -124,9 +124,7 @@ def test_pages_of_fp8_hold_rounded_numbers_which_all_rows_read(gpu, seed) -> Non
     [([], False), ([], True), ([(9, 70)], False)],
     ids=["decodes", "fixed", "mixed"],
 )
-def test_a_cascade_equals_the_reference_and_reads_shared_pages_once(
-    gpu, page_size, tail, fixed
-) -> None:
+def test_a_cascade_equals_the_reference_and_reads_shared_pages_once(gpu, page_size, tail, fixed):
     lens = [(1, 64 + n) for n in (3, 0, 17, 30, 6)] + tail
     share = 64 // page_size
     step = make_step(2, lens, page_size=page_size, heads=(4, 2), share=share)

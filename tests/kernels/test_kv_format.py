@@ -31,9 +31,7 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
 
 @pytest.mark.parametrize("make", BACKENDS)
 @pytest.mark.parametrize("seed", range(24))
-def test_attention_is_that_over_the_numbers_held(
-    seed, make: Callable[[], AttentionBackend]
-) -> None:
+def test_attention_is_that_over_the_numbers_held(seed, make: Callable[[], AttentionBackend]):
     """With windows, caps, sinks and shared pages; slots without a token hold what is no number."""
     dtype = (INT8, F16, BF16)[seed % 3]
     step, options = random_step(seed, (32, 64, 96), (F32, BF16) if dtype == INT8 else (F32,))

@@ -57,9 +57,7 @@ def test_the_curve_is_the_hit_rate(tmp_path: Path) -> None:
     assert top[6:] == " " * 32 + "█" * 32
 
 
-def test_it_is_drawn_where_there_is_ascii_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_drawn_where_there_is_ascii_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = written(tmp_path / "r.jsonl", HEAD, line(0, 10, 10, []))
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", out)

@@ -88,9 +88,7 @@ def import_each(installed: Path, elsewhere: Path) -> int:
     return 0
 
 
-def test_an_installed_wheel_imports_from_outside_the_repository(
-    installed: Path, tmp_path: Path
-) -> None:
+def test_an_installed_wheel_imports_from_outside_the_repository(installed: Path, tmp_path: Path):
     done = Forked(tmp_path, import_each, installed, tmp_path)  # torch need not be imported again
     assert done.wait(120) == 0, done.err.read_text()
     files = done.out.read_text().splitlines()
@@ -139,9 +137,7 @@ def test_the_package_imports_only_what_it_declares(installed: Path) -> None:
 
 
 @pytest.mark.parametrize("python", ["3.10", "3.11", "3.13"])
-def test_every_requirement_has_one_exact_pin_that_satisfies_it(
-    python: str, installed: Path
-) -> None:
+def test_every_requirement_has_one_exact_pin_that_satisfies_it(python: str, installed: Path):
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
     here = {"python_version": python, "extra": ""}

@@ -43,9 +43,6 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
-# Help.
-
-
 def test_help_imports_nothing_heavy():
     done = python("""
 import sys
@@ -62,9 +59,6 @@ assert not heavy, heavy
     assert done.returncode == 0, done.stderr
     assert "--kv-cache-memory-bytes" in done.stdout
     assert "the checkpoint's on a GPU" in " ".join(done.stdout.split())
-
-
-# Bad input.
 
 
 @pytest.mark.parametrize(
@@ -197,9 +191,6 @@ sys.exit(cli.main(["generate", "-"]))
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-# info.
-
-
 @pytest.mark.parametrize("problem", [None, "no C++ compiler"])
 def test_info_says_whether_native_kernels_run_and_why_not(problem, monkeypatch, capsys):
     activations = "runtime.model.quantized_activations"
@@ -221,9 +212,6 @@ def test_info_says_why_torch_finds_no_gpu(monkeypatch, capsys):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         assert main(["info"]) == 0
         assert reason in capsys.readouterr().out
-
-
-# generate.
 
 
 def test_generate_completes_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -251,9 +239,6 @@ def test_generate_reads_standard_input(type_in, capsys: pytest.CaptureFixture[st
     text, ids = map(json.loads, capsys.readouterr().out.splitlines())
     assert text["prompt"] == "| 1 | Nora\u2028 Lund"
     assert ids["prompt_token_ids"] == [5, 6, 7]
-
-
-# chat.
 
 
 def test_chat_goes_on_from_turn_to_turn(type_in, capsys: pytest.CaptureFixture[str]):
@@ -294,9 +279,6 @@ def test_ctrl_c_aborts_only_the_answer():
     chat = Mock(**{"stream.side_effect": KeyboardInterrupt})
     commands._answer(chat, "Who?", SamplingParams(), notes.append)
     assert notes == ["aborted: the conversation is as it was before the question"]
-
-
-# The environment.
 
 
 @pytest.mark.parametrize(("load", "spins"), [(0.0, None), (100.0, "1000")])

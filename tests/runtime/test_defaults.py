@@ -68,9 +68,6 @@ def test_a_server_says_at_its_start_whether_it_can_chat(tmp_path: Path) -> None:
             assert all(f"has no {reason}:" in note for note in told)
 
 
-# Context and memory.
-
-
 def test_the_context_is_what_fits_and_a_refusal_says_what_to_do() -> None:
     with LLM(page_size=4, kv_cache_memory_bytes="128KiB") as llm:
         engine = llm.engine
@@ -91,9 +88,6 @@ def test_the_context_is_what_fits_and_a_refusal_says_what_to_do() -> None:
                 error["code"] == "context_length_exceeded"
                 and "--kv-cache-memory-bytes" in error["message"]
             )
-
-
-# Repetition.
 
 
 def plain_repetition(tokens: list[int]) -> int | None:

@@ -80,9 +80,7 @@ def test_a_template_that_knows_tools_in_an_unknown_form_is_left_alone(template: 
     assert knows_tools(template) and find_format(template) is None
 
 
-def test_a_call_follows_its_schema_and_the_conversation_goes_on_from_its_tokens(
-    server: LiveServer,
-) -> None:
+def test_a_call_follows_its_schema_and_the_conversation_goes_on_from_its_tokens(server: LiveServer):
     body: dict[str, Any] = {"messages": QUESTION, "tools": [TOOL], "tool_choice": "required"}
     body |= {"parallel_tool_calls": False, "max_tokens": 400, "seed": 2}
     first = server.post("/v1/chat/completions", body).json()

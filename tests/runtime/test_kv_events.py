@@ -38,8 +38,6 @@ from tests.runtime.kv_consumer import (
 )
 from tests.runtime.server.live import ask as question
 
-# What is told.
-
 
 def test_both_caches_call_blocks_by_the_hashes_of_vllm():
     names = []
@@ -151,9 +149,6 @@ def test_routers_agree_with_the_cache(
     assert counts["failed steps"] and counts["evictions"] and counts["hits"]
 
 
-# Whoever listens cannot do harm.
-
-
 def test_a_subscriber_that_reads_nothing_holds_up_nobody(tmp_path: Path):
     cache = RadixCache(PagePool(64, 4))
     place = f"ipc://{tmp_path}/e"
@@ -237,9 +232,6 @@ def test_a_batch_that_cannot_be_sent_is_made_up_for(caplog: pytest.LogCaptureFix
         store(cache, [*range(20, 28)])
         assert heard(publisher).probe([*range(20, 28)], None) == 2
     assert "a batch of KV events is lost" in caplog.text
-
-
-# An engine.
 
 
 def test_a_router_knows_what_has_been_answered(tmp_path: Path):

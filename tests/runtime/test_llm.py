@@ -203,9 +203,7 @@ def test_a_chat_is_explained_as_it_would_be_sent(tabletalk: LLM) -> None:
         tabletalk.explain(messages, prefix="p")
 
 
-def test_an_error_nobody_foresaw_leaves_nothing_queued(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_nobody_foresaw_leaves_nothing_queued(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     add, prompts = llm.engine.add_request, []
 
     def fail_at_the_second(tokens: Any, *args: Any, prompt: str, **kwargs: Any) -> Any:

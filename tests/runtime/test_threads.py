@@ -55,9 +55,7 @@ def words(rng: random.Random) -> str:
 
 
 @pytest.mark.parametrize("calls", [12, pytest.param(200, marks=pytest.mark.exhaustive)])
-def test_threads_share_one_llm_with_aborts_and_edits_between(
-    path: Path, llm: LLM, calls: int
-) -> None:
+def test_threads_share_one_llm_with_aborts_and_edits_between(path: Path, llm: LLM, calls: int):
     print("seed", SEED)
     plans = []
     for thread in range(8):
@@ -297,9 +295,6 @@ def test_an_abort_that_fails_is_tried_again(llm: LLM, monkeypatch: pytest.Monkey
     stream.close()
     wait_until(lambda: not llm.engine.has_work)
     assert next(failures, None) is None, "nothing failed"
-
-
-# ---------------------------------------------------------------------------------- coroutines
 
 
 def test_tasks_get_the_answers_of_threads(llm: LLM) -> None:

@@ -133,9 +133,7 @@ def test_a_row_has_the_same_bits_whatever_else_is_in_the_batch(window) -> None:
 
 
 @pytest.mark.parametrize("shape", [Shape(16, 2), Shape(64, 8)], ids=str)
-def test_a_step_with_prefill_in_a_graph_launches_the_same_and_is_filled_up(
-    shape, monkeypatch
-) -> None:
+def test_a_step_with_prefill_in_a_graph_launches_the_same_and_is_filled_up(shape, monkeypatch):
     """A graph is a list of launches: their grids must not depend on the batch. Decodes are rows of
     the prefill kernel, so all but their last bits are the eager step's."""
     backend, grids = make_backend(), list[list[tuple[int, ...]]]()

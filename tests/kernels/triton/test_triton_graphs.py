@@ -65,9 +65,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         ),
     ],
 )
-def test_graphs_compute_what_single_launches_do(
-    folders, device, family, windows, kv, monkeypatch
-) -> None:
+def test_graphs_compute_what_single_launches_do(folders, device, family, windows, kv, monkeypatch):
     """Mixed steps, hits in mid-page, drafts, windows kept apart, sinks, pages of 8 bits."""
     load = partial(load_model, device="cuda", dtype="float32", kv_cache_dtype=kv)
     monkeypatch.setattr(engines, "paged_model", lambda path, *_: load(path))

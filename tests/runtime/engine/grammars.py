@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from radixcache import StructuredOutputsParams
+from radixcache import SamplingParams, StructuredOutputsParams
 from radixcache.runtime.checkpoints.model_files import BUNDLED_MODEL
 from radixcache.runtime.engine.engine import Engine
+from radixcache.runtime.request import Request
 from radixcache.runtime.sampling.grammar import GrammarBackend
 from radixcache.runtime.tokens.tokenizer import Tokenizer
 from tests.helpers.hash_model import HashModel, force_no_tokens, hash_engine
@@ -103,3 +104,9 @@ def assert_as_llguidance_reads_it(tokenizer: Tokenizer, size: int, ends: Sequenc
             bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
             token = int(rng.choice(np.flatnonzero(bits)))
             assert [matcher.consume_token(token) for matcher in matchers] == [True, True]
+
+
+def ask(engine: Engine, structured: StructuredOutputsParams, *prompt: int, **how: Any) -> Request:
+    """Queue a request for such an answer, greedy if nothing else is said."""
+    params = SamplingParams(**{"temperature": 0, **how}, structured_outputs=structured)
+    return engine.add_request([*prompt], params)

@@ -148,9 +148,7 @@ SYSTEM = (
 )
 
 
-def test_the_time_of_day_at_the_top_is_named_as_the_place_where_prompts_part(
-    tabletalk: LLM,
-) -> None:
+def test_the_time_of_day_at_the_top_is_named_as_the_place_where_prompts_part(tabletalk: LLM):
     prompt = f"It is {{}}. {SYSTEM}Question: how old is {{}}?"
     tabletalk.generate(prompt.format("10:38", "Clara Frost"), GREEDY)
     again, tokenizer = prompt.format("10:41", "Hugo Marsh"), tabletalk.tokenizer

@@ -15,7 +15,7 @@ import pytest
 import torch
 from llguidance import LLMatcher, grammar_from
 
-from radixcache import SamplingParams, StructuredOutputsParams
+from radixcache import StructuredOutputsParams
 from radixcache.runtime.request import Request
 from radixcache.runtime.sampling.grammar import GrammarBackend
 from tests.helpers.engines import assert_no_page_is_lost, finish
@@ -26,6 +26,7 @@ from tests.runtime.engine.grammars import (
     SEED,
     STRUCTURES,
     VOCAB,
+    ask,
     grammar_backend,
     make_engine,
     tokenizer,
@@ -68,9 +69,7 @@ def test_greedy_tokens_are_the_likeliest_that_the_grammar_takes(kind: str) -> No
     for forces in (False, True):
         engine = make_engine(forces=forces)
         engine.overlap = forces  # a row behind which tokens were forced is not drawn again
-        request = engine.add_request(
-            prompt, SamplingParams(temperature=0, max_tokens=24, structured_outputs=structured)
-        )
+        request = ask(engine, structured, *prompt, max_tokens=24)
         steps.append(finish(engine))
         (sequence,) = request.sequences
         assert sequence.generated.tolist() == wanted
@@ -102,12 +101,11 @@ def test_a_tokenizer_that_is_cut_off_within_the_grammar_undoes_the_step(error, m
     monkeypatch.setattr(text, "encode_within", within)
     backend = GrammarBackend(text, VOCAB, [EOS])
     structure = StructuredOutputsParams.choice(["a choice of words", "a chance", "bees"])
-    options: dict[str, Any] = {"temperature": 0, "max_tokens": 20, "structured_outputs": structure}
     answers, num_cut_off = set[tuple[int, ...]](), 0
     for failing in range(6):
         engine, calls, fails_at = make_engine(), itertools.count(), {failing} if failing else set()
         engine._grammar_backend = backend
-        request = engine.add_request([5, 6], SamplingParams(**options))
+        request = ask(engine, structure, 5, 6, max_tokens=20)
         while engine.has_work:
             with suppress(error):
                 engine.step()
@@ -120,8 +118,7 @@ def test_a_tokenizer_that_is_cut_off_within_the_grammar_undoes_the_step(error, m
 
 def test_forced_tokens_are_no_prompt_and_are_cached_like_others() -> None:
     engine = make_engine()
-    params = SamplingParams(temperature=0, max_tokens=40, structured_outputs=STRUCTURES["json"])
-    request = engine.add_request([5, 6, 7, 8], params)
+    request = ask(engine, STRUCTURES["json"], 5, 6, 7, 8, max_tokens=40)
     (sequence,) = request.sequences
     lengths = [4]
     while engine.has_work:
@@ -143,10 +140,9 @@ def test_forced_tokens_are_no_prompt_and_are_cached_like_others() -> None:
     ],
 )
 def test_the_text_of_a_special_token_is_text(structured: StructuredOutputsParams) -> None:
-    for options in ({"temperature": 0}, {"temperature": 0, "logprobs": 0}, {"seed": 3}):
+    for options in ({}, {"logprobs": 0}, {"seed": 3, "temperature": 1}):
         engine = make_engine()
-        params = SamplingParams(max_tokens=20, structured_outputs=structured, **options)  # type: ignore[arg-type]
-        (answer,) = engine.add_request([5], params).sequences
+        (answer,) = ask(engine, structured, 5, max_tokens=20, **options).sequences
         finish(engine)
         assert answer.finish_reason == "stop" and "<|end|>" in answer.output().text
         assert EOS not in answer.generated
@@ -155,12 +151,9 @@ def test_the_text_of_a_special_token_is_text(structured: StructuredOutputsParams
 @pytest.mark.parametrize("max_tokens", range(1, 12))
 def test_an_end_within_forced_tokens_is_the_end(max_tokens: int) -> None:
     structured = StructuredOutputsParams.regex("[ab] quite a long way to the end")
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, structured_outputs=structured)
     engine = make_engine()
-    cut = engine.add_request([9], params)
-    stopped = engine.add_request(
-        [9], SamplingParams(temperature=0, max_tokens=40, structured_outputs=structured, stop="way")
-    )
+    cut = ask(engine, structured, 9, max_tokens=max_tokens)
+    stopped = ask(engine, structured, 9, max_tokens=40, stop="way")
     finish(engine)
     assert told(cut)[0][:2] == (plain([9], structured, max_tokens), "length")
     assert told(stopped)[0][1:3] == ("stop", "way")
@@ -175,13 +168,9 @@ def test_answers_to_random_schemas_are_valid(count: int, seed: int) -> None:
     asked = []
     for index in range(count):
         schema = random_schema(rng)
-        params = SamplingParams(
-            temperature=index % 2,
-            seed=index,
-            max_tokens=300,
-            structured_outputs=StructuredOutputsParams.json(schema),
-        )
-        asked.append((schema, engine.add_request([10 + index], params)))
+        how = {"temperature": index % 2, "seed": index, "max_tokens": 300}
+        structured = StructuredOutputsParams.json(schema)
+        asked.append((schema, ask(engine, structured, 10 + index, **how)))
     finish(engine)
     for schema, request in asked:
         (answer,) = request.output().outputs
@@ -251,10 +240,7 @@ def test_white_space_is_bounded(structure: str, text: str, valid: bool) -> None:
 
 def test_log_probabilities_are_those_of_the_model_not_of_the_mask() -> None:
     engine = make_engine()
-    params = SamplingParams(
-        temperature=0, max_tokens=30, logprobs=3, structured_outputs=STRUCTURES["choice"]
-    )
-    request = engine.add_request([4, 4], params)
+    request = ask(engine, STRUCTURES["choice"], 4, 4, max_tokens=30, logprobs=3)
     finish(engine)
     (answer,) = request.output().outputs
     assert answer.logprobs is not None and len(answer.logprobs) == len(answer.token_ids) > 1
@@ -269,12 +255,7 @@ def test_log_probabilities_are_those_of_the_model_not_of_the_mask() -> None:
 def test_a_guide_begins_behind_the_text_that_is_named() -> None:
     engine = make_engine()
     structured = StructuredOutputsParams.choice(["first", "second"], after="e")
-    requests = [
-        engine.add_request(
-            [i], SamplingParams(temperature=0, max_tokens=400, structured_outputs=structured)
-        )
-        for i in range(10, 16)
-    ]
+    requests = [ask(engine, structured, i, max_tokens=400) for i in range(10, 16)]
     finish(engine)
     free = 0
     for request in requests:
@@ -291,26 +272,13 @@ def test_a_guide_begins_behind_the_text_that_is_named() -> None:
 
 def test_a_grammar_of_which_nothing_is_left_to_say_ends_its_sequence() -> None:
     engine = make_engine()
-    letters = {c: tokenizer().encode(c, special=False)[0] for c in "abx"}
-    options: dict[str, Any] = {"temperature": 0, "max_tokens": 9}
-    whole = engine.add_request(
-        [5],
-        SamplingParams(
-            structured_outputs=StructuredOutputsParams.regex("a{3}(x[0-9])?"),
-            allowed_token_ids=[letters["a"]],
-            **options,
-        ),
-    )
-    half = engine.add_request(
-        [5],
-        SamplingParams(
-            structured_outputs=StructuredOutputsParams.regex("a{3}b"),
-            allowed_token_ids=[letters["a"]],
-            **options,
-        ),
+    letter = tokenizer().encode("a", special=False)
+    whole, half = (
+        ask(engine, StructuredOutputsParams.regex(regex), 5, max_tokens=9, allowed_token_ids=letter)
+        for regex in ("a{3}(x[0-9])?", "a{3}b")
     )
     finish(engine)
-    assert told(whole)[0][:4] == ([letters["a"]] * 3, "stop", None, "aaa")
+    assert told(whole)[0][:4] == (letter * 3, "stop", None, "aaa")
     assert half.sequences[0].finish_reason == "error" and "no token is left" in str(half.error)
 
 
@@ -325,18 +293,15 @@ def test_a_grammar_of_which_nothing_is_left_to_say_ends_its_sequence() -> None:
 )
 def test_a_grammar_of_which_no_text_is_says_so(structured: StructuredOutputsParams) -> None:
     engine = make_engine()
-    request = engine.add_request([5], SamplingParams(structured_outputs=structured))
+    request = ask(engine, structured, 5)
     finish(engine)
     assert request.error_is_invalid and "nothing that goes on from here" in str(request.error)
 
 
 def test_ends_are_ignored_only_as_long_as_the_grammar_goes_on() -> None:
     engine = make_engine()
-    options: dict[str, Any] = {"temperature": 0, "max_tokens": 50, "ignore_eos": True}
     endless, ending = (
-        engine.add_request(
-            [7], SamplingParams(structured_outputs=StructuredOutputsParams.regex(regex), **options)
-        )
+        ask(engine, StructuredOutputsParams.regex(regex), 7, max_tokens=50, ignore_eos=True)
         for regex in ("a(a|b)*", "a(a|b){0,9}")
     )
     finish(engine)

@@ -31,6 +31,7 @@ from tests.runtime.engine.grammars import (
     SEED,
     STRUCTURES,
     VOCAB,
+    ask,
     grammar_backend,
     make_engine,
     tokenizer,
@@ -60,7 +61,7 @@ def test_what_does_not_compile_is_refused_with_the_reason(
 ) -> None:
     engine = make_engine()
     with pytest.raises(InvalidRequest) as refused:
-        engine.add_request([5], SamplingParams(structured_outputs=structured))
+        ask(engine, structured, 5)
     assert reason in str(refused.value) and "\n" not in str(refused.value)
     assert not engine.has_work
 
@@ -184,7 +185,7 @@ def test_a_grammar_that_forces_a_long_text_gives_a_few_tokens_at_a_time(kind: st
     grammar = grammar_backend().grammar(LONG[kind])
     assert not grammar.forced(np.empty(0, np.int32))
     engine = make_engine()
-    request = engine.add_request([5], SamplingParams(structured_outputs=LONG[kind], max_tokens=4))
+    request = ask(engine, LONG[kind], 5, max_tokens=4)
     finish(engine)
     assert len(request.output().outputs[0].token_ids) == 4 and request.error is None
 

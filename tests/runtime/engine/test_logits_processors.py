@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from radixcache import InvalidRequest, SamplingParams
 from radixcache.runtime.engine.engine import Engine
@@ -141,34 +140,6 @@ def test_logits_are_edited_as_the_definitions_say(vocab: int, place: str) -> Non
                 wanted = reference(logits[row].numpy(), prompts[index], said, params[index], ends)
                 np.testing.assert_allclose(edited[row].cpu().numpy(), wanted, rtol=1e-5, atol=1e-5)
             before = batch
-
-
-def test_transformers_processors_agree() -> None:
-    rng, generator = random.Random(SEED), torch.manual_seed(SEED)
-    prompt, said = (rng.choices(b"ab c", k=9) for _ in range(2))
-    logits = 5 * torch.randn(1, VOCAB_SIZE, generator=generator)
-    for params, processor, seen in (
-        (
-            SamplingParams(repetition_penalty=1.3),
-            RepetitionPenaltyLogitsProcessor(1.3),
-            prompt + said,
-        ),
-        (
-            SamplingParams(bad_words=["ab", "c", "ab a"]),
-            NoBadWordsLogitsProcessor(
-                [encode(text) for text in ("ab", " ab", "c", "ab a", " ab a")], eos_token_id=EOS
-            ),
-            said,  # transformers looks at the prompt as well, vLLM does not
-        ),
-    ):
-        sequence = make_sequence(prompt, params, VOCAB_SIZE, {EOS})
-        for token in said:
-            sequence.append(token)
-        sequence.num_computed = len(sequence)
-        edited = LogitsProcessors().edit(rows_of([sequence]), logits)
-        wanted = processor(torch.tensor([seen]), logits.clone())
-        assert (wanted != logits).any()
-        torch.testing.assert_close(edited, wanted)
 
 
 def make_engine(path: Path, *, ahead: bool = False, **options: Any) -> Engine:

@@ -40,9 +40,7 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         lock_folder(tmp_path / "file")
 
 
-def test_each_replica_has_a_folder_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_replica_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """From when it is chosen, for a model takes long to load; also if the shell left a `~`."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(files, "_reserved", {})

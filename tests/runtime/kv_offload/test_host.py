@@ -185,9 +185,7 @@ def test_a_load_is_taken_off_the_tokens_of_its_step(device: PinnedDevice) -> Non
     assert request.prefilled_tokens == 20
 
 
-def test_what_leaves_host_memory_goes_to_disk_and_comes_back(
-    device: PinnedDevice, tmp_path: Path
-) -> None:
+def test_what_leaves_host_memory_goes_to_disk_and_comes_back(device: PinnedDevice, tmp_path: Path):
     engine = Pinned(device, slots=7, folder=tmp_path / "kv")
     disk = engine.offload.tiers[1]
     assert isinstance(disk.store, DiskStore)

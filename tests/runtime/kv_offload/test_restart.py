@@ -76,19 +76,6 @@ def test_a_folder_of_another_kv_dtype_is_not_read(tmp_path: Path, caplog) -> Non
     assert "are removed, of tabletalk in float32, KV in float16, pages of 16" in caplog.text
 
 
-def test_pages_of_an_older_format_are_removed_unread(
-    tmp_path: Path, caplog, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pages of int8 once had other bytes in the same size: only the folder's name tells."""
-    with open_llm(tmp_path, kv_cache_dtype="int8") as llm:
-        before = ask(llm, TABLE + "Who?")[0]
-    monkeypatch.setattr(fingerprint, "FORMAT", fingerprint.FORMAT + 1)
-    with open_llm(tmp_path, kv_cache_dtype="int8") as llm:
-        answer, hit, loaded = ask(llm, TABLE + "Who?")
-    assert (answer[0], hit, loaded) == (before[0], 0, 0)
-    assert "another radixcache or another machine wrote them" in caplog.text
-
-
 def test_what_is_salted_stays_off_the_disk(tmp_path: Path) -> None:
     with open_llm(tmp_path) as llm:
         ask(llm, TABLE, "mine")
@@ -199,11 +186,14 @@ OTHERS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "rope": change_rope,
     "dtype": lambda _: {"dtype": "bfloat16"},
     "page size": lambda _: {"page_size": 8},
+    "format": lambda _: {},  # of another radixcache
 }
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_kv_of_anything_else_is_not_found(tmp_path: Path, other: str) -> None:
+def test_kv_of_anything_else_is_not_found(
+    tmp_path: Path, other: str, caplog, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, prompt = tiny_model("llama", tmp_path / "model"), [[*range(1, 90)]]
     folder = tmp_path / "kv"
     with open_llm(folder, model) as llm:
@@ -213,14 +203,15 @@ def test_kv_of_anything_else_is_not_found(tmp_path: Path, other: str) -> None:
     settings = OTHERS[other](model)
     with LLM(model, **settings) as llm:
         wanted = ask(llm, prompt)[0]
+    if other == "format":
+        monkeypatch.setattr(fingerprint, "FORMAT", fingerprint.FORMAT + 1)
     with open_llm(folder, model, **settings) as llm:
         assert ask(llm, prompt) == (wanted, 0, 0)
+    assert ("another radixcache or another machine wrote them" in caplog.text) != bool(settings)
     assert len([path for path in folder.iterdir() if path.is_dir()]) == 1, "the others' pages go"
 
 
-def test_a_fork_leaves_the_folder_to_its_owner(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fork_leaves_the_folder_to_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It has none of the threads that write: to wait for them would be for ever."""
     monkeypatch.setattr(disk, "MAX_QUEUED_BYTES", 1)
     with open_llm(tmp_path) as llm:

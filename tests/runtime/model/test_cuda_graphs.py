@@ -58,9 +58,7 @@ def graphs_of(made: Engine) -> set[Shape]:
     drafts=[True, False],
     windows=[True, False],
 )
-def test_greedy_tokens_equal_plain_transformers(
-    folders, family, page_size, cache, drafts, windows
-) -> None:
+def test_greedy_tokens_equal_plain_transformers(folders, family, page_size, cache, drafts, windows):
     rng = np.random.default_rng(page_size)
     stem = rng.integers(0, 256, 40).tolist()
     prompts = [stem + rng.integers(0, 256, int(n)).tolist() for n in rng.integers(1, 30, 7)]
@@ -244,9 +242,7 @@ def test_an_interrupt_in_a_capture_leaves_the_stream_as_it_was(folders, gpu, mon
 
 
 @pytest.mark.parametrize(("temperature", "logprobs"), [(0.0, None), (0.8, None), (0.0, 2)])
-def test_the_device_goes_on_while_the_host_waits_for_tokens(
-    folders, gpu, temperature, logprobs
-) -> None:
+def test_the_device_goes_on_while_the_host_waits_for_tokens(folders, gpu, temperature, logprobs):
     """Also while sequences draw, and end one after the other."""
     made = engines.make_engine(folders["llama"], page_size=4)
     rng = np.random.default_rng(4)
@@ -270,9 +266,7 @@ def test_the_device_goes_on_while_the_host_waits_for_tokens(
 
 
 @pytest.mark.parametrize("length", [128, 120])
-def test_a_hit_of_64_tokens_is_a_graph_and_twelve_operations_beside_it(
-    folders, gpu, length
-) -> None:
+def test_a_hit_of_64_tokens_is_a_graph_and_twelve_operations_beside_it(folders, gpu, length):
     """From the schedule to the token, however many layers there are; with a page to copy, too."""
     made, rng = engines.make_engine(folders["llama"]), np.random.default_rng(7)
     document, params = (

@@ -128,9 +128,6 @@ def test_what_a_row_is_sampled_scored_and_reported_does_not_depend_on_its_compan
     assert draw([3, 1, 4]) == [together[row] for row in (3, 1, 4)]
 
 
-# Engines.
-
-
 def schedules(model: PagedModel, seeds: range) -> Tally:
     tally = sum((play(model, seed) for seed in seeds), Tally())
     print(f"seeds {seeds}: {tally}")
@@ -151,9 +148,7 @@ NARROW = [family for family in MODELS if family not in exact_schedules.NEVER_WID
         ("gemma3_text", "float32", "bfloat16", "off"),
     ],
 )
-def test_no_bit_of_random_schedules_differs_from_the_tokens_alone(
-    family, dtype, kv, activations
-) -> None:
+def test_no_bit_of_random_schedules_differs_from_the_tokens_alone(family, dtype, kv, activations):
     model = exact_model(family, dtype, kv, activations)
     assert model.quantized_activations == (activations == "on")
     tally = schedules(model, range(SEED, SEED + 4))
@@ -242,9 +237,6 @@ def test_the_check_names_what_differs(layer, part, named, monkeypatch) -> None:
     exact.check(model)
 
 
-# What is refused.
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -275,9 +267,6 @@ def test_transformers_layers_are_refused(tmp_path: Path) -> None:
     said = "exact mode takes only models of our own loop: no loop for starcoder2"
     with pytest.raises(ModelError, match=said):
         load_model(folder, device="cpu", exact=True)
-
-
-# Where it is said.
 
 
 @needs_kernels

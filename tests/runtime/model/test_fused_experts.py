@@ -136,9 +136,7 @@ def test_another_sum_is_seen(of, gpu, monkeypatch) -> None:
         ("waits", "operation not permitted when stream is capturing"),
     ],
 )
-def test_grouped_products_stand_in_with_one_warning(
-    folders, gpu, fault, why, caplog, monkeypatch
-) -> None:
+def test_grouped_products_stand_in_with_one_warning(folders, gpu, fault, why, caplog, monkeypatch):
     def broken(*args: Any) -> None:
         if fault == "fails":
             raise RuntimeError("no kernel image is available\nmore lines")

@@ -120,9 +120,7 @@ def written(kernel: str, result: Any, args: Any, options: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_wrong_scale_in_any_kernel_is_refused_at_load(
-    folders, gpu, kernel, monkeypatch, caplog
-) -> None:
+def test_a_wrong_scale_in_any_kernel_is_refused_at_load(folders, gpu, kernel, monkeypatch, caplog):
     right = getattr(gpu.flashinfer, kernel)
 
     def wrong(*args: Any, **options: Any) -> Any:

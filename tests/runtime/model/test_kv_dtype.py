@@ -147,9 +147,6 @@ def test_weights_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
         load(path, kv_cache_dtype="int8")
 
 
-# On a GPU, which is simulated.
-
-
 def test_fp8_gives_a_hit_the_tokens_of_a_miss(gpu, path: Path, monkeypatch) -> None:
     """In graphs and copies of pages; with the scales of the checkpoint, which the pool keeps."""
     monkeypatch.setattr(kv_dtype, "_scales", lambda path, layers: [(0.5, 0.25)] * layers)

@@ -41,29 +41,21 @@ from tests.runtime.model.steps import (
 )
 from tests.scripts.families import OTHERS
 
-
-def stock_model(folder: Path) -> TransformersModel:
-    """With transformers' own layers."""
-    model = load_transformers(folder, torch.float32, torch.device("cpu"))
-    assert isinstance(model, TransformersModel)
-    return model
-
-
 OPERATIONS = ["torch"] if problem() else ["torch", "native kernels"]
 OTHER_DECODERS = [family for family in [*DECODERS, *MULTIMODAL] if family not in LOOPED]
 
 
-def load_layers(folder: Path, layers: str, dtype: torch.dtype = torch.float32) -> PagedModel:
+def load_layers(folder: Path, layers: str) -> PagedModel:
     """With transformers' layers ("stock"), or with the loop and those operations."""
     cpu = torch.device("cpu")
     if layers == "stock":
-        model = load_transformers(folder, dtype, cpu)
+        model = load_transformers(folder, torch.float32, cpu)
         assert isinstance(model, TransformersModel)
         return model
     attention = TorchAttention(cpu) if layers == "torch" else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choose, "find_recurrence", lambda *_: loop)
-        model = load_model(folder, device=cpu, dtype=dtype, attention=attention)
+        model = load_model(folder, device=cpu, dtype="float32", attention=attention)
     assert isinstance(model, Decoder) and f"by radixcache with {layers}" in model.placement
     return model
 
@@ -77,9 +69,7 @@ KINDS = [
 
 
 @covering_of(["family", "layers"], KINDS)
-def test_logits_over_pages_equal_the_plain_forward_and_a_wrong_page_shows(
-    family, layers, tmp_path
-) -> None:
+def test_logits_over_pages_equal_the_plain_forward_and_a_wrong_page_shows(family, layers, tmp_path):
     folder = tiny_model(family, tmp_path, tokenizer=False, **DECODERS.get(family, {}))
     sequences = random_sequences()
     plain = plain_logits(folder, sequences)
@@ -112,9 +102,7 @@ PER_LAYER = {
         ("gemma4_text", PER_LAYER),  # other heads in full attention layers than in sliding ones
     ],
 )
-def test_an_unlisted_family_passes_through_conformance(
-    family, options, tmp_path, monkeypatch
-) -> None:
+def test_an_unlisted_family_passes_through_conformance(family, options, tmp_path, monkeypatch):
     checked, check = [], check_logits
 
     def check_and_note(model: TransformersModel, again: Callable[[], object] | None) -> None:
@@ -150,7 +138,7 @@ def test_deep_models_that_round_much_are_judged_in_float32(tmp_path, monkeypatch
 
 
 def test_the_gate_refuses_logits_that_differ(path, monkeypatch) -> None:
-    model = stock_model(path)
+    model: Any = load_layers(path, "stock")
     check_logits(model)
     for wrong in ({"window": 20}, {"softcap": 1.0}, {"scale": 0.2}):
         with monkeypatch.context() as patch:
@@ -197,9 +185,7 @@ LONG = {
         ("bart", {}, f"names {NUM_LAYERS} layers with attention, but attention runs in 12"),
     ],
 )
-def test_a_model_that_would_be_wrong_is_refused_in_one_sentence(
-    family, options, reason, tmp_path
-) -> None:
+def test_a_model_that_would_be_wrong_is_refused_in_one_sentence(family, options, reason, tmp_path):
     tiny_model(family, tmp_path, tokenizer=False, **options)
     with pytest.raises(ModelError, match=reason) as refused:
         load_model(tmp_path, device="cpu")
@@ -211,9 +197,7 @@ def test_a_model_that_would_be_wrong_is_refused_in_one_sentence(
     ("rope", "allowed", "context"),
     [(DYNAMIC, None, 64), (DYNAMIC, 100, 100), (LONG, None, 32), (LONG, 33, 33), (LONG, 32, 32)],
 )
-def test_frequencies_are_those_of_the_length_that_is_allowed(
-    rope, allowed, context, tmp_path
-) -> None:
+def test_frequencies_are_those_of_the_length_that_is_allowed(rope, allowed, context, tmp_path):
     """Of a short hit as of a long text: transformers has them at a length beyond the first."""
     rope = {**rope, "original_max_position_embeddings": 32}
     options = {"rope_parameters": rope, "max_position_embeddings": 64}

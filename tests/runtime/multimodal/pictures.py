@@ -17,7 +17,7 @@ from radixcache.runtime.multimodal.image import ImageSource
 from radixcache.runtime.multimodal.processor import ImageProcessor
 
 
-def picture(height: int, width: int, seed: int = 0) -> Image.Image:
+def picture(height: int, width: int, seed: int | np.random.Generator = 0) -> Image.Image:
     """A picture of random pixels."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)

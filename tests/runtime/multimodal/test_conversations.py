@@ -25,6 +25,7 @@ from radixcache.kernels import choose
 from radixcache.runtime.multimodal.prompt_images import PromptImages
 from radixcache.runtime.multimodal.tower import VisionTower
 from tests.helpers.vlm_models import VOCAB_SIZE, write_vlm
+from tests.runtime.multimodal.pictures import picture
 
 NEW = 6
 ROW = 260  # <|image_pad|>
@@ -110,10 +111,6 @@ def num_encoded(llm: LLM) -> int:
     return llm.images.features.num_encoded
 
 
-def picture(rng: np.random.Generator, width: int, height: int) -> Image.Image:
-    return Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
-
-
 def altered(rng: random.Random, image: Image.Image) -> Image.Image:
     """The image, or one that differs by a pixel, or by a row or column of them."""
     kind, (width, height) = rng.randrange(4), image.size
@@ -128,16 +125,6 @@ def altered(rng: random.Random, image: Image.Image) -> Image.Image:
     return copy
 
 
-def image_of(seed: int) -> Image.Image:
-    return picture(np.random.default_rng(seed), 64, 48)
-
-
-def altered_by_a_pixel(image: Image.Image) -> Image.Image:
-    copy = image.copy()
-    copy.putpixel((5, 7), (1, 2, 3))
-    return copy
-
-
 def say(rng: random.Random, images: list[Image.Image]) -> dict[str, Any]:
     """A user's message of texts and images in any order."""
     texts = [{"type": "text", "text": rng.choice(["Look: ", "What is it?", " and ", "Why "])}]
@@ -149,8 +136,7 @@ def say(rng: random.Random, images: list[Image.Image]) -> dict[str, Any]:
 def converse(path: Path, seed: int, count: int, whole: Whole | None, **settings: Any) -> Whole:
     """Several conversations at once, over a few images, each turn compared."""
     rng, numbers = random.Random(seed), np.random.default_rng(seed)
-    sizes = [(64, 48), (40, 80), (56, 56), (96, 33)]
-    pool = [picture(numbers, *size) for size in sizes]
+    pool = [picture(*size, numbers) for size in ((48, 64), (80, 40), (56, 56), (33, 96))]
     with engine(path, **settings) as llm, engine(path, cache="none") as plain:
         reference = whole or Whole(path, plain)
         conversations: list[Conversation] = [[] for _ in range(count)]
@@ -218,10 +204,8 @@ def test_so_they_do_by_the_loop_that_runs_on_a_gpu(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_next_turn_about_an_image_computes_its_new_tokens_alone(
-    folder: Path, family: str
-) -> None:
-    image = picture(np.random.default_rng(3), 64, 48)
+def test_the_next_turn_about_an_image_computes_its_new_tokens_alone(folder: Path, family: str):
+    image = picture(48, 64, 3)
     with engine(model(folder, family)) as llm:
         first = say(random.Random(0), [])
         first["content"].insert(0, {"type": "image", "image": image})
@@ -251,7 +235,7 @@ def test_whole_blocks_of_images_are_found_by_what_they_show(folder: Path, family
 
 
 def test_two_users_of_one_image_encode_it_once_and_share_it(folder: Path) -> None:
-    image = picture(np.random.default_rng(8), 96, 64)
+    image = picture(64, 96, 8)
     message = {"role": "user", "content": [{"type": "image", "image": image}]}
     with engine(model(folder, "qwen3_vl")) as llm, ThreadPoolExecutor(4) as threads:
         ask = partial(llm.chat, [message], GREEDY, use_tqdm=False)
@@ -277,7 +261,7 @@ def test_a_hit_within_rows_that_see_each_other_ends_before_them(
         return found
 
     monkeypatch.setattr(PromptImages, "resume", spy)
-    shown = [TEXT, {"type": "image", "image": image_of(13)}]
+    shown = [TEXT, {"type": "image", "image": picture(48, 64, 13)}]
     message: dict[str, Any] = {"role": "user", "content": shown}
     with engine(path, page_size=1, kv_cache_memory_bytes="100KB") as llm:
         room, expected = llm.engine.kv_pool.num_pages, None
@@ -293,7 +277,7 @@ def test_a_hit_within_rows_that_see_each_other_ends_before_them(
 def test_tasks_and_forks_see_the_same_images(folder: Path) -> None:
     message: dict[str, Any] = {
         "role": "user",
-        "content": [{"type": "image", "image": image_of(12)}, TEXT],
+        "content": [{"type": "image", "image": picture(48, 64, 12)}, TEXT],
     }
     with engine(model(folder, "qwen3_vl")) as llm:
         chat = Chat(llm)
@@ -314,7 +298,7 @@ def test_no_time_tells_that_another_salt_has_sent_an_image(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is decoded and encoded again."""
-    image, decoded = picture(np.random.default_rng(14), 64, 64), list[object]()
+    image, decoded = picture(64, 64, 14), list[object]()
     part, row = {"type": "image", "image": image}, "<|image_pad|>"
     with engine(model(folder, "qwen3_vl")) as llm:
         process = llm.images._processor._process
@@ -333,9 +317,10 @@ def test_no_time_tells_that_another_salt_has_sent_an_image(
 
 
 def test_an_image_is_found_on_disk_after_a_restart(folder: Path, tmp_path: Path) -> None:
-    image = picture(np.random.default_rng(9), 64, 64)
-    asked = []
-    for shown, encoded in ((image, 1), (image, 0), (altered_by_a_pixel(image), 1)):
+    image, asked = picture(64, 64, 9), []
+    other = image.copy()
+    other.putpixel((5, 7), (1, 2, 3))
+    for shown, encoded in ((image, 1), (image, 0), (other, 1)):
         kept = {"kv_dir": tmp_path, "kv_dir_size": "4MB"}
         message = {"role": "user", "content": [{"type": "image", "image": shown}, TEXT]}
         with engine(model(folder, "qwen3_vl"), **kept) as llm:
@@ -347,41 +332,27 @@ def test_an_image_is_found_on_disk_after_a_restart(folder: Path, tmp_path: Path)
     assert third.num_cached_tokens <= first.prompt_token_ids.index(ROW)
 
 
-def test_a_tower_that_fails_ends_its_requests_alone(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [ModelError("the tower fell"), MemoryError()], ids=repr)
+def test_a_tower_that_fails_once_ends_each_answer_to_its_request_alone(
+    folder: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    image = picture(np.random.default_rng(10), 64, 64)
+    image, calls = picture(64, 64, 12), list[object]()
     message = {"role": "user", "content": [{"type": "image", "image": image}, TEXT]}
-    with engine(model(folder, "mistral3")) as llm:
-
-        def fail(inputs: object) -> None:
-            raise ModelError("the tower fell")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(VisionTower, "encode", lambda tower, inputs: fail(inputs))
-            both: list[Conversation] = [[message], [{"role": "user", "content": "Hello"}]]
-            failed, fine = llm.chat(both, GREEDY, use_tqdm=False)
-        assert failed.error == "the tower fell" and fine.error is None
-        (again,) = llm.chat([message], GREEDY, use_tqdm=False)
-        assert again.error is None and len(again.outputs[0].token_ids) == NEW
-
-
-def test_each_of_several_answers_ends_with_the_tower_that_fails_once(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    image, calls = picture(np.random.default_rng(12), 64, 64), list[object]()
-    message = {"role": "user", "content": [{"type": "image", "image": image}, TEXT]}
+    both: list[Conversation] = [[message], [{"role": "user", "content": "Hello"}]]
 
     def fail(tower: object, inputs: object) -> None:
         calls.append(inputs)
-        raise MemoryError
+        raise error
 
     with engine(model(folder, "mistral3")) as llm:
-        monkeypatch.setattr(VisionTower, "encode", fail)
-        params = SamplingParams(n=3, max_tokens=NEW)
-        (failed,) = llm.chat([message], params, use_tqdm=False)
-    assert failed.error == "MemoryError" and len(calls) == 1
-    assert [answer.finish_reason for answer in failed.outputs] == ["error"] * 3
+        with monkeypatch.context() as patch:
+            patch.setattr(VisionTower, "encode", fail)
+            failed, fine = llm.chat(both, SamplingParams(n=3, max_tokens=NEW), use_tqdm=False)
+        assert failed.error == (str(error) or "MemoryError") and len(calls) == 1
+        assert [answer.finish_reason for answer in failed.outputs] == ["error"] * 3
+        assert fine.error is None
+        (again,) = llm.chat([message], GREEDY, use_tqdm=False)
+        assert again.error is None and len(again.outputs[0].token_ids) == NEW
 
 
 @pytest.mark.parametrize("cache", ["radix", "hash-block", "none"])
@@ -391,7 +362,7 @@ def test_no_step_waits_for_the_tower(
 ) -> None:
     """Not for an image that comes again in a prompt, either, nor for several answers, nor where a
     hit is lowered to an image's start; whatever is kept."""
-    image, threads = picture(np.random.default_rng(13), 96, 96), set[str]()
+    image, threads = picture(96, 96, 13), set[str]()
     encode, several = VisionTower.encode, SamplingParams(temperature=0, max_tokens=2, n=3)
 
     def note(tower: VisionTower, inputs: Any) -> Any:
@@ -414,7 +385,7 @@ def test_no_step_waits_for_the_tower(
 
 
 def test_what_an_image_cannot_have_is_refused(folder: Path) -> None:
-    image = picture(np.random.default_rng(11), 64, 64)
+    image = picture(64, 64, 11)
     part, row = {"type": "image", "image": image}, "<|image_pad|>"
     shown: Any = {"prompt": row, "multi_modal_data": {"image": image}}
 

@@ -44,9 +44,6 @@ def no_warnings():
         yield
 
 
-# What is given.
-
-
 @pytest.mark.parametrize("form", FORMATS)
 def test_all_ways_to_give_a_file_give_its_picture(form: str, tmp_path: Path):
     file = file_of(picture(41, 27), form)
@@ -94,9 +91,6 @@ def test_palettes_tell_pictures_apart():
     other.putpalette([255, 0, 0] * 256)
     assert one.tobytes() == other.tobytes()
     assert image_source(one).identity != image_source(other).identity
-
-
-# Modes.
 
 
 def test_what_is_transparent_is_on_white():
@@ -149,8 +143,6 @@ def test_of_many_frames_the_first_is_read():
     file = file_of(frames[0], "GIF", save_all=True, append_images=frames[1:])
     assert np.array_equal(pixels(file), np.asarray(Image.open(BytesIO(file)).convert("RGB")))
 
-
-# What is refused.
 
 PREFIX = "an image is a PNG, JPEG, WebP or GIF, and this is "
 SVG = b"<svg xmlns='http://www.w3.org/2000/svg'/>"
@@ -249,9 +241,6 @@ def test_without_pillow_a_sentence_says_what_to_install(monkeypatch: pytest.Monk
     for call in (lambda: image_source(PNG), lambda: image_of_url(data_url(PNG))):
         with pytest.raises(MissingDependency, match=r"pip install '\.\[images\]'"):
             call()
-
-
-# A prompt.
 
 
 def test_a_prompt_has_bounds():

@@ -83,9 +83,6 @@ def pinned(world: World) -> dict[str, list[str]]:
     }
 
 
-# Deaths.
-
-
 @pytest.mark.parametrize("path", STREAMS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_who_has_got_nothing_is_answered_by_another(
@@ -209,8 +206,6 @@ async def test_after_any_mix_of_deaths_and_hang_ups_nothing_is_booked(
     three.check()
 
 
-# Named prefixes.
-
 PREFIX = {"name": "rules", "prompt": "Be kind. " * 20}
 
 
@@ -319,9 +314,6 @@ async def test_a_lifetime_goes_on_where_a_replica_joins_and_may_be_written_as_te
     left = (prefix.expires or 0.0) - time.monotonic()
     assert prefix.name == "rules" and 30 < left < 49.9
     assert [*world.ingress._pins.live()] == [(None, "rules")]
-
-
-# Clients.
 
 
 async def test_who_hangs_up_amid_a_body_is_let_go_without_a_word(world: World) -> None:
@@ -456,9 +448,6 @@ async def test_texts_of_one_client_are_tokenised_one_after_the_other(
         *(world.ask("/v1/completions", {**body, "cache_salt": "xy"[n % 2]}) for n in range(8))
     )
     assert max(most) == 1 and len(most) == 8
-
-
-# What it tells.
 
 
 async def test_it_tells_of_the_replicas_and_of_decisions(

@@ -61,9 +61,6 @@ def comes_in(
     return "administrator" if scope[access._ADMINISTRATES] else "client"
 
 
-# Keys.
-
-
 @pytest.mark.parametrize(
     ("key", "with_api_key", "with_admin_key", "with_both"),
     [
@@ -150,9 +147,6 @@ def test_each_route_is_for_clients_or_for_the_administrator(llm: LLM):
         refused = server.get("/metrics", headers={"authorization": "Bearer user"})
         error = assert_error(refused, 403, "start it with --admin-key and send that key")
         assert error["type"] == "permission_error"
-
-
-# Names, and other web pages.
 
 
 KNOWN = """localhost LocalHost.:8000 127.0.0.1:8000 [::1]:8000 192.168.1.5:8000 llm.example.org

@@ -32,9 +32,6 @@ from tests.runtime.server.processes import COMPLETIONS, streaming
 SHORT = {"prompt": "| 1 | Nora", "max_tokens": 2}
 
 
-# Bodies.
-
-
 @pytest.mark.parametrize("piece", ['"a",', "[],", "[", '{"a": ', '"a" '])
 def test_a_body_of_too_many_values_is_not_read(monkeypatch: pytest.MonkeyPatch, piece: str) -> None:
     monkeypatch.setattr(json, "loads", None)
@@ -187,9 +184,6 @@ def test_a_text_that_cannot_fit_is_never_tokenised(server: LiveServer, monkeypat
         assert error["code"] == "context_length_exceeded"
 
 
-# Slots, places, and threads.
-
-
 def test_a_client_with_all_slots_keeps_no_other_waiting(llm: LLM):
     with live(llm) as server:
         with streaming(server, n=2, cache_salt="a"):
@@ -278,9 +272,6 @@ def test_an_answer_is_remembered_before_the_next_conversation_is_tokenised(
     assert second.cached == first.prompt + first.completion - 1
 
 
-# Grammars.
-
-
 def test_who_asks_for_a_new_structure_keeps_no_plain_request_waiting(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,9 +303,6 @@ def test_a_grammar_that_cannot_be_followed_is_the_clients_fault(server: LiveServ
     assert server.post(COMPLETIONS, body).status_code == 200
     monkeypatch.setattr(grammar.Grammar, "is_complete", broken)
     assert_error(server.post(COMPLETIONS, body), 400, "cannot be followed")
-
-
-# Connections.
 
 
 def connect(server: LiveServer) -> socket.socket:

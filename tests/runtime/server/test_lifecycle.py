@@ -24,8 +24,6 @@ from tests.runtime.server import http
 from tests.runtime.server.live import assert_error, live
 from tests.runtime.server.processes import COMPLETIONS, ENDLESS, forked, streaming
 
-# Hanging up, and limits.
-
 
 def test_a_request_that_takes_too_long_ends(llm: LLM):
     with live(llm, request_timeout=0.5) as server:
@@ -44,9 +42,6 @@ def test_a_body_that_is_too_large_is_413_though_it_does_not_say_so_first(llm: LL
         chunked = server.post(COMPLETIONS, content=iter(chunks), headers=headers)
         assert_error(chunked, 413, "larger than 1000 bytes")
         assert server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1}).status_code == 200
-
-
-# Failures.
 
 
 def test_waiting_requests_survive_the_failure_of_those_that_run(llm: LLM, monkeypatch: Any):
@@ -73,9 +68,6 @@ def test_waiting_requests_survive_the_failure_of_those_that_run(llm: LLM, monkey
             failed = server.post(COMPLETIONS, {"prompt": prompt, "max_tokens": 2})
             assert_error(failed, 500, "the engine failed")
         server.assert_idle()
-
-
-# The command and its end.
 
 
 @contextmanager

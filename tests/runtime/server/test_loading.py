@@ -88,9 +88,6 @@ def test_no_connection_is_lost_when_the_model_has_come(llm: LLM):
             assert status("GET", "/v1/models") == 200
 
 
-# The command.
-
-
 def free_port() -> int:
     with listen("127.0.0.1", 0) as listener:
         port: int = listener.getsockname()[1]

@@ -283,9 +283,7 @@ def test_a_real_model_says_the_same(
 
 @needs_kernels
 @pytest.mark.parametrize("family", ["tabletalk", "llama"])
-def test_in_exact_mode_the_bits_are_the_same(
-    tmp_path_factory: pytest.TempPathFactory, family: str
-) -> None:
+def test_in_exact_mode_the_bits_are_the_same(tmp_path_factory: pytest.TempPathFactory, family: str):
     path = BUNDLED_MODEL
     if family == "llama":
         path = tiny_model(family, tmp_path_factory.mktemp(family), seed=SEED)

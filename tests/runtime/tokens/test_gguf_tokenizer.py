@@ -171,9 +171,6 @@ def test_chat_templates_are_those_of_the_file(tmp_path, original):
     assert found == {"default": "{{ messages[0].content }}", "tool_use": "with tools"}
 
 
-# SentencePiece
-
-
 def by_scores(text: str, metadata: dict[str, Any], prefix: bool) -> list[int]:
     """What SentencePiece does: join the neighbours that make the best token, the first first."""
     tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
@@ -244,9 +241,6 @@ def test_gemma_4s_merges_are_those_of_the_file(tmp_path):
     found = opened(tmp_path, metadata)
     pieces = found.backend_tokenizer.encode("the cat", add_special_tokens=False).tokens
     assert pieces == ["the", "\u2581", "c", "a", "t"]
-
-
-# Refusals
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
 import pytest
-from tokenizers import AddedToken, Regex, pre_tokenizers
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
@@ -22,6 +22,7 @@ from tests.runtime.tokens.tiny_tokenizers import (
     LOSSLESS,
     awkward_added_tokens,
     byte_level,
+    cut_by,
     prepending,
     tabletalk,
     train_on_bytes,
@@ -127,9 +128,7 @@ def test_tokens_that_depend_on_what_stands_before_them_are_no_delimiters() -> No
 @each_kind
 @pytest.mark.parametrize("max_bytes", [1 << 20, 20_000])
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.exhaustive)])
-def test_without_generated_tokens_a_history_changes_nothing(
-    kind: Kind, max_bytes: int, count: int
-) -> None:
+def test_without_generated_tokens_a_history_changes_nothing(kind: Kind, max_bytes: int, count: int):
     """Texts that go on, branch, repeat, are cut short and come under different salts."""
     tokenizer = wrap(kind())
     history = TokenHistory(tokenizer, max_bytes)
@@ -243,9 +242,7 @@ ASKED = "<|user|>What?<|end|><|assistant|>"
         ("Here: 漢", "Here: \ufffd", 8),  # within a character
     ],
 )
-def test_an_answer_that_was_cut_keeps_the_tokens_before(
-    generated: str, shown: str, kept: int
-) -> None:
+def test_an_answer_that_was_cut_keeps_the_tokens_before(generated: str, shown: str, kept: int):
     tokenizer = wrap(byte_level())
     history = TokenHistory(tokenizer)
     prompt = history.encode(ASKED)
@@ -257,14 +254,7 @@ def test_an_answer_that_was_cut_keeps_the_tokens_before(
 
 def test_text_right_behind_an_answer_is_tokenised_as_one_with_it() -> None:
     """`. ` and `.\n` are tokens here: where the answer ends, none may be cut in two."""
-    backend = byte_level()
-    pattern = Regex(r" ?\p{L}+|[.?]\n|.")
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(pattern, "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    backend = cut_by(r" ?\p{L}+|[.?]\n|.")
     train_on_bytes(backend, ["The end.\nThe end.\n", "It is the end.\nUser: Why?"])
     tokenizer = wrap(backend)
     history = TokenHistory(tokenizer)

@@ -31,6 +31,9 @@ CLOSED = {"properties": A, "additionalProperties": False}
         ({"type": "number", "multipleOf": 0.5}, {**NUMBER, "multipleOf": 0.5}),
         ({"properties": A}, CLOSED),
         ({"items": {"properties": A}}, {"items": CLOSED}),
+        # Properties of the names of keywords.
+        ({"properties": {"type": {"type": "integer"}, "properties": A["a"]}},
+         {**CLOSED, "properties": {"type": INTEGER, "properties": A["a"]}}),
         ({"$defs": {"x": {"properties": A}}, "$ref": "#/$defs/x"},
          {"$defs": {"x": CLOSED}, "$ref": "#/$defs/x"}),
         ({"anyOf": [{"properties": A}, {"type": "integer"}]}, {"anyOf": [CLOSED, INTEGER]}),
@@ -64,14 +67,6 @@ def test_what_is_open_is_closed(schema: Any, completed: Any) -> None:
 )
 def test_what_a_schema_says_itself_stands(schema: Any) -> None:
     assert complete(schema) == schema
-
-
-def test_a_property_may_have_the_name_of_a_keyword() -> None:
-    schema = {"properties": {"type": {"type": "integer"}, "properties": {"type": "string"}}}
-    assert complete(schema) == {
-        "properties": {"type": INTEGER, "properties": {"type": "string"}},
-        "additionalProperties": False,
-    }
 
 
 def test_what_is_of_the_completed_schema_is_of_the_schema() -> None:

@@ -73,13 +73,6 @@ def test_content_calls_and_thoughts_are_told_apart(template: str):
     assert all(len(i) == (9 if template == MISTRAL_11 else 29) for i in ids)
 
 
-def test_several_calls_in_one_list():
-    text = '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"a": 1}}]'
-    assert meaning(parse(text, MISTRAL).message()) == ("", "", [("f", {}), ("g", {"a": 1})])
-    text = '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"a": 1}}'
-    assert meaning(parse(text, LLAMA).message()) == ("", "", [("f", {}), ("g", {"a": 1})])
-
-
 @ALL
 def test_what_is_no_call_is_content(template: str):
     call = written(template, "f", {"a": "x"})
@@ -170,51 +163,54 @@ NEARLY_RIGHT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "wanted"), NEARLY_RIGHT)
-def test_a_call_that_is_nearly_right_is_one(text: str, wanted: tuple[object, ...]):
-    """And is streamed as such, however it comes."""
-    for rng in (None, *map(random.Random, range(3))):
-        assert meaning(parse(text, HERMES, rng).message()) == wanted
+OF_OTHERS = [
+    (LLAMA, '{"type": "function", "name": "f", "parameters": {"a": "x"}}'),
+    (LLAMA, '{"parameters": {"a": "x"}, "name": "f"}'),
+    (LLAMA, '{"name": "f", "parameters": {"a": "x"}'),
+    (LLAMA, '<|python_tag|>{"name": "f", "arguments": {"a": "x"}}'),
+    (MISTRAL, '[TOOL_CALLS] [{"arguments": {"a": "x"}, "name": "f"}]'),
+    (MISTRAL, '[TOOL_CALLS] [{"name": "f", "arguments": {"a": "x"}}'),
+    (MISTRAL_11, '[TOOL_CALLS]f[ARGS]{"a": "x"'),
+    (CODER, "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>"),
+    (CODER, "<tool_call>\n<function=f>\n<parameter=a>\nx\n</function>\n</tool_call>"),
+    (CODER, "<tool_call>\n<function=f>\n<parameter=a>\nx"),
+]
+NO_CALLS = [
+    (HERMES, '<tool_call>{"arguments": {"a": "x"}}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "f", "arguments": "x"}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "f g", "arguments": {}}</tool_call>'),
+    (HERMES, '<tool_call>{"name": 5}</tool_call>'),
+    (HERMES, '<tool_call>{"names": "f", "and": "other keys than those of a call"}'),
+    (HERMES, "<tool_call>f(x)</tool_call>"),
+    (HERMES, "A mark: <tool_call> \n<tool_call>, two of them"),
+    (LLAMA, '{"name": "Ada", "parameters": 5}'),
+    (LLAMA, '{"name": "Ada"}'),
+    (HERMES, 'Hi <tool_call>{"na": "f", "arguments": {"a": 1}, "name": "f"}'),
+    (HERMES, "Hi <tool_call>{" + " " * 40 + '"arguments": {"a": 1}, "name": "f"}'),
+    (HERMES, 'Hi <tool_call>{"name": 1, "arguments": {"aaaaaaaaaa": 1}, "name": "f"}'),
+]
+TWO = [
+    (MISTRAL, '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"a":1}}]'),
+    (LLAMA, '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"a": 1}}'),
+]
+SEVERAL = ("", "", [("f", {}), ("g", {"a": 1})])
 
 
 @pytest.mark.parametrize(
-    ("template", "text"),
+    ("template", "text", "wanted"),
     [
-        (LLAMA, '{"type": "function", "name": "f", "parameters": {"a": "x"}}'),
-        (LLAMA, '{"parameters": {"a": "x"}, "name": "f"}'),
-        (LLAMA, '{"name": "f", "parameters": {"a": "x"}'),
-        (LLAMA, '<|python_tag|>{"name": "f", "arguments": {"a": "x"}}'),
-        (MISTRAL, '[TOOL_CALLS] [{"arguments": {"a": "x"}, "name": "f"}]'),
-        (MISTRAL, '[TOOL_CALLS] [{"name": "f", "arguments": {"a": "x"}}'),
-        (MISTRAL_11, '[TOOL_CALLS]f[ARGS]{"a": "x"'),
-        (CODER, "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>"),
-        (CODER, "<tool_call>\n<function=f>\n<parameter=a>\nx\n</function>\n</tool_call>"),
-        (CODER, "<tool_call>\n<function=f>\n<parameter=a>\nx"),
+        *((HERMES, *row) for row in NEARLY_RIGHT),
+        *((*row, CALLED) for row in OF_OTHERS),
+        *((*row, SEVERAL) for row in TWO),
+        *((template, text, (text, "", [])) for template, text in NO_CALLS),
     ],
 )
-def test_calls_of_other_families_are_nearly_right_as_well(template: str, text: str):
+def test_a_call_that_is_nearly_right_is_one_however_it_comes(
+    template: str, text: str, wanted: tuple[object, ...]
+):
     for rng in (None, *map(random.Random, range(3))):
-        assert meaning(parse(text, template, rng).message()) == CALLED
-
-
-@pytest.mark.parametrize(
-    ("template", "text"),
-    [
-        (HERMES, '<tool_call>{"arguments": {"a": "x"}}</tool_call>'),
-        (HERMES, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
-        (HERMES, '<tool_call>{"name": "f", "arguments": "x"}</tool_call>'),
-        (HERMES, '<tool_call>{"name": "f g", "arguments": {}}</tool_call>'),
-        (HERMES, '<tool_call>{"name": 5}</tool_call>'),
-        (HERMES, '<tool_call>{"names": "f", "and": "other keys than those of a call"}'),
-        (HERMES, "<tool_call>f(x)</tool_call>"),
-        (HERMES, "A mark: <tool_call> \n<tool_call>, two of them"),
-        (LLAMA, '{"name": "Ada", "parameters": 5}'),
-        (LLAMA, '{"name": "Ada"}'),
-    ],
-)
-def test_what_names_no_function_is_no_call(template: str, text: str):
-    for rng in (None, *map(random.Random, range(3))):
-        assert meaning(parse(text, template, rng).message()) == (text, "", [])
+        assert meaning(parse(text, template, rng).message()) == wanted
 
 
 OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
@@ -305,17 +301,6 @@ def test_a_bracket_is_not_compared_with_all_that_are_open():
     mended = MendedJson()
     assert mended.feed("[" + "{" * (MAX_DEPTH - 1) + "]", ended=False)[0].endswith("}]")
     assert mended.done
-
-
-def test_an_object_with_other_keys_is_told_from_a_call_alike_however_it_comes():
-    for text in (
-        'Hi <tool_call>{"na": "f", "arguments": {"a": 1}, "name": "f"}',
-        "Hi <tool_call>{" + " " * 40 + '"arguments": {"a": 1}, "name": "f"}',
-        'Hi <tool_call>{"name": 1, "arguments": {"aaaaaaaaaa": 1}, "name": "f"}',
-    ):
-        wanted = meaning(parse(text, HERMES).message())
-        for seed in range(3):
-            assert meaning(parse(text, HERMES, random.Random(seed)).message()) == wanted
 
 
 def test_arguments_stream_as_they_come():

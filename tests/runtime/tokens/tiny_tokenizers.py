@@ -63,14 +63,13 @@ def awkward_added_tokens() -> Backend:
 
 def digits_from_the_right() -> Backend:
     """A pattern that looks ahead without bound."""
-    backend = byte_level()
-    pattern = Regex(r" ?\p{L}+|\d{1,3}(?=(?:\d{3})*(?!\d))|\s*[\r\n]+|\s+(?!\S)|\s+|.")
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(pattern, "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    return cut_by(r" ?\p{L}+|\d{1,3}(?=(?:\d{3})*(?!\d))|\s*[\r\n]+|\s+(?!\S)|\s+|.")
+
+
+def cut_by(pattern: str) -> Backend:
+    backend, plain = byte_level(), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    cut = pre_tokenizers.Split(Regex(pattern), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([cut, plain])
     return backend
 
 

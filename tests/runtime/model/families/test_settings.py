@@ -226,9 +226,7 @@ def test_values_are_keys_where_the_config_says_so(equal: bool, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe", "mistral4"])
-def test_a_model_none_of_whose_layers_has_experts_runs_in_the_loop(
-    family: str, tmp_path: Path
-) -> None:
+def test_a_model_none_of_whose_layers_has_experts_runs_in_the_loop(family: str, tmp_path: Path):
     settings = settings_of(tiny_model(family, tmp_path, tokenizer=False, **DECODERS[family]))
     described = describe({**settings, "first_k_dense_replace": settings["num_hidden_layers"]})
     assert not any(layer.experts for layer in described.layers)

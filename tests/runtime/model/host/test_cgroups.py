@@ -60,9 +60,7 @@ class Machine:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_least_that_any_group_leaves_without_cached_files(
-    machine: Machine, version: int
-) -> None:
+def test_the_least_that_any_group_leaves_without_cached_files(machine: Machine, version: int):
     machine.mount(V1 if version == 1 else V2, "/pods/one/server")
     group = machine.memory_v1 if version == 1 else machine.memory_v2
     none: Any = 9223372036854771712 if version == 1 else "max"

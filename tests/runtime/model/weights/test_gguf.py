@@ -293,9 +293,6 @@ def test_dtype_is_the_narrowest_without_loss(path, kinds, dtype):
     assert settings_of(GGUFFile(path))["dtype"] == dtype
 
 
-# Files
-
-
 def test_a_folder_with_one_gguf_file_is_that_model(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()

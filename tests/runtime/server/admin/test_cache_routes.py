@@ -35,9 +35,6 @@ def cached(response: Any) -> int:
     return count
 
 
-# The tree.
-
-
 def test_the_tree_shows_what_prompts_share(fresh: LiveServer):
     usages = [fresh.post(CHAT, {"messages": ask(text)}).json()["usage"] for text in TWO]
     view = fresh.get("/v1/cache").json()
@@ -163,9 +160,6 @@ def test_a_flush_forgets_everything_but_what_is_pinned_forbids_it(fresh: LiveSer
     assert cached(fresh.post(COMPLETIONS, LINE)) == 0
     fresh.post(PREFIXES, {"name": "p", "prompt": "x " * 40})
     assert_error(fresh.post("/v1/cache/flush"), 409, "or prefixes are pinned")
-
-
-# Named prefixes and salts.
 
 
 def test_a_completion_goes_on_from_a_named_prefix(fresh: LiveServer):

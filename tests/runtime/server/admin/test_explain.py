@@ -32,9 +32,6 @@ def misses(answer: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-# Beside an answer, and before it.
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_it_is_explained_as_the_request_is_when_it_comes(llm: LLM, stream: bool):
     def at(time: str) -> dict[str, Any]:
@@ -129,9 +126,6 @@ def test_texts_of_others_can_be_hidden(llm: LLM):
         (miss,) = misses(answer)
         assert miss["reason"] == "diverged" and "Which" in miss["text"]
         assert "4822" not in miss["text"]
-
-
-# The command.
 
 
 def say(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:

@@ -56,9 +56,6 @@ def of(salt: str | None) -> dict[bytes, bytes]:
     return {} if salt is None else {b"cache-salt": salt.encode()}
 
 
-# The attack.
-
-
 def test_a_number_cannot_be_found_digit_by_digit(
     server: LiveServer, user: httpx.Client, boss: httpx.Client
 ):
@@ -121,9 +118,6 @@ def test_answers_are_as_if_others_had_sent_nothing(user: httpx.Client):
     assert answers("a third salt") == first
 
 
-# Named prefixes.
-
-
 def test_the_prefixes_of_a_salt_are_not_there_for_another(
     user: httpx.Client, boss: httpx.Client, server: LiveServer
 ):
@@ -179,9 +173,6 @@ def test_a_salt_that_no_text_is_is_refused(user: httpx.Client):
     assert_error(user.get(PREFIXES, headers={b"cache-salt": b"\xff"}), 400, "not UTF-8")
     assert_error(user.get(PREFIXES, headers={b"cache-salt": b""}), 400, "cache-salt")
     assert_error(user.get(PREFIXES, headers={b"cache-salt": b"x" * 513}), 400, "cache-salt")
-
-
-# The administrator.
 
 
 def test_the_administrator_sees_and_ends_the_prefixes_of_all(

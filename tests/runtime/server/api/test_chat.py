@@ -37,9 +37,6 @@ def called(answer: Answer) -> list[tuple[str, Any]]:
     return [(made.name, made.arguments) for made in answer.calls]
 
 
-# Answers.
-
-
 def test_models_are_listed_and_found(client: Any, server: LiveServer):
     (model,) = client.models.list().data
     assert model.id == "tabletalk" and model.exact is False
@@ -140,9 +137,6 @@ def test_what_has_ended_an_answer_is_told(client: Any):
     assert choice.stop_reason == " Holm"
 
 
-# The form of an answer.
-
-
 @pytest.mark.parametrize(
     ("fields", "form"),
     [
@@ -164,9 +158,6 @@ def test_every_way_to_ask_for_a_form_holds_for_chats_and_completions(
     plain = server.post("/v1/completions", {"prompt": "It is ", **more}).json()["choices"][0]
     for text in (chat["message"]["content"], plain["text"]):
         assert re.fullmatch(form, text, re.DOTALL), text
-
-
-# Tools and thoughts.
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -15,12 +15,10 @@ from tests.runtime.server.api.image_bodies import (
     CHAT,
     MESSAGES,
     PATHS,
-    RESPONSES,
     TEXT,
     asked,
     body,
     image,
-    result,
 )
 from tests.runtime.server.live import LiveServer, assert_error, live
 
@@ -71,14 +69,6 @@ def test_the_same_question_is_the_same_prompt_in_every_api(llm: LLM, seeing: Liv
     assert explained.json()["cached_tokens"] == length
 
 
-def test_a_response_goes_on_from_one_about_an_image(seeing: LiveServer) -> None:
-    first = seeing.post(RESPONSES, {**asked(RESPONSES, URL), "max_output_tokens": 4}).json()
-    goes_on = {"input": "And?", "previous_response_id": first["id"], "max_output_tokens": 4}
-    length, cached = usage(seeing, RESPONSES, goes_on)
-    assert length > first["usage"]["input_tokens"] > 20
-    assert cached >= first["usage"]["input_tokens"] - 2
-
-
 def test_a_marked_prefix_ends_behind_its_image(llm: LLM, seeing: LiveServer) -> None:
     other = data_url(file_of(picture(90, 70)))
     shown = image(MESSAGES, other) | {"cache_control": {"type": "ephemeral"}}
@@ -87,12 +77,6 @@ def test_a_marked_prefix_ends_behind_its_image(llm: LLM, seeing: LiveServer) -> 
     used, behind = answer["usage"], len("What about it?\n[assistant]")
     cached = used["cache_read_input_tokens"] + used["cache_creation_input_tokens"]
     assert used["input_tokens"] <= behind and cached > 10
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_a_tool_may_answer_with_an_image(seeing: LiveServer, path: str) -> None:
-    length, _ = usage(seeing, path, body(path, *result(path, URL)))
-    assert length > 20
 
 
 def test_what_has_no_images_refuses_them(seeing: LiveServer) -> None:

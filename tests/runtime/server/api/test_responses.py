@@ -144,8 +144,10 @@ def test_the_salt_that_has_most_loses_its_oldest_response():
         store.keep(f"{i}", stored("y" * 1000, salt="b"))
     found = [i for i in range(20) if store.find(f"{i}", "b")]
     assert store.find("small", "a") and found == [*range(20 - len(found), 20)] and len(found) > 5
-    store.keep("large", stored("z" * 60_000, salt="c"))
-    assert store.find("large", "c") is None
+    shown = {"type": "image_url", "image_url": {"url": "z" * 60_000}}
+    kept = store.keep("large", StoredResponse([user([shown])], {}, "c"))
+    assert kept is not None and kept.exception() is not None
+    assert store.find("large", "c") is None and store.find("small", "a")
 
 
 def test_short_responses_are_counted_with_all_that_they_take():

@@ -24,9 +24,6 @@ def preflight(server: LiveServer, origin: str) -> httpx.Response:
     return httpx.request("OPTIONS", f"{server.url}{CHAT}", headers=headers, verify=False)
 
 
-# Ids.
-
-
 def test_every_answer_has_the_id_of_its_request(server: LiveServer, monkeypatch, caplog):
     sent = {"x-request-id": "job-7:a.b_c"}
     body = {"messages": ask("How old is Nora Lund?"), "max_tokens": 2}
@@ -55,9 +52,6 @@ def test_an_id_that_makes_no_sense_is_replaced(sent: str, server: LiveServer):
     headers = {"x-request-id": sent.encode("latin-1")}
     ids = [server.get("/health", headers=headers).headers["x-request-id"] for _ in range(2)]
     assert all(re.fullmatch("[0-9a-f]{32}", made) for made in ids) and ids[0] != ids[1]
-
-
-# The log.
 
 
 def test_the_log_has_a_line_for_each_request_without_texts_and_keys(llm: LLM, capsys):
@@ -89,9 +83,6 @@ def test_a_reader_of_the_log_that_leaves_stops_nothing(llm: LLM, monkeypatch):
     with live(llm, access_log=True) as server:
         monkeypatch.setattr("builtins.print", leave)
         assert server.get("/health").status_code == 200
-
-
-# Other origins.
 
 
 def test_a_page_that_is_named_may_use_a_server_with_a_key(llm: LLM):

@@ -18,8 +18,6 @@ from tests.runtime.server.live import LiveServer, live
 from tests.runtime.server.page.browser import ANSWER, OTHER, QUESTION, Page, numbers
 from tests.runtime.server.processes import forked, loading, served
 
-# What it is made of.
-
 
 def test_the_files_come_with_their_types_and_may_load_nothing_from_elsewhere(server: LiveServer):
     for path, (_, media_type) in static.FILES.items():
@@ -38,9 +36,6 @@ def test_only_the_bundled_model_has_an_example(server: LiveServer, monkeypatch: 
     assert example["system"] == TABLE.read_text() and example["questions"]
     monkeypatch.setattr(server.backend.llm, "model_name", "other")
     assert server.get("/page.json").json()["example"] is None
-
-
-# What people see.
 
 
 def cached_tokens(page: Page) -> int:
@@ -177,9 +172,6 @@ def test_a_page_that_nobody_sees_asks_for_nothing(page: Page):
     page.until(lambda: page.all(".node.idle") and not page.run(asks))
     page.run("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
     assert page.run(asks)
-
-
-# Servers with keys, and one that loads.
 
 
 def test_a_server_with_keys_asks_for_them(window: Page):
