@@ -263,7 +263,9 @@ struct Plan {
 
     int queries(int s) const { return batch.qo_indptr[s + 1] - batch.qo_indptr[s]; }
     int position(int s, int i) const { return batch.kv_lens[s] - queries(s) + i; }
-    int first_key(int s, int i) const { return std::max(0, position(s, i) - heads.window + 1); }
+    int first_key(int s, int i) const {
+        return std::max(batch.first[s], position(s, i) - heads.window + 1);
+    }
     int end_key(int s, int i) const {
         return position(s, i) + 1 + (ahead() ? ahead()[batch.qo_indptr[s] + i] : 0);
     }

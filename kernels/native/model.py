@@ -307,7 +307,9 @@ class NativeModel:
         tables = self._tables(plan, window, pages, token_ids, positions)
         count, tokens = len(plan.query_lens), len(token_ids)
         steps = tokens // max(count, 1)
-        fits = len(how.draws) == tokens and (plan.query_lens == steps).all()
+        lens = [steps] * count
+        fits = len(how.draws) == tokens and plan.query_lens.tolist() == lens
+        fits = fits and (window is plan or window.query_lens.tolist() == lens)
         if self._recurs or not steps or not fits:
             raise ValueError(f"{tokens} tokens of {count} sequences are no decodes of one length")
         drawn, highest = torch.empty(count, steps, dtype=torch.int64), torch.empty(count, steps)

@@ -174,7 +174,7 @@ class Engine:
         seconds = time.perf_counter() - began
         prefills = step.prefills if step is not None else []
         if self.multi_step is not None and step is not None and step.num_rows:
-            self.multi_step.step_seconds = seconds / step.num_steps
+            self.multi_step.note(step.num_rows, step.num_steps, seconds)
         self.scheduler.budget.note(prefills, seconds)
         self.scheduler.admission.loads.note_step(sum(count - 1 for _, count in prefills), seconds)
         if step is not None and step.num_rows and self.scheduler.proposer is not None:

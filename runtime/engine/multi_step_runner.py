@@ -33,7 +33,7 @@ class MultiStepRunner:
 
     Attributes:
         interrupt: while it is not 0, no step follows the first one; another thread may set it.
-        step_seconds: what the last step that only decoded took.
+        step_seconds: what the last step that only decoded took; a larger batch is measured anew.
     """
 
     def __init__(
@@ -43,6 +43,14 @@ class MultiStepRunner:
         self._runner, self._scheduler, self._sampler = runner, scheduler, sampler
         self._ends = ends
         self.interrupt, self.step_seconds = c_int32(0), inf
+        self._num_measured = 0
+        """Sequences of the step that was measured."""
+        self._most = MAX_STEPS
+        """Steps of the next call at most: steps that an interrupt prevents are prepared in vain."""
+
+    def note(self, num_rows: int, num_steps: int, seconds: float) -> None:
+        """Measure steps that only decoded so many tokens."""
+        self.step_seconds, self._num_measured = seconds / num_steps, num_rows // num_steps
 
     def run(self) -> tuple[PendingStep, int] | None:
         """The tokens of a call, and its number of steps; None if the next step does more, or should
@@ -50,9 +58,10 @@ class MultiStepRunner:
 
         The tokens of later steps are like a draft that comes true: the model's own.
         """
-        if self.step_seconds * 2 > CALL_SECONDS:
+        is_larger = len(self._scheduler.running) > self._num_measured
+        if is_larger or self.step_seconds * 2 > CALL_SECONDS:
             return None
-        steps = min(MAX_STEPS, int(CALL_SECONDS / max(self.step_seconds, 1e-9)))
+        steps = min(self._most, int(CALL_SECONDS / max(self.step_seconds, 1e-9)))
         chunks = self._scheduler.schedule_decodes(steps)
         if not chunks:
             return None
@@ -64,9 +73,9 @@ class MultiStepRunner:
         tokens, highest = self._runner.decode(chunks, MultiStep(draws, [*ends], self.interrupt))
         self._scheduler.commit()
         drawn = tokens.numpy().astype(np.int32)
-        fetched = Fetch(tokens.flatten(), highest.flatten())
-        rows = _rows(chunks, [*drawn[:, :-1]])
-        return PendingStep(rows, tokens, [], fetched), drawn.shape[1]
+        self._most = min(MAX_STEPS, 2 * drawn.shape[1]) if self.interrupt.value else MAX_STEPS
+        tokens, rows = tokens.flatten(), _rows(chunks, [*drawn[:, :-1]])
+        return PendingStep(rows, tokens, [], Fetch(tokens, highest.flatten())), drawn.shape[1]
 
 
 def _rows(chunks: list[Chunk], drafts: list[Tokens]) -> list[Row]:

@@ -55,6 +55,17 @@ def test_a_table_of_one_window_gives_the_same(backend, seed) -> None:
     assert error(step, short, **options) < TOLERANCE[step.query.dtype]
 
 
+@pytest.mark.parametrize("window", [2, 11, 128, 700])
+def test_rows_see_none_of_the_tokens_before_a_table(backend, window) -> None:
+    """A prompt that resumes without a saved state has an empty table, wherever it begins."""
+    first = np.array([0, 255, 256, 262, 301, 383, 511, 517, 620, 999], np.int32)
+    lens = [([21, 1, 300][at % 3], [0, 0, 5, 200][at % 4]) for at in range(len(first))]
+    step = make_step(window, lens, page_size=4)
+    step = replace(step, batch=replace(step.batch, first=first))
+    options = {"scale": 0.3, "window": window}
+    assert error(step, run(step, backend, **options), **options) < TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize("seed", range(16))
 def test_rows_of_an_image_see_each_other_both_ways(backend, seed) -> None:
     step, options = random_step(seed, dtypes=(torch.float32,))

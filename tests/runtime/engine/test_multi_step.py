@@ -16,7 +16,8 @@ import pytest
 from radixcache import LLM, SamplingParams
 from radixcache.runtime.engine import multi_step_runner
 from radixcache.runtime.outputs import CompletionOutput
-from tests.helpers.engines import finish
+from tests.helpers.engines import finish, generated
+from tests.helpers.hash_model import greedy, hash_engine
 from tests.helpers.native import needs_kernels
 
 pytestmark = needs_kernels
@@ -97,8 +98,64 @@ def test_a_call_of_another_thread_waits_for_one_step(llm: LLM, monkeypatch: Any)
     finish(engine)
 
 
+def test_a_larger_batch_is_measured_before_it_runs_several_steps(
+    llm: LLM, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(multi_step_runner, "CALL_SECONDS", 1.0)
+    engine, counts = llm.engine, list[tuple[int, int]]()
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    assert engine.multi_step is not None
+    engine.multi_step.note(2, 2, 1e-3)  # one sequence
+    for number in (1, 3, 2):
+        finish(engine)
+        requests = [engine.add_request([9 + i, number], params) for i in range(number)]
+        engine.step()
+        before = [request.sequences[0].num_generated for request in requests]
+        engine.step()
+        after = [request.sequences[0].num_generated for request in requests]
+        counts += [(b, a - b) for b, a in zip(before, after, strict=True)]
+    finish(engine)
+    assert counts == [(1, 8)] + 3 * [(1, 1)] + 2 * [(1, 8)]
+
+
+def test_while_others_interrupt_no_call_prepares_many_steps(llm: LLM, monkeypatch: Any) -> None:
+    monkeypatch.setattr(multi_step_runner, "CALL_SECONDS", 1.0)
+    engine, asked = llm.engine, list[int]()
+    decode, several = engine.model.decode, engine.multi_step
+    assert several is not None
+
+    def decode_and_note(ids: Any, batch: Any, *rest: Any) -> Any:
+        asked.append(len(ids))
+        several.interrupt.value = len(asked) in (1, 2)
+        return decode(ids, batch, *rest)
+
+    monkeypatch.setattr(engine.model, "decode", decode_and_note)
+    request = engine.add_request(
+        llm.encode("abc"), SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    )
+    finish(engine)
+    assert asked[:4] == [8, 2, 2, 8] and len(request.sequences[0].generated) == 30
+
+
+def test_the_step_behind_a_call_of_one_step_may_be_launched_before_its_tokens_are_read(
+    monkeypatch: Any,
+) -> None:
+    monkeypatch.setattr(multi_step_runner, "CALL_SECONDS", 1e9)
+    engine = hash_engine("radix", 4, 100, 64, 16)
+    assert engine.multi_step is not None
+    engine.multi_step.interrupt.value = 1
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [[5, number] for number in range(3)]
+    requests = [engine.add_request(prompt, params) for prompt in prompts]
+    for engine.overlap in (False, False, True):  # a prompt, a step that is measured, a call
+        engine.step()
+    finish(engine)
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert generated([request])[0][0][: len(wanted := greedy(prompt, 12))] == wanted
+
+
 def test_without_a_seed_completions_and_requests_draw_apart(llm: LLM) -> None:
-    params = SamplingParams(temperature=1.5, max_tokens=30, n=3, ignore_eos=True)
+    params = SamplingParams(temperature=9, max_tokens=30, n=3, ignore_eos=True)
     requests = [llm.engine.add_request(llm.encode("abc"), params) for _ in range(2)]
     finish(llm.engine)
     drawn = [one.token_ids for request in requests for one in request.output().outputs]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from ctypes import c_int32
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -91,3 +93,18 @@ def test_what_does_not_fit_together_is_refused() -> None:
     with pytest.raises(ValueError, match="no decodes of one length"):
         decodes.run(model.decode)
     assert not exact_model("qwen3_5_text", "float32").multi_step
+
+
+def test_windows_of_other_sequences_are_refused() -> None:
+    model = exact_model("gemma3_text", "float32")
+    decodes = Decodes(model)
+    tables = np.split(decodes.batch.kv_indices, decodes.batch.kv_indptr[1:-1])
+    for of, lens in (((0, 1, 2), [5, 7, 6]), ((1, 2), [9, 9]), ((2,) * 18, [1] * 18)):
+        kv_lens = decodes.batch.kv_lens[list(of)].tolist()
+        window = PagedBatch.of([tables[i] for i in of], lens, kv_lens, 4)
+        with pytest.raises(ValueError, match="no decodes of one length"):
+            decodes.run(partial(decode_with, model, window))
+
+
+def decode_with(model: PagedModel, window: PagedBatch, ids: Any, batch: Any, *rest: Any) -> Any:
+    return model.decode(ids, replace(batch, window=window), *rest)
