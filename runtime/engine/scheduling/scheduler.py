@@ -158,7 +158,7 @@ class Scheduler:
 
     def schedule_decodes(self, steps: int) -> list[Chunk]:
         """The chunks of so many steps in one call, or fewer, if all running sequences only decode,
-        and their tokens need only be drawn; else none. None waits, and no page is evicted.
+        and their tokens need only be drawn; else none. None waits, and the later steps evict no page.
 
         The draft of a chunk stands for the tokens that are drawn on the way.
         """
@@ -179,6 +179,7 @@ class Scheduler:
         if more < 1:
             return []
         self.answered = {}
+        self.admission.loads.begin_step()
         draft = np.zeros(more, np.int32)
         return [Chunk(s, 1, self._plan_decode(s), draft) for s in going]
 
