@@ -158,7 +158,7 @@ class Scheduler:
 
     def schedule_decodes(self, steps: int) -> list[Chunk]:
         """The chunks of so many steps in one call, or fewer, if all running sequences only decode,
-        and their tokens need only be drawn; else none. None waits, and the later steps evict no page.
+        and their tokens need only be drawn; else none. None waits; later steps evict no page.
 
         The draft of a chunk stands for the tokens that are drawn on the way.
         """
