@@ -341,7 +341,7 @@ def test_a_task_that_is_cancelled_and_a_stream_that_is_left_abort(llm: LLM) -> N
         task = asyncio.create_task(model.generate(["a", "b"], LONG))
         async with aclosing(model.stream("c", LONG)) as stream:
             async for output in stream:
-                if len(output.outputs[0].token_ids) == 3:
+                if len(output.outputs[0].token_ids) >= 3:
                     break
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -37,6 +37,8 @@ class ImageEncoding:
         are being encoded then, or once fewer prompts wait for others."""
         if (images := sequence.request.images) is None:
             return False
+        if sequence.request in self._failed:  # no other of its sequences asks again
+            return True
         lacking = [image for image in images.images if image.image.digest not in images.features]
         behind = {one.image.digest: one.image for one in lacking if one.places[-1] >= hit}
         if behind and sequence not in self._asking:
