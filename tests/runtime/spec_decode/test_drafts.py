@@ -181,7 +181,7 @@ def test_every_answer_is_as_it_is_alone(drafts: str, cache: str, page_size: int)
     assert seen["failures"]
     if proposer is not None:
         drafted, accepted = proposer.num_draft_tokens, proposer.num_accepted_tokens
-        assert drafted.total() > accepted.total() > 10
+        assert drafted.total() > accepted.total() > 5
     elif cache == "radix":
         assert (
             engine.scheduler.admission.logits_cache is not None
