@@ -305,10 +305,9 @@ class NativeModel:
             MemoryError: what the steps compute does not fit into memory.
         """
         tables = self._tables(plan, window, pages, token_ids, positions)
-        count, tokens = len(plan.query_lens), len(token_ids)
-        steps = tokens // max(count, 1)
-        lens = [steps] * count
-        fits = len(how.draws) == tokens and plan.query_lens.tolist() == lens
+        lens, tokens = plan.query_lens.tolist(), len(token_ids)
+        count, steps = len(lens), tokens // max(len(lens), 1)
+        fits = len(how.draws) == tokens and lens == [steps] * count
         fits = fits and (window is plan or window.query_lens.tolist() == lens)
         if self._recurs or not steps or not fits:
             raise ValueError(f"{tokens} tokens of {count} sequences are no decodes of one length")

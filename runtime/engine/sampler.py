@@ -80,16 +80,20 @@ class Sampler:
         """How the native kernel draws the tokens of these rows. The noise follows from the
         request, or its seed, and the token's place: whatever else is in the step, and however many
         steps a call runs, the draw is the same."""
-        return [draw_of(row.sequence.request.params, self._noise(row)) for row in rows]
+        params = [row.sequence.request.params for row in rows]
+        return [
+            GREEDY if p.temperature <= 0 else draw_of(p, (self._seed(row) >> 11) / 2**53)
+            for row, p in zip(rows, params, strict=True)
+        ]
 
-    def _noise(self, row: Row) -> float:
+    def _seed(self, row: Row) -> int:
+        """64 bits of noise for the row's draw."""
         request, index = row.sequence.request, row.sequence.index
-        if request.params.temperature <= 0:
-            return 0.0
         source = f"{self._generator.initial_seed()} {request.request_id} {index}"
         if request.params.seed is not None:
             source = f"{request.params.seed + index}"
-        return (_hash(f"{source} {row.position}") >> 11) / 2**53
+        place = f"{source} {row.position}".encode()
+        return int.from_bytes(blake2b(place, digest_size=8).digest(), "little")
 
     def _generators(self, rows: list[Row], params: list[SamplingParams]) -> list[torch.Generator]:
         """Each row's generator: with a seed, it follows from the token's place, so that the draw is
@@ -99,10 +103,7 @@ class Sampler:
         while len(self._seeded) < len(seeded):
             self._seeded.append(torch.Generator(self._generator.device))
         for at, generator in zip(seeded, self._seeded, strict=False):
-            sequence, seed = rows[at].sequence, params[at].seed
-            assert seed is not None
-            noise = _hash(f"{seed + sequence.index} {rows[at].position}")
-            generators[at] = generator.manual_seed(noise)
+            generators[at] = generator.manual_seed(self._seed(rows[at]))
         return generators
 
     def _masked(self, rows: list[Row], logits: torch.Tensor) -> torch.Tensor:
@@ -172,11 +173,6 @@ def draw_of(params: SamplingParams, uniform: float) -> Draw:
         return GREEDY
     top_k = min(max(params.top_k, 0), 2**31 - 1)
     return Draw(params.top_p, uniform, _temperature(params), params.min_p, top_k)
-
-
-def _hash(text: str) -> int:
-    """64 bits."""
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def _probabilities(

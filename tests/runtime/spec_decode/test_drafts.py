@@ -158,6 +158,7 @@ def test_every_answer_is_as_it_is_alone(drafts: str, cache: str, page_size: int)
     engine.overlap = case.random() < 0.5
     if case.random() < 0.5:  # as where there are CUDA graphs, none of which is large enough
         engine.runner.graphs = SimpleNamespace(run=lambda *_: None)  # type: ignore[assignment]
+        engine.multi_step = None  # which no machine with graphs has
     if case.random() < 0.5:  # hardly anything is kept beside the KV
         engine._scored = ScoredPrompts(VOCAB, num_tokens=30)
         if engine.scheduler.admission.logits_cache is not None:
@@ -175,13 +176,13 @@ def test_every_answer_is_as_it_is_alone(drafts: str, cache: str, page_size: int)
         assert told(request) == reference(request), f"seed {SEED}: {request.params}"
 
     rng = random.Random(SEED)
-    seen = play(engine, rng, 80, ask_like(rng), verify, arrivals=0.3)
+    seen = play(engine, rng, 100, ask_like(rng), verify, arrivals=0.3)
     model: Any = engine.model
     assert not model.unwritten, "a slot was read before it was written"
     assert seen["failures"]
     if proposer is not None:
         drafted, accepted = proposer.num_draft_tokens, proposer.num_accepted_tokens
-        assert drafted.total() > accepted.total() > 5
+        assert drafted.total() > accepted.total() > 10
     elif cache == "radix":
         assert (
             engine.scheduler.admission.logits_cache is not None
